@@ -1,0 +1,136 @@
+"""Checks that imports inside quire point downwards and that heavy packages are loaded only where they are needed.
+
+Prints one line an offence and exits with 1 if there is any. Run by `make check`; tests/unit/test_import_direction.py
+runs it on made-up offenders.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+# A module may import its own layer and those before it.
+LAYERS = (
+    "version", "errors", "options", "config", "kernels", "models", "cache", "attention", "tiers", "offload", "engine",
+    "llm", "cluster", "server", "cli", "__main__",
+)  # fmt: skip
+
+# Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
+# Everybody else imports them inside a function.
+HEAVY = {
+    "accelerate": (),
+    "fastapi": ("server/*",),
+    "gguf": (),
+    "httptools": (),
+    "nixl": ("cluster/*",),
+    "prometheus_client": ("server/*",),
+    "pydantic": ("server/*",),
+    "ray": ("cluster/*",),
+    "rich": (),
+    "starlette": ("server/*",),
+    "transformers": (),
+    "triton": ("attention/triton*", "attention/kernels/*", "models/triton*"),
+    "uvicorn": ("server/*",),
+}
+
+# What a module must do without, even inside functions: the command line waits for the first ones, the scheduler runs
+# under a simulator's clock.
+NEVER = {
+    "__init__.py": ("torch", "numpy"),
+    "version.py": ("torch", "numpy"),
+    "errors.py": ("torch", "numpy"),
+    "options.py": ("torch", "numpy"),
+    "config.py": ("torch", "numpy"),
+    "kernels/__init__.py": ("torch", "numpy"),
+    "kernels/build.py": ("torch", "numpy"),
+    "kernels/levels.py": ("torch", "numpy"),
+    "models/shape.py": ("torch",),
+    "engine/scheduler.py": ("torch", "time", "datetime"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: its dotted name, the line, and whether it is loaded as soon as the importing module is."""
+
+    name: str
+    line: int
+    is_immediate: bool
+
+
+def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
+    """Every import of a module that lies in `package`, with relative names resolved."""
+    lazy = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or _is_type_checking(node)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            # `from quire import cache` names a module; `from quire.cache import page` lies in quire.cache either way.
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "quire" else [module]
+        else:
+            continue
+        for name in names:
+            yield Import(name, node.lineno, id(node) not in lazy)
+
+
+def offences(root: Path) -> Iterator[str]:
+    """One line for each import below `root` (the folder `quire`) that breaks a rule."""
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        package = ".".join(["quire", *relative.parent.parts])
+        for found in imports_of(ast.parse(path.read_text(encoding="utf-8")), package):
+            reason = _fault(relative, found)
+            if reason:
+                yield f"{path}:{found.line}: {reason}"
+
+
+def _fault(module: Path, found: Import) -> str | None:
+    top, *rest = found.name.split(".")
+    if top in NEVER.get(module.as_posix(), ()):
+        return f"{module.as_posix()} must do without {top}"
+    if top in HEAVY and found.is_immediate and not any(fnmatch(module.as_posix(), place) for place in HEAVY[top]):
+        return f"{top} is imported when the module is; import it inside the function that needs it"
+    if top != "quire":
+        return None
+    own = module.parts[0].removesuffix(".py")
+    if own == "__init__":
+        immediate = found.is_immediate and rest[:1] != ["version"]
+        return (
+            f"quire/__init__.py imports {found.name} at once; public names are loaded when used" if immediate else None
+        )
+    target = rest[0] if rest else "__init__"
+    if target == "__version__":
+        return "import __version__ from quire.version"
+    if target not in LAYERS or own not in LAYERS:
+        unknown = target if target not in LAYERS else own
+        return f"quire.{unknown} has no place in the import order; give it one in {Path(__file__).name}"
+    if LAYERS.index(target) > LAYERS.index(own):
+        return f"quire.{own} imports quire.{target}, which lies above it"
+    return None
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def main() -> None:
+    """Checks src/quire, or the folder given."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "src" / "quire"
+    found = list(offences(root))
+    print("\n".join(found) or "imports point downwards")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

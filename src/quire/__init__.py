@@ -1,0 +1,39 @@
+"""Quire: an LLM inference engine whose centre is the key-value cache.
+
+Importing this package imports neither torch nor numpy: the public names load what they need when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.outputs import RequestOutput
+    from quire.engine.params import SamplingParams
+    from quire.llm import LLM, AsyncLLM
+
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "AsyncLLM": "quire.llm",
+    "EngineConfig": "quire.config",
+    "RequestOutput": "quire.engine.outputs",
+    "SamplingParams": "quire.engine.params",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,230 @@
+"""Compiles the CPU kernels: every .cpp beside this file into one shared library per CPU level.
+
+Knows compilers, flags and when a library is out of date; knows neither torch nor what the kernels do. Used by the
+package build (build_backend/), by `make install` and, when a source tree has no current library, by
+`quire.kernels.load`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import QuireError
+from quire.kernels.levels import LEVELS, Level, editable_levels
+
+SOURCE_DIR = Path(__file__).parent
+
+# No -ffast-math: it would let NaN and -inf, which mark empty rows and masked keys, be assumed away. No -fopenmp: the
+# kernels run on torch's pool.
+FLAGS = (
+    "-O3 -std=c++17 -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math -ffp-contract=fast"
+    " -fPIC -fvisibility=hidden"
+).split()
+
+# The kernels use _Float16, which g++ has from 12 and clang from 15; an older compiler counts as none.
+_PROBE = "int main() { _Float16 x = 1; return static_cast<float>(x) > 0; }"
+
+# The one function of the C++ runtime that thread-local objects need; glibc has it under another name. So nothing of
+# that runtime is linked, which Zig would build first, 50 s a level.
+_THREAD_EXIT = """
+extern "C" int __cxa_thread_atexit_impl(void (*)(void*), void*, void*);
+extern "C" int __cxa_thread_atexit(void (*run)(void*), void* object, void* library) {
+    return __cxa_thread_atexit_impl(run, object, library);
+}
+"""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that works: its command, and the version that goes into the stamp."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def is_zig(self) -> bool:
+        """Zig is driven by another spelling of targets and links differently."""
+        return "ziglang" in self.command
+
+    def target_flags(self, level: Level) -> list[str]:
+        """The flags that select the level's instructions."""
+        if not level.architecture:
+            return []
+        if self.is_zig:
+            return ["-mcpu=" + "+".join([level.architecture.replace("-", "_"), *level.extensions])]
+        return ["-march=" + level.architecture, *("-m" + name for name in level.extensions)]
+
+    @property
+    def link_command(self) -> tuple[str, ...]:
+        """Links without the C++ runtime; Zig does so as a C compiler."""
+        return (*self.command[:-1], "cc", "-shared") if self.is_zig else (*self.command, "-shared")
+
+    @property
+    def link_libraries(self) -> tuple[str, ...]:
+        """What to link against, after the objects; what is missing is an error now rather than at load."""
+        if sys.platform != "linux":
+            return ()
+        # libgcc is linked in: the half-precision helpers of level v2 are missing from the shared one of older systems.
+        return ("-Wl,-z,defs", "-lm") if self.is_zig else ("-Wl,-z,defs", "-nodefaultlibs", "-lm", "-lc", "-lgcc")
+
+
+@functools.cache
+def find_compiler() -> Compiler | None:
+    """The first that works of $CXX, c++, g++, clang++ and the `ziglang` package; None if there is none."""
+    commands = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
+    for command in commands:
+        if command and shutil.which(command[0]) and _compiles(command):
+            return Compiler(tuple(command), _first_line([*command, "--version"]))
+    if importlib.util.find_spec("ziglang") is not None:
+        return Compiler(
+            (sys.executable, "-m", "ziglang", "c++"), "zig " + _first_line([sys.executable, "-m", "ziglang", "version"])
+        )
+    return None
+
+
+def library_name(level: str) -> str:
+    """File name of the library of one level."""
+    return f"_quire_{level}.so"
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of the kernel sources and of what they are compiled with: a library with another one is out of date."""
+    targets = [(name, level.architecture, level.extensions) for name, level in LEVELS.items()]
+    digest = hashlib.sha256(repr((FLAGS, targets)).encode())
+    for path in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
+        digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def is_current(directory: Path, level: str, compiler: Compiler | None = None) -> bool:
+    """Whether the directory holds this level, compiled from the present sources (and, if given, by this compiler)."""
+    library, stamp = _paths(directory, level)
+    try:
+        text = stamp.read_text()
+    except OSError:
+        return False
+    if compiler is not None:
+        return library.exists() and text == _stamp(compiler)
+    return library.exists() and text.partition("\n")[0] == source_hash()
+
+
+def build(levels: Iterable[str], out_dir: Path) -> list[Path]:
+    """Compiles the levels that are missing or out of date and returns the paths of all of them.
+
+    Says on stderr, in one line, that it compiles. Safe against other processes building into the same directory.
+    Raises QuireError when there is no compiler, or with its first message when it fails.
+    """
+    levels = list(levels)
+    compiler = find_compiler()
+    with _locked(out_dir):
+        stale = [level for level in levels if not is_current(out_dir, level, compiler)]
+        if stale and compiler is None:
+            raise QuireError(
+                "no C++ compiler for the CPU kernels: install g++ >= 12 or clang++ >= 15, or `pip install ziglang`"
+            )
+        if stale and compiler is not None:
+            print(
+                f"quire: compiling the CPU kernels ({', '.join(stale)}) with {compiler.version}, once",
+                file=sys.stderr,
+                flush=True,
+            )
+            _compile(compiler, stale, out_dir)
+    return [out_dir / library_name(level) for level in levels]
+
+
+def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
+    # The temporary folder is beside the result, so that the last step is a rename on one file system and no one sees
+    # half a library.
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".build-") as name, ThreadPoolExecutor(os.cpu_count()) as pool:
+        scratch = Path(name)
+        sources = sorted(SOURCE_DIR.glob("*.cpp"))
+        if sys.platform == "linux":
+            sources.append(scratch / "thread_exit.cpp")
+            sources[-1].write_text(_THREAD_EXIT)
+        objects: dict[str, list[str]] = {level: [] for level in levels}
+        commands = []
+        for level in levels:
+            for source in sources:
+                objects[level].append(str(scratch / f"{level}-{source.stem}.o"))
+                target = compiler.target_flags(LEVELS[level])
+                commands.append([*compiler.command, *FLAGS, *target, "-c", str(source), "-o", objects[level][-1]])
+        list(pool.map(lambda command: _run(command, scratch), commands))
+        for level in levels:
+            library, stamp = _paths(out_dir, level)
+            built = scratch / library.name
+            _run([*compiler.link_command, *objects[level], "-o", str(built), *compiler.link_libraries], scratch)
+            stamp.unlink(missing_ok=True)
+            os.replace(built, library)
+            stamp.write_text(_stamp(compiler))
+
+
+def _run(command: list[str], scratch: Path) -> None:
+    environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": str(scratch / "zig")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[0])
+        raise QuireError(f"compiling the CPU kernels failed: {reason} (command: {shlex.join(command)})")
+
+
+def _compiles(command: list[str]) -> bool:
+    probe = [*command, *FLAGS, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(probe, input=_PROBE, capture_output=True, text=True).returncode == 0
+
+
+def _first_line(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+
+
+def _paths(directory: Path, level: str) -> tuple[Path, Path]:
+    library = directory / library_name(level)
+    return library, library.with_suffix(".stamp")
+
+
+def _stamp(compiler: Compiler) -> str:
+    return f"{source_hash()}\n{compiler.version}\n"
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    """Compiles into the package directory (or --out) the given levels, by default those of a development install."""
+    parser = argparse.ArgumentParser(prog="python -m quire.kernels.build", description=main.__doc__)
+    parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"any of {', '.join(LEVELS)}")
+    parser.add_argument(
+        "--out", type=Path, default=SOURCE_DIR, metavar="DIR", help="where the libraries go (default: the package)"
+    )
+    arguments = parser.parse_args()
+    unknown = set(arguments.levels) - set(LEVELS)
+    if unknown:
+        parser.error(f"no such CPU level: {', '.join(sorted(unknown))}")
+    try:
+        build(arguments.levels or editable_levels(), arguments.out)
+    except QuireError as error:
+        parser.exit(1, f"quire: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
