@@ -1,0 +1,224 @@
+"""Every setting of the engine and of the server. Flags, the TOML file and the reference page are generated from these.
+
+A group is one frozen dataclass; the string below a field is its documentation. `quire.options` has the machinery.
+`python -m quire.config` prints the reference page (docs/configuration.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from quire import options as _options
+from quire.errors import ConfigError
+from quire.options import AtLeast, Bytes, Count, Group, format_bytes, nearest, parse_bytes
+
+__all__ = [
+    "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RuntimeConfig", "SchedulerConfig", "ServeConfig",
+    "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Group):
+    """The model: its numbers, its limits and what belongs to it."""
+
+    key: ClassVar[str] = "model"
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, activations and dense cache pages. auto: the checkpoint's own, bfloat16 for GGUF."""
+    weights: Literal["dequantized", "native"] = "dequantized"
+    """How quantized weights are held: expanded to `model.dtype`, or native: as packed as the file has them."""
+    max_context: Count | None = None
+    """Longest prompt plus output in tokens. auto: what the model was made for."""
+    tokenizer: str | None = None
+    """Folder or tokenizer.json to use in place of the model's own tokenizer."""
+    chat_template: str | None = None
+    """File with a Jinja chat template to use in place of the model's own."""
+    name: str | None = None
+    """Name under which the server offers the model; none: the name it was asked for by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(Group):
+    """The key-value cache: one arena of bytes, cut into pages of 64 tokens of one head."""
+
+    key: ClassVar[str] = "cache"
+
+    codec: Literal["dense"] = "dense"
+    """How sealed pages are stored. dense: keys and values as they are, in `model.dtype`."""
+    memory: Bytes | Literal["auto"] = "auto"
+    """Bytes of the arena, allocated at start. auto: chosen from the memory that is free beside the weights."""
+    share: bool = False
+    """One copy of a prefix for all requests that begin with it. Not available yet: it needs the prefix tree."""
+    strict: bool = True
+    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share:
+            raise ConfigError(
+                "cache.share is true, but the prefix tree that sharing needs is not built yet; leave it false"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(Group):
+    """The kernels that compute attention."""
+
+    key: ClassVar[str] = "attention"
+
+    backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    """reference: plain torch in float32, slow, the definition of the others. auto: triton on a GPU, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Group):
+    """Which requests run in a step, and how many may wait."""
+
+    key: ClassVar[str] = "scheduler"
+
+    token_budget: Count | None = None
+    """Most tokens one step computes, prompt slices and decoded tokens together. auto: chosen for the device."""
+    max_running: Count = 256
+    """Most sequences that run at the same time."""
+    max_queue: Count = 1024
+    """Most requests that wait; the next one is refused (the server answers 429)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig(Group):
+    """The machine."""
+
+    key: ClassVar[str] = "runtime"
+
+    threads: Count | None = None
+    """CPU threads that compute. auto: one for each core this process may use."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where weights and cache live. auto: cuda where there is a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Group):
+    """The HTTP server. These flags may be written without their group: `--port 8000`."""
+
+    key: ClassVar[str] = "serve"
+    bare_flags: ClassVar[bool] = True
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, AtLeast(0)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key_file: str | None = None
+    """File with one API key a line; with it, requests must carry one of the keys."""
+    allow_public: bool = False
+    """Listen on an address other machines can reach although no API key is set."""
+    max_request_bytes: Bytes = 8 * 2**20
+    """Largest request body; a larger one is answered 413."""
+    max_output_tokens: Count | None = None
+    """Most tokens one request may ask for. auto: what the context leaves."""
+    drain_seconds: Annotated[float, AtLeast(0)] = 30.0
+    """On SIGTERM, how long running requests may take to finish before they are cut off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.port > 65535:
+            raise ConfigError(f"serve.port is {self.port}; it must be at most 65535")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
+        """The server's settings; see EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every setting of one engine. Immutable: the engine fills automatic values in a new object."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> EngineConfig:
+        """The configuration from options by key (`{"cache.memory": "1GiB"}`) and a TOML file.
+
+        Options win over the file, the file over the defaults. Values may be text, as flags give them, or of the
+        setting's type. The file's server settings are passed over.
+        Raises ConfigError for an unknown key, naming the nearest that exists, and for a value that cannot be.
+        """
+        values, _ = _options.collect(ENGINE_GROUPS, options, file, _ALL_GROUPS)
+        groups: dict[str, Any] = {group.key: _options.make(group, values) for group in ENGINE_GROUPS}
+        return cls(**groups)
+
+    def to_options(self) -> dict[str, Any]:
+        """Every setting by its key; from_options gives an equal configuration back."""
+        return {key: value for group in _groups(self) for key, value in group.to_options().items()}
+
+
+ENGINE_GROUPS: tuple[type[Group], ...] = (ModelConfig, CacheConfig, AttentionConfig, SchedulerConfig, RuntimeConfig)
+_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig)
+SECTIONS = tuple(group.key for group in _ALL_GROUPS)
+
+
+def add_flags(parser: argparse.ArgumentParser, sections: Iterable[str] = SECTIONS) -> None:
+    """Adds a flag such as `--cache.memory` for every setting of the sections.
+
+    Flags that are not given leave no trace in the namespace.
+    """
+    _options.add_flags(parser, _groups_of(sections))
+
+
+def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIONS) -> dict[str, Any]:
+    """The settings of the sections that were given as flags, by key, as text."""
+    return _options.options_from(namespace, _groups_of(sections))
+
+
+def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = SECTIONS) -> dict[str, str]:
+    """For every setting of the sections where its value comes from: `flag`, `file NAME` or `default`."""
+    return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
+
+
+def describe(config: EngineConfig | ServeConfig, sources: Mapping[str, str]) -> str:
+    """The configuration as a TOML file that gives it back, each value with a comment that says where it came from."""
+    return _options.describe(_groups(config), sources)
+
+
+def reference() -> str:
+    """The reference page of all settings, in Markdown."""
+    return _REFERENCE_HEAD + "\n" + _options.reference(_ALL_GROUPS)
+
+
+def _groups(config: EngineConfig | ServeConfig) -> list[Group]:
+    return [config] if isinstance(config, Group) else [getattr(config, each.name) for each in fields(config)]
+
+
+def _groups_of(sections: Iterable[str]) -> list[type[Group]]:
+    by_key = {group.key: group for group in _ALL_GROUPS}
+    return [by_key[section] for section in sections]
+
+
+_REFERENCE_HEAD = """\
+# Configuration
+
+Generated from `src/quire/config.py` by `make docs`; edit the docstrings there.
+
+One tree of settings, three ways to give them, the first one that does so wins:
+
+1. a flag: `quire serve smollm2 --cache.memory 1GiB`; from Python `LLM("smollm2", options={"cache.memory": "1GiB"})`
+2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
+3. the default
+
+An unknown key is refused with the nearest one that exists. `--print-config` prints every value and where it came from,
+as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Only the log level is
+set elsewhere: `QUIRE_LOG=debug` in the environment.
+"""
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

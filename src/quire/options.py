@@ -1,0 +1,336 @@
+"""Settings as frozen dataclasses: keys, conversion and checks, flags, TOML files, origins and reference text.
+
+Knows types, docstrings and where a value came from; knows no setting: `quire.config` declares them. A group is one
+dataclass, a setting one of its fields, known everywhere by its key `group.field`. Imports only light parts of the
+standard library: `quire --help` waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import inspect
+import json
+import math
+import re
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Marks a number in an annotation: the smallest value that makes sense."""
+
+    least: float
+
+
+Bytes = Annotated[int, "bytes"]
+"""A number of bytes: an int, or text such as `512MiB`, `1.5GiB`, `20GB`."""
+Count = Annotated[int, AtLeast(1)]
+"""A whole number of at least 1."""
+
+_BINARY = {f"{prefix}{suffix}": 1024**power for power, prefix in enumerate("kmgt", 1) for suffix in ("", "ib")}
+_DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+_BYTE_UNITS = {"": 1, "b": 1, **_BINARY, **_DECIMAL}
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its key, type, default and documentation."""
+
+    key: str
+    hint: Any
+    default: Any
+    doc: str
+
+    @property
+    def name(self) -> str:
+        """The field's name: the key without its group."""
+        return self.key.partition(".")[2]
+
+    def convert(self, value: Any) -> Any:
+        """The value in the setting's type, from text or as Python and TOML have it. Raises ConfigError."""
+        try:
+            return _convert(self.hint, value)
+        except ValueError:
+            *terms, last = _terms(self.hint, in_words=True)
+            raise ConfigError(
+                f"{self.key} is {value!r}; it must be {', '.join(terms)}{' or ' * bool(terms)}{last}"
+            ) from None
+
+    def show(self, value: Any) -> str:
+        """The value as it may be written on the command line or in a file."""
+        if value is None:
+            return _word_for_none(self.hint)
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, int) and Bytes in _alternatives(self.hint):
+            short = format_bytes(value)
+            return short if parse_bytes(short) == value else str(value)
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings that belong together. Building a group converts and checks every value, so an existing one is valid.
+
+    key         first half of the key of each setting
+    bare_flags  whether the settings are also flags under their own name: `--port` besides `--serve.port`
+    """
+
+    key: ClassVar[str]
+    bare_flags: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for setting in settings_of(type(self)):
+            object.__setattr__(self, setting.name, setting.convert(getattr(self, setting.name)))
+
+    def to_options(self) -> dict[str, Any]:
+        """Every setting by its key; building a group from these gives an equal one."""
+        return {setting.key: getattr(self, setting.name) for setting in settings_of(type(self))}
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
+# Reading docstrings parses the source, about a millisecond a group.
+_settings: dict[type[Group], tuple[Setting, ...]] = {}
+
+
+def settings_of(group: type[Group]) -> tuple[Setting, ...]:
+    """The settings of a group, in the order of their declaration."""
+    if group not in _settings:
+        hints, docs = typing.get_type_hints(group, include_extras=True), _field_docs(group)
+        _settings[group] = tuple(
+            Setting(f"{group.key}.{each.name}", hints[each.name], each.default, docs[each.name])
+            for each in fields(group)
+        )
+    return _settings[group]
+
+
+def parse_bytes(value: str | int) -> int:
+    """A number of bytes from an int or from text: `512MiB`, `1.5 GiB`, `2G` (binary), `20GB` (decimal).
+
+    Raises ConfigError.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise ConfigError(f"{value!r} is not a number of bytes; write it like 1073741824, 512MiB or 1.5GiB")
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * _BYTE_UNITS[match[2]])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A number of bytes for people, in binary units, rounded to four digits: 1610612736 is `1.5GiB`."""
+    power = min(4, max(0, num_bytes.bit_length() - 1) // 10)
+    number = num_bytes / 1024**power
+    digits = max(0, 3 - int(math.log10(number))) if number >= 1 else 0
+    return f"{round(number, digits):.10g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def collect(
+    groups: Sequence[type[Group]], options: Mapping[str, Any], file: Path | None, file_groups: Sequence[type[Group]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values given for the settings of `groups`, and where each of these comes from: flag, file or default.
+
+    options      by key; they win over the file
+    file         TOML with one table a group, or None
+    file_groups  all groups the file may configure: one file serves the engine and the server
+    Raises ConfigError for a key nobody knows, naming the nearest one that exists.
+    """
+    mine = [setting.key for group in groups for setting in settings_of(group)]
+    everyone = [setting.key for group in file_groups for setting in settings_of(group)]
+    in_file = read_toml(file) if file is not None else {}
+    for key in in_file:
+        if key not in everyone:
+            raise ConfigError(f"unknown setting {key!r} in {file}; {nearest(key, everyone)}")
+    for key in options:
+        if key in everyone and key not in mine:
+            raise ConfigError(
+                f"setting {key!r} does not belong here; the groups that do: {', '.join(group.key for group in groups)}"
+            )
+        if key not in mine:
+            raise ConfigError(f"unknown setting {key!r}; {nearest(key, mine)}")
+    values = {key: value for key, value in {**in_file, **options}.items() if key in mine}
+    sources = {key: "flag" if key in options else f"file {file}" if key in in_file else "default" for key in mine}
+    return values, sources
+
+
+def make(group: type[AnyGroup], values: Mapping[str, Any]) -> AnyGroup:
+    """A group from values by key; settings of other groups are passed over."""
+    return group(**{setting.name: values[setting.key] for setting in settings_of(group) if setting.key in values})
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The values of a TOML file by key. Raises ConfigError when there is no such file or it is not TOML."""
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat.update(
+            {f"{name}.{inner}": each for inner, each in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return flat
+
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """A hint for somebody who mistyped a key: `did you mean cache.memory?`."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
+
+    return f"did you mean {max(valid, key=likeness)}?"
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Sequence[type[Group]]) -> None:
+    """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace."""
+    for group in groups:
+        section = parser.add_argument_group(f"{group.key} settings")
+        for setting in settings_of(group):
+            bare = [f"--{setting.name.replace('_', '-')}"] if group.bare_flags else []
+            # A truth value may be left out, so that `--allow-public` reads as it should.
+            optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
+            section.add_argument(
+                *bare,
+                f"--{setting.key}",
+                dest=setting.key,
+                default=argparse.SUPPRESS,
+                metavar="|".join(_terms(setting.hint, in_words=False)),
+                help=f"{setting.doc} (default: {setting.show(setting.default)})".replace("%", "%%"),
+                **optional,
+            )
+
+
+def options_from(namespace: argparse.Namespace, groups: Sequence[type[Group]]) -> dict[str, Any]:
+    """The settings of these groups that were given as flags, by key."""
+    keys = {setting.key for group in groups for setting in settings_of(group)}
+    return {key: value for key, value in vars(namespace).items() if key in keys}
+
+
+def describe(groups: Iterable[Group], sources: Mapping[str, str]) -> str:
+    """The groups as a TOML file, each value with a comment that says where it came from."""
+    lines: list[str] = []
+    for group in groups:
+        lines += ["", f"[{group.key}]"]
+        for setting in settings_of(type(group)):
+            value = getattr(group, setting.name)
+            text = setting.show(value)
+            is_bare = isinstance(value, (bool, int, float)) and text == str(value).lower()
+            line = f"{setting.name} = {text if is_bare else json.dumps(text, ensure_ascii=False)}"
+            lines.append(f"{line:<40}  # {sources.get(setting.key, 'default')}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def reference(groups: Sequence[type[Group]]) -> str:
+    """The reference of all settings in Markdown, one table a group."""
+    lines: list[str] = []
+    for group in groups:
+        lines += [
+            "",
+            f"## {group.key}",
+            "",
+            inspect.cleandoc(group.__doc__ or ""),
+            "",
+            "| key | value | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for setting in settings_of(group):
+            value = ", ".join(f"`{term}`" for term in _terms(setting.hint, in_words=False))
+            lines.append(f"| `{setting.key}` | {value} | `{setting.show(setting.default)}` | {setting.doc} |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _field_docs(group: type[Group]) -> dict[str, str]:
+    """The string below each field of the class, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _word_for_none(hint: Any) -> str:
+    return "none" if str in _alternatives(hint) else "auto"
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    alternatives = _alternatives(hint)
+    if types.NoneType in alternatives and (value is None or value == _word_for_none(hint)):
+        return None
+    for alternative in alternatives:
+        with contextlib.suppress(ValueError):
+            return _convert_one(alternative, value)
+    raise ValueError(value)
+
+
+def _convert_one(hint: Any, value: Any) -> Any:
+    """The value in one plain, marked or literal type.
+
+    Text is converted; a number is not taken for a truth value, nor the reverse.
+    """
+    kind, is_text = typing.get_origin(hint) or hint, isinstance(value, str)
+    if kind is Literal and value in typing.get_args(hint):
+        return value
+    if hint == Bytes and (is_text or type(value) is int):
+        return parse_bytes(value)
+    if kind is Annotated and hint != Bytes:
+        number, (mark,) = _convert_one(hint.__origin__, value), hint.__metadata__
+        if number >= mark.least:
+            return number
+    if kind is bool and (type(value) is bool or (is_text and value.lower() in _BOOLS)):
+        return value if type(value) is bool else _BOOLS[value.lower()]
+    if kind is str and isinstance(value, (str, Path)):
+        return str(value)
+    if kind is int and (is_text or type(value) is int):
+        return int(value)
+    if kind is float and (is_text or type(value) in (int, float)) and math.isfinite(float(value)):
+        return float(value)
+    raise ValueError(value)
+
+
+def _terms(hint: Any, in_words: bool) -> list[str]:
+    """What may be written for a type: short names for a usage line, or words for an error message."""
+    terms: list[str] = []
+    for kind in _alternatives(hint):
+        if typing.get_origin(kind) is Literal:
+            terms += typing.get_args(kind)
+        elif kind == Bytes:
+            terms.append("a size such as 512MiB or 1.5GiB" if in_words else "SIZE")
+        elif typing.get_origin(kind) is Annotated:
+            terms.append(
+                _terms(kind.__origin__, in_words)[0]
+                + (f" of at least {kind.__metadata__[0].least:g}" if in_words else "")
+            )
+        elif kind is types.NoneType:
+            terms.append(_word_for_none(hint))
+        elif kind is bool:
+            terms += ["true", "false"]
+        else:
+            terms.append(
+                {int: "a whole number", float: "a number", str: "text"}[kind]
+                if in_words
+                else {int: "N", float: "X", str: "TEXT"}[kind]
+            )
+    return terms
