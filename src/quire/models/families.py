@@ -1,0 +1,308 @@
+"""How each model family writes down its settings and names its tensors: config.json and GGUF metadata -> ModelShape.
+
+Whatever a file asks for that the decoders do not do is refused here, by name; nothing is ignored silently. The errors
+name the setting; whoever knows the file puts its name in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.shape import ITEM_BYTES, ModelShape, Rope
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
+
+_HF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_OPT_LAYER = _HF_LAYER | {
+    "attn_norm": "self_attn_layer_norm",
+    "o": "self_attn.out_proj",
+    "mlp_norm": "final_layer_norm",
+    "up": "fc1",
+    "down": "fc2",
+}
+_GGUF_LAYER = {
+    "attn_norm": "attn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+_HF_TOP = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_OPT_TOP = {
+    "embed": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "norm": "model.decoder.final_layer_norm",
+    "project_in": "model.decoder.project_in",
+    "project_out": "model.decoder.project_out",
+    "head": "lm_head",
+}
+_GGUF_TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+
+
+def hf_name(name: str, architecture: str) -> str:
+    """Canonical tensor name -> the name `transformers` saves it under."""
+    if architecture == "opt":
+        return _rename(name, _OPT_TOP, "model.decoder.layers", _OPT_LAYER)
+    return _rename(name, _HF_TOP, "model.layers", _HF_LAYER)
+
+
+def gguf_name(name: str) -> str:
+    """Canonical tensor name -> the name llama.cpp's converter gives it."""
+    return _rename(name, _GGUF_TOP, "blk", _GGUF_LAYER)
+
+
+def _rename(name: str, top: Mapping[str, str], layers: str, layer: Mapping[str, str]) -> str:
+    if not name.startswith("layers."):
+        part, kind = name.rsplit(".", 1)
+        return f"{top[part]}.{kind}"
+    _, index, part, kind = name.split(".")
+    return f"{layers}.{index}.{layer[part]}.{kind}"
+
+
+def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelShape:
+    """The shape described by a config.json (of any transformers version) and its generation_config.json.
+
+    Raises ModelError naming the first setting that is missing, malformed or not supported.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        found = family or (config.get("architectures") or ["not named"])[0]
+        raise ModelError(f"architecture {found!r} is not supported (only {', '.join(FAMILIES)})")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "an unknown method")
+        raise ModelError(f"weights quantized with {method} are not supported; use plain safetensors or a GGUF")
+    settings = _Settings(config)
+    common: dict[str, Any] = {
+        "vocab_size": settings.count("vocab_size"),
+        "hidden_size": settings.count("hidden_size"),
+        "num_layers": settings.count("num_hidden_layers"),
+        "num_q_heads": settings.count("num_attention_heads"),
+        "dtype": _config_dtype(config),
+        "bos_token_id": _first(config.get("bos_token_id")),
+        "eos_token_ids": _ids(generation.get("eos_token_id"), config.get("eos_token_id")),
+    }
+    if family == "opt":
+        return _opt_shape(settings, common)
+    heads = common["num_q_heads"]
+    head_dim = settings.count("head_dim", 128 if family == "qwen3" else common["hidden_size"] // heads)
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"activation {activation!r} is not supported for {family} (only silu)")
+    rope, max_context = _config_rope(settings, head_dim)
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        **common,
+        architecture=family,
+        num_kv_heads=settings.count("num_key_value_heads", heads),
+        head_dim=head_dim,
+        ffn_size=settings.count("intermediate_size"),
+        max_context=max_context,
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        sliding_window=_config_window(settings, family, common["num_layers"]),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=family != "qwen2" and attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+    )
+
+
+def shape_from_gguf(
+    metadata: Mapping[str, Any], tensors: Collection[str], vocab_size: int, factors: tuple[float, ...]
+) -> ModelShape:
+    """The shape described by GGUF metadata; what that does not say (biases, tying) is read off the tensor names.
+
+    tensors     names of the tensors in the file
+    vocab_size  rows of the embedding
+    factors     contents of `rope_freqs.weight` (llama3 scaling), empty when the file has none
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in ("llama", "qwen2", "qwen3"):
+        raise ModelError(f"GGUF architecture {architecture!r} is not supported (only llama, qwen2, qwen3)")
+    prefix = f"{architecture}."
+    settings = _Settings({key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)})
+    if settings.values.get("expert_count"):
+        raise ModelError(f"mixtures of experts are not supported ({settings.values['expert_count']} experts)")
+    hidden_size, heads = settings.count("embedding_length"), settings.count("attention.head_count")
+    head_dim = settings.count("attention.key_length", hidden_size // heads)
+    if settings.count("attention.value_length", head_dim) != head_dim:
+        raise ModelError("keys and values of different head size are not supported")
+    rotated = settings.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ModelError(f"rope rotates {rotated} of {head_dim} channels; only whole heads are supported")
+    window = settings.values.get("attention.sliding_window")
+    kind, theta = settings.values.get("rope.scaling.type", "none"), settings.number("rope.freq_base", 10000.0)
+    if kind not in ("none", "linear"):
+        raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear)")
+    if factors:
+        rope = Rope(theta=theta, dim=head_dim, kind="factors", factors=factors)
+    elif kind == "linear":
+        rope = Rope(theta=theta, dim=head_dim, kind="linear", factor=settings.number("rope.scaling.factor", 1.0))
+    else:
+        rope = Rope(theta=theta, dim=head_dim)
+    return ModelShape(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=settings.count("block_count"),
+        num_q_heads=heads,
+        num_kv_heads=settings.count("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn_size=settings.count("feed_forward_length"),
+        max_context=settings.count("context_length"),
+        norm_eps=settings.number("attention.layer_norm_rms_epsilon", 1e-6),
+        rope=rope,
+        sliding_window=settings.count("attention.sliding_window") if window else None,
+        tied_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        bos_token_id=_first(metadata.get("tokenizer.ggml.bos_token_id")),
+        eos_token_ids=_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
+    )
+
+
+class _Settings:
+    """A dictionary of settings whose look-ups fail with the name of the setting and of the file."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"setting {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(f"setting {key} is {value!r}; it must be one number")
+        return float(value)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default)
+        if value < 1 or value != int(value):
+            raise ModelError(f"setting {key} is {value:g}; it must be a positive whole number")
+        return int(value)
+
+
+def _opt_shape(settings: _Settings, common: dict[str, Any]) -> ModelShape:
+    config = settings.values
+    activation = config.get("activation_function", "relu")
+    if activation not in ("relu", "gelu"):
+        raise ModelError(f"activation {activation!r} is not supported for opt (only relu, gelu)")
+    if not config.get("layer_norm_elementwise_affine", True):
+        raise ModelError("OPT with layer_norm_elementwise_affine = false is not supported")
+    bias = bool(config.get("enable_bias", True))
+    norm_first = bool(config.get("do_layer_norm_before", True))
+    embed_size = settings.count("word_embed_proj_dim", common["hidden_size"])
+    return ModelShape(
+        **common,
+        architecture="opt",
+        num_kv_heads=common["num_q_heads"],
+        head_dim=common["hidden_size"] // common["num_q_heads"],
+        ffn_size=settings.count("ffn_dim"),
+        max_context=settings.count("max_position_embeddings"),
+        norm_eps=1e-5,
+        rope=None,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        activation=activation,
+        embed_size=None if embed_size == common["hidden_size"] else embed_size,
+        norm_first=norm_first,
+        final_norm=norm_first and not config.get("_remove_final_layer_norm", False),
+    )
+
+
+def _config_rope(settings: _Settings, head_dim: int) -> tuple[Rope, int]:
+    """(rotation, positions the model serves with it): `rope_parameters` is the newer form of `rope_scaling`."""
+    config = settings.values
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    merged = _Settings({**config, **scaling})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "dynamic", "llama3"):
+        raise ModelError(f"rope scaling {kind!r} is not supported (only default, linear, dynamic, llama3)")
+    share = merged.number("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        raise ModelError(f"partial_rotary_factor {share:g} is not supported; only whole heads are rotated")
+    theta, trained = merged.number("rope_theta", 10000.0), settings.count("max_position_embeddings")
+    if kind == "llama3":
+        rope = Rope(
+            theta=theta,
+            dim=head_dim,
+            kind=kind,
+            factor=merged.number("factor"),
+            low_freq_factor=merged.number("low_freq_factor"),
+            high_freq_factor=merged.number("high_freq_factor"),
+            original_context=merged.count("original_max_position_embeddings", trained),
+        )
+        return rope, trained
+    if kind == "dynamic":
+        return Rope(
+            theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"), original_context=trained
+        ), trained
+    if kind == "linear":
+        factor = merged.number("factor")
+        return Rope(theta=theta, dim=head_dim, kind=kind, factor=factor), int(trained * factor)
+    return Rope(theta=theta, dim=head_dim), trained
+
+
+def _config_window(settings: _Settings, family: str, num_layers: int) -> int | None:
+    """The window all layers share; models whose layers differ are refused."""
+    config = settings.values
+    if family == "llama" or config.get("sliding_window") is None:
+        return None
+    window = settings.count("sliding_window")
+    if family == "mistral":
+        return window
+    if not config.get("use_sliding_window", False):
+        return None
+    if config.get("layer_types"):
+        windowed = sum(kind == "sliding_attention" for kind in config["layer_types"])
+    else:
+        windowed = num_layers - min(settings.values.get("max_window_layers", num_layers), num_layers)
+    if windowed not in (0, num_layers):
+        raise ModelError(f"{windowed} of {num_layers} layers have a sliding window; only all or none is supported")
+    return window if windowed else None
+
+
+def _config_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype weights were saved in; float32 where the file does not say or says one we do not run."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in ITEM_BYTES else "float32"
+
+
+def _first(token_ids: int | list[int] | None) -> int | None:
+    ids = _ids(token_ids)
+    return ids[0] if ids else None
+
+
+def _ids(*choices: int | list[int] | None) -> tuple[int, ...]:
+    """All ids of all choices, first come first, without repetition."""
+    ids: dict[int, None] = {}
+    for choice in choices:
+        if choice is not None:
+            ids.update(dict.fromkeys(int(item) for item in (choice if isinstance(choice, list | tuple) else [choice])))
+    return tuple(ids)

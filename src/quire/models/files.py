@@ -1,0 +1,26 @@
+"""Small files beside the weights. Imports no torch, so that a tokenizer alone loads fast."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_json(path: Path, required: bool = False) -> dict[str, Any]:
+    """The object in a JSON file, empty when an optional one does not exist; ModelError naming the file otherwise."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise ModelError(f"{path.parent}: {path.name} is missing") from None
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: holds no JSON object")
+    return found

@@ -1,0 +1,77 @@
+"""The few operations a decoder is made of, behind a protocol, and their plainest implementation in torch.
+
+Backends (`CpuOps`, `TritonOps`) implement the same four methods elsewhere and are held to `TorchOps` by tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Linear(Protocol):
+    """One packed weight matrix."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [R, K] -> x @ weight.T + bias, [R, N], newly allocated: the caller may write into it."""
+
+
+class Ops(Protocol):
+    """What a backend must offer; R rows, E channels, all in the model's dtype, sums inside in float32."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Pack weight [N, K] and bias [N] once; the caller keeps no reference, so a packed copy is the only one."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows."""
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then norm(residual): both [R, E], returns [R, E]."""
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]."""
+
+
+class TorchLinear:
+    """F.linear over the weight as it was given: nothing is packed or copied."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Linear."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class TorchOps:
+    """The definition of every operation, on any device; backends differ from it by rounding only."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
+        """Keeps the tensors themselves."""
+        return TorchLinear(weight, bias)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm; torch accumulates 16-bit inputs in float32."""
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The residual is rounded to the model's dtype before it is normalised, as it is kept."""
+        return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """The silu is taken in the model's dtype, then the product."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called float32, bfloat16 or float16."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

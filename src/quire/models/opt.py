@@ -1,0 +1,103 @@
+"""OPT: learned positions, LayerNorm, one wide ReLU layer, biases; its 350m norms after the sublayers.
+
+LayerNorm and the activation are torch's own: OPT is here because the papers measure on it, not for speed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from quire.models.shape import OPT_POSITION_OFFSET
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from quire.models.layers import Linear, Ops
+    from quire.models.plan import StepPlan
+    from quire.models.shape import ModelShape
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "gelu": functional.gelu}
+
+
+class _Norm(NamedTuple):
+    weight: Tensor  # [E]
+    bias: Tensor  # [E]
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, eps)
+
+
+class _Layer(NamedTuple):
+    attn_norm: _Norm
+    qkv: Linear
+    o: Linear
+    mlp_norm: _Norm
+    up: Linear
+    down: Linear
+
+
+class OptDecoder:
+    """OPT in both its orders: norms before the sublayers (most sizes) or after the residual sum (350m)."""
+
+    def __init__(self, shape: ModelShape, tensor: Callable[[str], Tensor], ops: Ops) -> None:
+        self.shape = shape
+        self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
+        self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
+        self._activation = _ACTIVATIONS[shape.activation]
+        self._embed = tensor("embed.weight")
+        # The two padding rows are cut off once, so that a position indexes its own row.
+        self._positions = tensor("positions.weight")[OPT_POSITION_OFFSET:]
+
+        def norm(name: str) -> _Norm:
+            return _Norm(tensor(f"{name}.weight"), tensor(f"{name}.bias"))
+
+        def linear(names: tuple[str, ...], has_bias: bool) -> Linear:
+            bias = torch.cat([tensor(f"{name}.bias") for name in names]) if has_bias else None
+            return ops.linear(torch.cat([tensor(f"{name}.weight") for name in names]), bias)
+
+        self._layers = [
+            _Layer(
+                attn_norm=norm(f"{prefix}.attn_norm"),
+                qkv=linear((f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"), shape.qkv_bias),
+                o=linear((f"{prefix}.o",), shape.o_bias),
+                mlp_norm=norm(f"{prefix}.mlp_norm"),
+                up=linear((f"{prefix}.up",), shape.mlp_bias),
+                down=linear((f"{prefix}.down",), shape.mlp_bias),
+            )
+            for prefix in (f"layers.{index}" for index in range(shape.num_layers))
+        ]
+        self._norm = norm("norm") if shape.final_norm else None
+        projected = "project_in.weight" in shape.tensor_shapes
+        self._project_in = linear(("project_in",), False) if projected else None
+        self._project_out = linear(("project_out",), False) if projected else None
+        self._head = ops.linear(self._embed if shape.tied_embeddings else tensor("head.weight"), None)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
+        """See `plan.Model.hidden`."""
+        eps, first, activation = self.shape.norm_eps, self.shape.norm_first, self._activation
+        heads, split, head_dim = self._heads, self._split, self.shape.head_dim
+        x = functional.embedding(tokens, self._embed)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        x = x + functional.embedding(positions, self._positions)
+        for index, (attn_norm, qkv, o, mlp_norm, up, down) in enumerate(self._layers):
+            inner = attn_norm(x, eps) if first else x
+            q, k, v = qkv(inner).view(-1, heads, head_dim).split_with_sizes(split, 1)
+            plan.write(index, k, v)
+            x = o(plan.attend(index, q)).add_(x)
+            if not first:
+                x = attn_norm(x, eps)
+            inner = mlp_norm(x, eps) if first else x
+            x = down(activation(up(inner))).add_(x)
+            if not first:
+                x = mlp_norm(x, eps)
+        return self._norm(x, eps) if self._norm is not None else x
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `plan.Model.head`."""
+        return self._head(hidden if self._project_out is None else self._project_out(hidden))

@@ -1,0 +1,44 @@
+"""The one thing a model knows about attention: a plan that takes keys and values and answers queries.
+
+Whoever builds the plan decides where keys live, how they are rotated and what each row may see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.shape import ModelShape
+
+
+class StepPlan(Protocol):
+    """Attention of one step over all its R rows.
+
+    k and q are not rotated: rotation belongs to the plan. They may be views into a wider tensor: the last dimension is
+    contiguous, the row stride arbitrary, and they are only valid until the call returns.
+    """
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the step's rows, [R, H, D] each; called before `attend` of the same layer."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of q [R, H*G, D] over everything each row may see; returns [R, H*G*D]."""
+
+
+class Model(Protocol):
+    """A decoder with its weights packed for one device."""
+
+    shape: ModelShape
+
+    def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
+        """Run one step up to the last norm.
+
+        tokens     int64 [R]
+        positions  int64 [R], the tokens' positions in their own sequences
+        returns    [R, E] in the model's dtype
+        """
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The logits [n, vocab] of some rows of `hidden`, [n, E]."""

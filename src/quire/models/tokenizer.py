@@ -1,0 +1,298 @@
+"""Text <-> token ids, incremental detokenization, and the model's chat template.
+
+Runs on the `tokenizers` library directly: `transformers` would cost seconds of start-up and, for a GGUF, the digit
+rule.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.errors import ModelError, RequestError
+from quire.models.chat import ChatTemplate
+from quire.models.files import read_json
+from quire.models.gguf_file import read_header
+from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_token, token_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Pipeline
+
+# Token ids of the prompt that a detokenizer looks back at: a character has at most four bytes, hence at most four
+# tokens.
+_LOOKBACK = 8
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text as they come. Only complete characters leave it.
+
+    Invariant: what `push` and `flush` returned, joined, is what `Tokenizer.decode` makes of all ids at once.
+    """
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token completes; empty while a character is unfinished or the token is skipped."""
+
+    def flush(self) -> str:
+        """The end of the text: U+FFFD if the ids stop inside a character, else empty. The detokenizer is used up."""
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable; may be used by several threads."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        chat_template: ChatTemplate | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._chat_template = chat_template
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        added = pipeline.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = pipeline.get_vocab_size(with_added_tokens=True)
+        self.bos_id = None if bos_token is None else pipeline.token_to_id(bos_token)
+        eos_id = None if eos_token is None else pipeline.token_to_id(eos_token)
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+        self._to_bytes, self._strips_space = _byte_rule(pipeline)
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be called."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text; add_special adds what the model expects around a text (bos), not what stands in it."""
+        try:
+            return self._pipeline.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError("the text holds half of a surrogate pair and is not valid Unicode", "prompt") from None
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are no character become U+FFFD, unknown ids nothing."""
+        if self._to_bytes is None:
+            return self._pipeline.decode(list(token_ids), skip_special_tokens=skip_special)
+        skipped = self.special_ids if skip_special else frozenset()
+        text = b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id not in skipped).decode(
+            "utf-8", "replace"
+        )
+        return text[1:] if self._strips_space and text.startswith(" ") else text
+
+    def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
+        """A detokenizer for text that continues `prompt_ids`.
+
+        After a prompt the first piece keeps its leading space and may complete a character the prompt began; without
+        one the pieces are those of a text of its own.
+        """
+        skipped = self.special_ids if skip_special else frozenset()
+        if self._to_bytes is None:
+            return _WindowDetokenizer(self._pipeline, skipped, prompt_ids[-_LOOKBACK:])
+        return _ByteDetokenizer(
+            self.token_bytes, skipped, prompt_ids[-_LOOKBACK:], self._strips_space and not prompt_ids
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; part of a character for some tokens, empty for ids outside the vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            text = self._pipeline.id_to_token(token_id) if token_id >= 0 else None
+            to_bytes = self._to_bytes or str.encode
+            found = self._bytes[token_id] = b"" if text is None else to_bytes(text)
+        return found
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""
+        return self._pipeline.token_to_id(text)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt of a conversation; encode it with add_special=False, because templates write bos themselves.
+
+        Raises RequestError when the model has no chat template or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                "this model has no chat template; set model.chat_template or use plain completions", "messages"
+            )
+        return self._chat_template.render(messages, add_generation_prompt, **variables)
+
+
+def load_tokenizer(
+    path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None
+) -> Tokenizer:
+    """The tokenizer of a model folder or GGUF.
+
+    tokenizer      a tokenizer.json, or a folder holding one, to use instead of the model's own
+    chat_template  a file to use instead of the model's own template
+    Raises ModelError naming what is missing.
+    """
+    path = Path(path)
+    if tokenizer is not None:
+        pipeline, tokens, template = _load(Path(tokenizer))
+        own_tokens, own_template = _own_extras(path)
+        tokens, template = {**own_tokens, **tokens}, template or own_template
+    else:
+        pipeline, tokens, template = _load(path)
+    if chat_template is not None:
+        template = _read_text(Path(chat_template))
+    compiled = None if template is None else ChatTemplate(template, tokens)
+    return Tokenizer(pipeline, compiled, tokens.get("bos_token"), tokens.get("eos_token"))
+
+
+_Parts = tuple["Pipeline", dict[str, str], str | None]  # pipeline, special tokens by role, chat template
+
+
+def _load(path: Path) -> _Parts:
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            pipeline = from_file(path / "tokenizer.json")
+        elif (path / "vocab.json").is_file():
+            pipeline = from_merges(path, read_json(path / "tokenizer_config.json"))
+        else:
+            hint = "; tokenizer.model alone is not read, convert it" if (path / "tokenizer.model").exists() else ""
+            raise ModelError(f"{path}: no tokenizer.json{hint} (or name one with model.tokenizer)")
+        return pipeline, *_own_extras(path)
+    if path.suffix == ".gguf":
+        return from_gguf(read_header(path).metadata, path), *_own_extras(path)
+    if not path.is_file():
+        raise ModelError(f"{path}: no such tokenizer")
+    return from_file(path), *_own_extras(path.parent)
+
+
+def _own_extras(path: Path) -> tuple[dict[str, str], str | None]:
+    """(special tokens by role, chat template) of a folder or GGUF."""
+    if path.suffix == ".gguf":
+        metadata = read_header(path).metadata
+        roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        found = {role: gguf_token(metadata, name) for role, name in roles.items()}
+        return {role: text for role, text in found.items() if text is not None}, metadata.get("tokenizer.chat_template")
+    config = read_json(path / "tokenizer_config.json")
+    texts = {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    separate = path / "chat_template.jinja"
+    template = _read_text(separate) if separate.is_file() else config.get("chat_template")
+    if isinstance(template, list):
+        # Several named templates: the one for plain chat.
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default") or next(iter(named.values()), None)
+    return {role: text for role, text in texts.items() if text is not None}, template
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read ({error})") from None
+
+
+class _ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings: one table look-up and one incremental UTF-8 step per token."""
+
+    __slots__ = ("_bytes_of", "_decode", "_skipped", "_strip")
+
+    def __init__(
+        self, bytes_of: Callable[[int], bytes], skipped: frozenset[int], before: Sequence[int], strip: bool
+    ) -> None:
+        self._bytes_of = bytes_of
+        self._skipped = skipped
+        self._strip = strip
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        for token_id in before:
+            if token_id not in skipped:
+                self._decode(bytes_of(token_id))
+
+    def push(self, token_id: int) -> str:
+        """See Detokenizer.push."""
+        if token_id in self._skipped:
+            return ""
+        text = self._decode(self._bytes_of(token_id))
+        return self._stripped(text) if self._strip and text else text
+
+    def flush(self) -> str:
+        """See Detokenizer.flush."""
+        return self._decode(b"", True)
+
+    def _stripped(self, text: str) -> str:
+        self._strip = False
+        return text.removeprefix(" ")
+
+
+class _WindowDetokenizer:
+    """For any other decoder: decodes a short window without and with the new tokens and takes the difference."""
+
+    def __init__(self, pipeline: Pipeline, skipped: frozenset[int], before: Sequence[int]) -> None:
+        self._pipeline = pipeline
+        self._skipped = skipped
+        self._window = [token_id for token_id in before if token_id not in skipped]
+        self._done = len(self._window)  # ids of the window whose text has left
+
+    def push(self, token_id: int) -> str:
+        """See Detokenizer.push."""
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        """See Detokenizer.flush."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        before = self._pipeline.decode(self._window[: self._done], skip_special_tokens=False)
+        text = self._pipeline.decode(self._window, skip_special_tokens=False)
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
+            return ""
+        # Keep what has just left as the context of what comes next.
+        self._window = self._window[self._done :]
+        self._done = len(self._window)
+        return text[len(before) :]
+
+
+def _byte_rule(pipeline: Pipeline) -> tuple[Callable[[str], bytes] | None, bool]:
+    """How a token's text becomes bytes, and whether a text loses a leading space; (None, False) for other decoders."""
+    steps = json.loads(pipeline.decoder.__getstate__()) if pipeline.decoder is not None else {}
+    if steps.get("type") == "ByteLevel":
+        return _byte_level_bytes, False
+    steps = steps.get("decoders", [])
+    kinds = [step["type"] for step in steps]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or steps[0] != _UNDERLINE_TO_SPACE:
+        return None, False
+    if kinds[3:] == []:
+        return _sentencepiece_bytes, False
+    if steps[3:] == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
+        return _sentencepiece_bytes, True
+    return None, False
+
+
+_UNDERLINE_TO_SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden: Iterable[int] = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + order): byte for order, byte in enumerate(hidden)}
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    alphabet = _byte_of_char()
+    try:
+        return bytes([alphabet[char] for char in text])
+    except KeyError:
+        # An added token with a character outside the alphabet (a space, say) is written literally.
+        return text.encode()
+
+
+def _sentencepiece_bytes(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            pass
+    return text.replace("▁", " ").encode()

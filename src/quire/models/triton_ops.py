@@ -1,0 +1,179 @@
+"""The operations of a decoder on a GPU: fused element-wise kernels in Triton, matrix products by torch, and its own product for one row.
+
+    norm(x) = x / sqrt(mean(x^2) + eps) * weight            add_norm(x, r): r += x, then norm(r)
+    gated(g, u) = g / (1 + exp(-g)) * u                     linear(x) = x weight^T + bias
+
+Sums in float32. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
+"""Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers. An H200 at copy
+speed needs about 35 KiB a multiprocessor in flight; 4,096 rows are 512 programs, one wave."""
+
+NORM_ELEMENTS = 4096
+"""Elements a program of a norm holds, as whole rows: 32 a thread."""
+
+GATED_ELEMENTS = 1024
+"""Elements a program of `gated` makes."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm(
+    x,             # [R, HEADS, E], strides row_stride, head_stride, 1; the summand where ADD
+    residual,      # [R, E], dense; updated; None unless ADD
+    weight,        # [E]
+    out,           # [R, HEADS, E], dense
+    num_rows,      # R * HEADS
+    row_stride, head_stride, eps,
+    HEADS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    # grid: [ceil(R * HEADS / ROWS)]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, BLOCK)
+    # First, or its latency would follow that of the sum.
+    w = tl.load(weight + e, mask=e < E, other=0.0).to(tl.float32)
+    mask = (row < num_rows)[:, None] & (e < E)[None, :]
+    source = x + (row // HEADS * row_stride + row % HEADS * head_stride)[:, None] + e[None, :]
+    value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    dense = row[:, None] * E + e[None, :]
+    if ADD:
+        # Rounded as it is kept, so that the next layer adds to what this one normalised.
+        rounded = (value + tl.load(residual + dense, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + dense, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / E + eps)
+    tl.store(out + dense, (value * scale[:, None] * w[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated(
+    gate_up,       # [R, 2 F], dense
+    out,           # [R, F], dense
+    F: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # grid: [ceil(F / BLOCK), R]
+    f = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    gate = tl.load(gate_up + row * (2 * F) + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * F) + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out + row * F + f, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _vector_linear(
+    x,             # [K]
+    weight,        # [N, K], dense
+    bias,          # [N] or None
+    out,           # [N]
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    # grid: [ceil(N / ROWS)]
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_n = n < N
+    k = tl.arange(0, COLUMNS)
+    rows = weight + n.to(tl.int64)[:, None] * K
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # Through shared memory, several tiles ahead: loads to registers are sunk to their uses by the assembler, one in flight a thread.
+    for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        in_k = first + k < K
+        tile = tl.load(
+            rows + (first + k)[None, :], mask=in_n[:, None] & in_k[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        part = tl.load(x + first + k, mask=in_k, other=0.0, eviction_policy="evict_last")
+        acc += tile.to(tl.float32) * part.to(tl.float32)[None, :]
+    y = tl.sum(acc, 1)
+    if BIAS:
+        y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=in_n)
+
+
+class TritonLinear:
+    """torch's product over the weight as it was given, and for one row a kernel that only streams the weight."""
+
+    __slots__ = ("_bias", "_vector", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, vector: bool) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._vector = vector and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) != 1 or not self._vector:
+            return functional.linear(x, self._weight, self._bias)
+        n, k = self._weight.shape
+        assert x.shape == (1, k) and x.stride(1) == 1 and x.dtype == self._weight.dtype, (
+            f"{x.dtype} {tuple(x.shape)} for a weight [{n}, {k}]"
+        )
+        out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+        _vector_linear[(triton.cdiv(n, VECTOR_ROWS),)](
+            x, self._weight, self._bias, out,
+            N=n, K=k, ROWS=VECTOR_ROWS, COLUMNS=VECTOR_COLUMNS, STAGES=VECTOR_STAGES,
+            BIAS=self._bias is not None, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        return out
+
+
+class TritonOps:
+    """See `layers.Ops`; tensors on one GPU.
+
+    vector  multiply single rows by the own kernel; off, torch does it all. `scripts/gpu.sh decode` prints both
+    """
+
+    def __init__(self, vector: bool = True) -> None:
+        self._vector = vector
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> TritonLinear:
+        """Keeps the tensors themselves."""
+        return TritonLinear(weight, bias, self._vector)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last dimension of [R, E] or [R, h, D]."""
+        assert x.dim() in (2, 3) and x.stride(-1) == 1 and weight.shape == x.shape[-1:], (
+            f"{tuple(x.shape)}, strides {x.stride()}"
+        )
+        heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
+        return self._launch_norm(x, None, weight, eps, heads, head_stride)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Residual += x in place, then its norm; both [R, E]."""
+        assert x.dim() == 2 and x.shape == residual.shape and x.stride(1) == 1 and residual.is_contiguous(), (
+            f"{x.stride()}, {residual.stride()}"
+        )
+        return self._launch_norm(x, residual, weight, eps, 1, 0)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [R, 2F]."""
+        assert gate_up.dim() == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0, (
+            f"{tuple(gate_up.shape)}, {gate_up.stride()}"
+        )
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+        if rows:
+            _gated[(triton.cdiv(width, GATED_ELEMENTS), rows)](
+                gate_up, out, F=width, BLOCK=GATED_ELEMENTS, num_warps=4, enable_fp_fusion=True
+            )
+        return out
+
+    def _launch_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, heads: int, head_stride: int
+    ) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows, width = len(x) * heads, x.shape[-1]
+        if rows:
+            block = triton.next_power_of_2(width)
+            per_program = max(1, min(32, NORM_ELEMENTS // block))
+            _norm[(triton.cdiv(rows, per_program),)](
+                x, residual, weight, out, rows, x.stride(0), head_stride, eps,
+                HEADS=heads, E=width, BLOCK=block, ROWS=per_program, ADD=residual is not None,
+                num_warps=min(16, max(4, block // 512)), enable_fp_fusion=True,
+            )  # fmt: skip
+        return out

@@ -1,0 +1,258 @@
+"""Checkpoints: named tensors on disk, from a safetensors folder or a GGUF file. Never pickles.
+
+A checkpoint is opened by its headers alone, and everything that can be wrong with them (a missing tensor, a wrong
+shape, a short file) is refused there, before anything is loaded. Tensors are memory-mapped and handed out one at a
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from quire.errors import ModelError
+from quire.models.families import gguf_name, hf_name, shape_from_config, shape_from_gguf
+from quire.models.files import read_json
+from quire.models.gguf_file import GgufFile
+from quire.models.quants import QuantizedTensor, dequantize, four_bit
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from torch import Tensor
+
+    from quire.models.shape import ModelShape
+
+# A handle is reopened after this many bytes, so that mapped pages whose contents were copied leave the resident set.
+_REOPEN_BYTES = 256 << 20
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Dtypes that are read, and the dtype a model stored in them runs in.
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
+# Tensors some checkpoints carry that say nothing a decoder needs.
+_IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight", "masked_bias")
+
+
+class Checkpoint(ABC):
+    """The tensors of one model under canonical names (`ModelShape.tensor_shapes`); a context manager."""
+
+    shape: ModelShape
+
+    @abstractmethod
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor in `dtype`, or in the file's own (float32 for quantized blocks).
+
+        May be a view of the mapped file: copy before writing.
+        """
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The exact 4-bit codes of a matrix the file stores in groups of 32, or None."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the file; tensors already handed out stay valid."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_model(path: str | Path) -> Checkpoint:
+    """Open a folder with config.json and safetensors, or a .gguf file.
+
+    Raises ModelError, one line naming the file, setting or tensor, for anything that cannot be run.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufCheckpoint(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder")
+    raise ModelError(f"{path}: neither a folder with config.json and safetensors nor a .gguf file")
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder as `transformers` saves it, in one file or in shards."""
+
+    def __init__(self, folder: Path) -> None:
+        config = read_json(folder / "config.json", required=True)
+        generation = read_json(folder / "generation_config.json")
+        with _naming(folder):
+            self.shape = shape_from_config(config, generation)
+        self._files: dict[str, _File] = {}
+        stored: dict[str, tuple[int, ...]] = {}
+        for path in _weight_files(folder):
+            file = _File(path)
+            for name, size in file.shapes.items():
+                stored[name] = size
+                self._files[name] = file
+        # Checkpoints saved from the bare decoder have no "model." in front.
+        bare = not any(name.startswith("model.") for name in stored)
+        self._names = {
+            name: hf_name(name, self.shape.architecture).removeprefix("model." if bare else "")
+            for name in self.shape.tensor_shapes
+        }
+        spare = {"lm_head.weight"} if self.shape.tied_embeddings else set()
+        _check_tensors(self.shape, self._names, stored, spare, str(folder))
+        if not config.get("dtype") and not config.get("torch_dtype"):
+            # The settings do not say: the dtype of the embedding speaks for the rest.
+            embed = self._names["embed.weight"]
+            self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self._files[embed].dtypes[embed]])
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See Checkpoint.tensor."""
+        stored = self._names[name]
+        found = self._files[stored].tensor(stored)
+        return found if dtype is None else found.to(dtype)
+
+    def close(self) -> None:
+        """See Checkpoint.close."""
+        for file in self._files.values():
+            file.close()
+
+
+class _File:
+    """One memory-mapped safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes_read = 0
+        self._handle: Any = None  # safe_open, whose methods carry no types
+        handle = self._open()
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        for name in handle.keys():  # noqa: SIM118  # a handle is no mapping
+            view = handle.get_slice(name)
+            self.shapes[name] = tuple(view.get_shape())
+            self.dtypes[name] = view.get_dtype()
+            if self.dtypes[name] not in _DTYPES:
+                raise ModelError(
+                    f"{path}: tensor {name} has dtype {self.dtypes[name]}; only {', '.join(_DTYPES)} are read"
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        if self._bytes_read > _REOPEN_BYTES:
+            self.close()
+        found: Tensor = self._open().get_tensor(name)
+        self._bytes_read += found.nbytes
+        return found
+
+    def close(self) -> None:
+        self._handle = None
+        self._bytes_read = 0
+
+    def _open(self) -> Any:
+        if self._handle is None:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                self._handle = safe_open(self._path, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{self._path}: truncated or not a safetensors file ({error})") from None
+        return self._handle
+
+
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file of llama, qwen2 or qwen3 architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile(path)
+        tensors = self._file.header.tensors
+        if "token_embd.weight" not in tensors:
+            raise ModelError(f"{path}: tensor token_embd.weight is missing")
+        factors: tuple[float, ...] = ()
+        if "rope_freqs.weight" in tensors:
+            stored = tensors["rope_freqs.weight"]
+            factors = tuple(dequantize(self._file.bytes_of(stored), stored, torch.float32).tolist())
+        vocab_size = tensors["token_embd.weight"].shape[0]
+        with _naming(path):
+            self.shape = shape_from_gguf(self._file.header.metadata, tensors, vocab_size, factors)
+        self._names = {name: gguf_name(name) for name in self.shape.tensor_shapes}
+        _check_tensors(self.shape, self._names, {name: item.shape for name, item in tensors.items()}, set(), str(path))
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See Checkpoint.tensor; quantized blocks are decoded."""
+        stored = self._file.header.tensors[self._names[name]]
+        if dtype is None:
+            dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.kind, torch.float32)
+        found = self._in_order(name, dequantize(self._file.bytes_of(stored), stored, dtype))
+        self._file.forget(stored)
+        return found
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """See Checkpoint.quantized."""
+        stored = self._file.header.tensors[self._names[name]]
+        found = four_bit(self._file.bytes_of(stored), stored)
+        return None if found is None else QuantizedTensor(*(self._in_order(name, part) for part in found))
+
+    def close(self) -> None:
+        """See Checkpoint.close."""
+        self._file.close()
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Undo the row order of llama files, whose q and k pair neighbouring channels (2i, 2i+1) for rotation."""
+        part = name.split(".")[-2]
+        if self.shape.architecture != "llama" or part not in ("q", "k"):
+            return rows
+        heads = self.shape.num_q_heads if part == "q" else self.shape.num_kv_heads
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the model's name in front of what is wrong with its settings."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{folder}: {file.name} is missing, but {index.name} lists it")
+    else:
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{folder}: only pickled weights ({pickles[0]}), which are never loaded; save them as safetensors"
+        )
+    raise ModelError(f"{folder}: no .safetensors file")
+
+
+def _check_tensors(
+    shape: ModelShape,
+    names: Mapping[str, str],
+    stored: Mapping[str, tuple[int, ...]],
+    spare: Collection[str],
+    source: str,
+) -> None:
+    """Every tensor of the shape is there with its size, and nothing is there that the decoder would not use."""
+    for name, expected in shape.tensor_shapes.items():
+        found = stored.get(names[name])
+        if found is None:
+            raise ModelError(f"{source}: tensor {names[name]} is missing")
+        if found != expected:
+            raise ModelError(f"{source}: tensor {names[name]} has shape {list(found)}, expected {list(expected)}")
+    used = set(names.values())
+    for name in stored:
+        if name not in used and name not in spare and not name.endswith(_IGNORED):
+            raise ModelError(
+                f"{source}: tensor {name} is not part of a {shape.architecture} model of this configuration"
+            )

@@ -1,0 +1,273 @@
+"""Tiny models of every family, made on the spot: nothing is downloaded and nothing is stored.
+
+`save_tiny` writes a folder through `transformers` itself, so that names and settings are those of the field;
+`RandomWeights` is a checkpoint in memory for tests that want a model and no files; `write_gguf` writes GGUF files in
+any quantization.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.models.families import gguf_name
+from quire.models.shape import ModelShape, Rope
+from quire.models.weights import Checkpoint
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm", "opt", "opt-350m")
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+BYTE_VOCAB = 258
+"""Ids of `byte_tokenizer`: 256 bytes, bos, eos."""
+
+CHATML = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+_GATED: dict[str, Any] = {
+    "vocab_size": BYTE_VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "tie_word_embeddings": False,
+}
+_OPT: dict[str, Any] = {
+    "vocab_size": BYTE_VOCAB,
+    "hidden_size": 48,
+    "ffn_dim": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "word_embed_proj_dim": 48,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "dropout": 0.0,
+}
+_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GATED),
+    "smollm": ("Llama", _GATED | {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", _GATED | {"sliding_window": 16}),
+    "qwen2": ("Qwen2", _GATED | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", _GATED | {"head_dim": 16}),
+    "opt": ("OPT", _OPT),
+    "opt-350m": ("OPT", _OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+}
+
+
+def save_tiny(folder: Path, family: str = "llama", seed: int = 0, tokenizer: bool = True, **changes: Any) -> Path:
+    """Write a random model of a family as `transformers` saves it, float32 safetensors; changes go into its config."""
+    import transformers
+
+    name, settings = _SETTINGS[family]
+    config = getattr(transformers, f"{name}Config")(**(settings | changes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor_name, tensor in model.named_parameters():
+            tensor.copy_(_random(tensor_name, tuple(tensor.shape), generator))
+    model.save_pretrained(folder)
+    if tokenizer:
+        save_tokenizer(folder)
+    return folder
+
+
+def tiny_shape(family: str = "llama", **changes: Any) -> ModelShape:
+    """The shape of the same models without `transformers` or files; changes are ModelShape fields."""
+    gated: dict[str, Any] = {
+        "architecture": family,
+        "vocab_size": BYTE_VOCAB,
+        "hidden_size": 48,
+        "num_layers": 2,
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "ffn_size": 80,
+        "max_context": 512,
+        "norm_eps": 1e-6,
+        "dtype": "float32",
+        "bos_token_id": 256,
+        "eos_token_ids": (257,),
+    }
+    special: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "smollm": {
+            "architecture": "llama",
+            "num_q_heads": 3,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "tied_embeddings": True,
+        },
+        "mistral": {"sliding_window": 16},
+        "qwen2": {"qkv_bias": True, "tied_embeddings": True},
+        "qwen3": {"qk_norm": True, "head_dim": 16},
+        "opt": {
+            "rope": None,
+            "num_kv_heads": 4,
+            "norm_eps": 1e-5,
+            "qkv_bias": True,
+            "o_bias": True,
+            "mlp_bias": True,
+            "activation": "relu",
+            "tied_embeddings": True,
+        },
+    }
+    fields = gated | special[family] | changes
+    fields.setdefault("rope", Rope(theta=10000.0, dim=fields["head_dim"]))
+    return ModelShape(**fields)
+
+
+class RandomWeights(Checkpoint):
+    """A checkpoint in memory: each tensor is drawn from its name and the seed when it is asked for, and not kept."""
+
+    def __init__(self, shape: ModelShape, seed: int = 0, device: str = "cpu") -> None:
+        self.shape = shape
+        self._seed = seed
+        self._device = device
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        generator = torch.Generator(self._device)
+        generator.manual_seed(self._seed * 1_000_003 + sum((i + 1) * ord(char) for i, char in enumerate(name)))
+        return _random(name, self.shape.tensor_shapes[name], generator).to(dtype or torch.float32)
+
+    def close(self) -> None:
+        pass
+
+
+def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Values that keep activations near one, and make no norm or bias trivial."""
+    noise = torch.randn(size, generator=generator, device=generator.device)
+    if name.endswith("bias"):
+        return noise * 0.1
+    if len(size) == 1:
+        return 1 + noise * 0.1
+    return noise * 0.3 if "embed" in name or "positions" in name else noise / size[-1] ** 0.5
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte (ids 0..255), then bos and eos: every text has ids, every id list has a text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letter = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + order) for order, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab={letter[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(BOS, special=True, normalized=False), AddedToken(EOS, special=True, normalized=False)]
+    )
+    return tokenizer
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Put `byte_tokenizer` and a chat template into a model folder."""
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_gguf(
+    path: Path,
+    shape: ModelShape,
+    weights: Checkpoint | None = None,
+    kind: str = "F32",
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Write a GGUF as llama.cpp's converter would, matrices in `kind`, vectors in F32.
+
+    extra    further metadata (strings, numbers, lists), overriding the model's own
+    returns  canonical name -> float32 tensor, as gguf-py decodes what was written
+    """
+    import gguf
+
+    weights = weights or RandomWeights(shape)
+    quantization = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    for key, value in (_gguf_settings(shape) | dict(extra or {})).items():
+        _add(writer, key, value)
+    expected = {}
+    for name in shape.tensor_shapes:
+        values = weights.tensor(name, torch.float32)
+        if shape.architecture == "llama" and name.split(".")[-2] in ("q", "k"):
+            heads = shape.num_q_heads if name.split(".")[-2] == "q" else shape.num_kv_heads
+            # What the converter does for rotation of neighbouring channels.
+            values = values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        if values.ndim == 1:
+            writer.add_tensor(gguf_name(name), values.numpy())
+            expected[name] = weights.tensor(name, torch.float32)
+            continue
+        stored = (
+            crafted_blocks(values.shape, kind)
+            if kind in ("Q4_K", "Q6_K")
+            else gguf.quants.quantize(values.numpy(), quantization)
+        )
+        writer.add_tensor(gguf_name(name), stored, raw_dtype=quantization)
+        decoded = torch.from_numpy(np.array(gguf.quants.dequantize(stored, quantization))).reshape(values.shape)
+        if shape.architecture == "llama" and name.split(".")[-2] in ("q", "k"):
+            decoded = decoded.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        expected[name] = decoded
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+def crafted_blocks(size: tuple[int, ...], kind: str) -> np.ndarray:
+    """Random bytes that are valid K-quant blocks: gguf-py cannot quantize these formats, but any bytes decode.
+
+    size     (rows, columns) of the matrix, columns a multiple of 256
+    returns  uint8 [rows, bytes per row]
+    """
+    block_bytes, halves = {"Q4_K": (144, (0, 2)), "Q6_K": (210, (208,))}[kind]
+    rng = np.random.default_rng(size[0] * 7919 + size[1])
+    blocks = rng.integers(0, 256, (size[0] * size[1] // 256, block_bytes), dtype=np.uint8)
+    for byte in halves:
+        scale = rng.uniform(1e-4, 1e-3, (len(blocks), 1)).astype(np.float16)
+        blocks[:, byte : byte + 2] = scale.view(np.uint8)
+    return blocks.reshape(size[0], -1)
+
+
+def _gguf_settings(shape: ModelShape) -> dict[str, Any]:
+    prefix = shape.architecture
+    settings: dict[str, Any] = {
+        f"{prefix}.block_count": shape.num_layers,
+        f"{prefix}.context_length": shape.max_context,
+        f"{prefix}.embedding_length": shape.hidden_size,
+        f"{prefix}.feed_forward_length": shape.ffn_size,
+        f"{prefix}.attention.head_count": shape.num_q_heads,
+        f"{prefix}.attention.head_count_kv": shape.num_kv_heads,
+        f"{prefix}.attention.layer_norm_rms_epsilon": shape.norm_eps,
+        f"{prefix}.attention.key_length": shape.head_dim,
+        f"{prefix}.attention.value_length": shape.head_dim,
+    }
+    if shape.rope is not None:
+        settings[f"{prefix}.rope.freq_base"] = shape.rope.theta
+        settings[f"{prefix}.rope.dimension_count"] = shape.rope.dim
+    return settings
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
