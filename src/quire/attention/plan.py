@@ -1,0 +1,211 @@
+"""The plan of a step: which query rows read which chunks, cut into pieces that fill the machine. Knows chunk ids, not
+pages or requests.
+
+slices of the step          pieces                                    work items
+[rows | path of chunks] ->  [block of rows | run of its chunks]  ->   piece x kv head
+rows whose chunks are split over several pieces leave partials; merges name them
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from quire.cache.page import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quire.cache.segment import ChunkTable
+    from quire.models.plan import StepPlan
+
+MIN_SPLIT_CHUNKS = 4
+"""Chunks a piece keeps at least when a run is split: a partial of fewer costs more to merge than to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Consecutive query rows of one sequence in this step.
+
+    start     position of the first row
+    num_rows  rows, all at consecutive positions; their keys and values are written before they attend
+    chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
+    """
+
+    start: int
+    num_rows: int
+    chunks: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a backend needs to know once.
+
+    cos, sin  float32 [positions, D / 2], or None for models that do not rotate
+    window    a row at position i sees positions above i - window only; None sees all
+    dtype     of queries, keys, values, the output, and dense pages
+    """
+
+    table: ChunkTable
+    num_layers: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    dtype: torch.dtype
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    window: int | None = None
+
+
+class AttentionBackend(Protocol):
+    """Computes attention on pages."""
+
+    def plan(self, slices: Sequence[RowSlice]) -> StepPlan:
+        """The plan of one step; rows of the slices stand one after the other. Valid until the next call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step as int32 arrays.
+
+    positions    [R] of the query rows
+    write_chunk  [R] chunk that takes each row's key and value
+    indices      chunk ids, the runs of all pieces one after the other
+    pieces       [n, 6]: first row, rows, first index, chunks, position of the first slot, first partial or -1
+    merges       [m, 3]: row, first part, parts
+    merge_parts  partial rows named by the merges
+    num_partials rows of the partial buffers
+    """
+
+    positions: NDArray[np.int32]
+    write_chunk: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    pieces: NDArray[np.int32]
+    merges: NDArray[np.int32]
+    merge_parts: NDArray[np.int32]
+    num_partials: int
+
+
+def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, workers: int, window: int | None) -> Layout:
+    """Cuts a step into pieces of near-equal cost.
+
+    block_rows  query rows of a piece at most; a divisor or multiple of 64, so that causal runs end on chunk boundaries
+    num_heads   H: every piece is computed once per kv head
+    workers     what computes pieces at the same time: threads, or streaming multiprocessors
+
+    A run is split only if one piece alone would take more than half of a worker's fair share.
+    """
+    if all(piece.num_rows == 1 for piece in slices):
+        starts = np.array([piece.start for piece in slices], np.int32)
+        blocks = _decode_blocks(starts, window)
+        positions = starts
+        runs = [
+            piece.chunks[low : low + count]
+            for piece, low, count in zip(slices, *blocks[:, [4, 3]].T.tolist(), strict=True)
+        ]
+        write_chunk = np.array([piece.chunks[piece.start // PAGE_TOKENS] for piece in slices], np.int32)
+    else:
+        positions = np.concatenate(
+            [np.arange(piece.start, piece.start + piece.num_rows, dtype=np.int32) for piece in slices]
+        )
+        write_chunk = np.concatenate(
+            [
+                piece.chunks[np.arange(piece.start, piece.start + piece.num_rows) // PAGE_TOKENS]
+                if piece.num_rows
+                else np.empty(0, np.int32)
+                for piece in slices
+            ]
+        )
+        rows, runs = [], []
+        first_row = 0
+        for piece in slices:
+            at = piece.start
+            end = piece.start + piece.num_rows
+            while at < end:
+                stop = min(end, (at // block_rows + 1) * block_rows)
+                low = 0 if window is None else max(0, at + 1 - window) // PAGE_TOKENS
+                high = -(-stop // PAGE_TOKENS)
+                rows.append((first_row + at - piece.start, stop - at, 0, high - low, low, -1))
+                runs.append(piece.chunks[low:high])
+                at = stop
+            first_row += piece.num_rows
+        blocks = np.array(rows, np.int32)
+    # Largest first: work items are handed out in order, and a large one begun last would be waited for.
+    cost = blocks[:, 1] * blocks[:, 3]
+    order = np.argsort(-cost, kind="stable") if len(blocks) > 1 and cost.max() != cost.min() else None
+    if order is not None:
+        blocks, cost, runs = blocks[order], cost[order], [runs[i] for i in order]
+    indices = np.concatenate(runs) if runs else np.empty(0, np.int32)
+    blocks[:, 2] = np.cumsum(blocks[:, 3]) - blocks[:, 3]
+    limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
+    pieces, merges, parts, num_partials = blocks, _NO_MERGES, _NO_PARTS, 0
+    if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
+        pieces, merges, parts, num_partials = _split(blocks, limit)
+    pieces[:, 4] *= PAGE_TOKENS
+    return Layout(
+        positions,
+        write_chunk,
+        np.ascontiguousarray(indices, np.int32),
+        np.ascontiguousarray(pieces),
+        merges,
+        parts,
+        num_partials,
+    )
+
+
+_NO_MERGES = np.empty((0, 3), np.int32)
+_NO_PARTS = np.empty(0, np.int32)
+
+
+def _decode_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+    """One piece per row; column 4 counts chunks, not positions, until the layout is done."""
+    blocks = np.zeros((len(starts), 6), np.int32)
+    blocks[:, 0] = np.arange(len(starts))
+    blocks[:, 1] = 1
+    if window is not None:
+        blocks[:, 4] = np.maximum(0, starts + 1 - window) // PAGE_TOKENS
+    blocks[:, 3] = starts // PAGE_TOKENS + 1 - blocks[:, 4]
+    blocks[:, 5] = -1
+    return blocks
+
+
+def _split(
+    blocks: NDArray[np.int32], limit: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+    pieces: list[tuple[int, ...]] = []
+    merges: list[tuple[int, int, int]] = []
+    parts: list[int] = []
+    num_partials = 0
+    for first_row, num_rows, first_index, num_chunks, start, _ in blocks.tolist():
+        count = min(-(-num_rows * num_chunks // limit), num_chunks // MIN_SPLIT_CHUNKS)
+        if count < 2:
+            pieces.append((first_row, num_rows, first_index, num_chunks, start, -1))
+            continue
+        bounds = [num_chunks * i // count for i in range(count + 1)]
+        for low, high in itertools.pairwise(bounds):
+            pieces.append(
+                (
+                    first_row,
+                    num_rows,
+                    first_index + low,
+                    high - low,
+                    start + low,
+                    num_partials + bounds.index(low) * num_rows,
+                )
+            )
+        for row in range(num_rows):
+            merges.append((first_row + row, len(parts), count))
+            parts.extend(num_partials + i * num_rows + row for i in range(count))
+        num_partials += count * num_rows
+    return (
+        np.array(pieces, np.int32),
+        np.array(merges, np.int32).reshape(-1, 3),
+        np.array(parts, np.int32),
+        num_partials,
+    )

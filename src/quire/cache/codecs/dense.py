@@ -1,0 +1,39 @@
+"""The plainest codec: the model's own dtype, keys after rotation. Also the format of every open chunk."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.cache.page import PAGE_TOKENS, UNIT
+
+KERNEL_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+"""What the kernels call each dtype of a dense page; `kernels/common.h` has the same numbers."""
+
+
+class DenseCodec:
+    """A page is K [P, D], then V [P, D], row-major, then padding to a multiple of 128 bytes.
+
+    head_dim  D
+    dtype     bfloat16, float16 or float32
+    """
+
+    def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
+        self.name = "dense"
+        self.kernel_id = KERNEL_IDS[dtype]
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
+        self.page_bytes = -(-self.data_bytes // UNIT) * UNIT
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Copies; positions do not matter because keys come rotated."""
+        n = k.shape[0]
+        pages = torch.zeros(n, self.page_bytes, dtype=torch.uint8, device=k.device)
+        body = torch.stack((k, v), 1).to(self.dtype).contiguous()
+        pages[:, : self.data_bytes] = body.view(torch.uint8).reshape(n, self.data_bytes)
+        return pages
+
+    def decode(self, pages: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stored values, widened to float32 [n, P, D]."""
+        body = pages[:, : self.data_bytes].contiguous().view(self.dtype).view(-1, 2, PAGE_TOKENS, self.head_dim).float()
+        return body[:, 0], body[:, 1]

@@ -1,0 +1,1 @@
+"""Engines that work together: what crosses from one to another."""

@@ -1,0 +1,539 @@
+// Attention of a step's query rows over pages, and the write that precedes it.
+//
+//     s_ij = q_i . k_j / sqrt(D)          over the positions j that row i may see: i - window < j <= i
+//     o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij),      lse_i = log sum_j exp(s_ij)
+//
+// Defined by attention.reference; tests/kernels/test_attend.py holds the two together.
+//
+// A piece is a block of query rows of one sequence and a run of its chunks; a work item is a piece and a kv head, with num_rows * G query rows.
+// Of each page the item makes two scratch tiles, K transposed and V, in the shape the inner product wants, once for all its rows; scores,
+// softmax and the weighted sum are then two matrix products with 32-bit elements: float x float, or on CPUs with bf16 dot products a pair of
+// bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
+// partials, merged at the end.
+#include "common.h"
+
+namespace quire {
+namespace {
+
+constexpr int P = 64;             // page tokens
+constexpr int UNIT = 128;         // bytes a page id counts by
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+struct Piece {
+    int32_t first_row, num_rows;  // query rows of the step
+    int32_t first_index;          // where its chunk ids start in Plan.indices
+    int32_t num_chunks;
+    int32_t start;                // position of the first slot of the first chunk
+    int32_t partial;              // first row of its partials, or -1: writes the output itself
+};
+
+struct Merge {
+    int32_t row;                  // query row
+    int32_t first, count;         // its entries in Plan.merge_parts
+};
+
+struct Plan {
+    uint8_t* arena;               // a page starts at id * 128
+    const int32_t* table;         // [C, L, H] page ids
+    const uint8_t* kinds;         // [C] format of a chunk's pages
+    const float* cos;             // [positions, D/2], or null: no rotation
+    const float* sin;
+    const int32_t* positions;     // [R]
+    const int32_t* write_chunk;   // [R] chunk that takes the row's key and value
+    const int32_t* indices;       // chunk ids of all pieces
+    const Piece* pieces;
+    const Merge* merges;
+    const int32_t* merge_parts;   // partial rows
+    float* partial_o;             // [partials, H * G, D]
+    float* partial_lse;           // [partials, H * G]
+    int32_t num_pieces, num_merges, num_rows;
+    int32_t L, H, G, D;
+    int32_t window;               // 0: none
+    int32_t kind;                 // format of q, k, v and the output
+};
+
+// ---- inner products -------------------------------------------------------------------------------------------------------------------
+
+struct MathF32 {
+    typedef float Act;                                    // of the A operand
+    static constexpr int PAIR = 1;                        // summed indices per 32-bit element
+    static vf fma(vf acc, uint32_t a, vu b) {
+        float x;
+        std::memcpy(&x, &a, 4);
+        return acc + x * as_float(b);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct MathBf16 {
+    static constexpr int PAIR = 2;
+    static vf fma(vf acc, uint32_t a, vu b) {
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
+    }
+};
+#endif
+
+constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block: 24 or 12 accumulators fit the registers
+constexpr int MR = 6;
+
+// c[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
+template <class Math, int M, int N>
+inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, const float* alpha) {
+    vf acc[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c + m * ldc + n * VL) * alpha[m] : vf{};
+    for (int k = 0; k < steps; k++) {
+        vu col[N];
+        for (int n = 0; n < N; n++) col[n] = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col[n]);
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(c + m * ldc + n * VL, acc[m][n]);
+}
+
+template <class Math, int N>
+void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, int rows, const float* alpha) {
+    int m = 0;
+    for (; m + MR <= rows; m += MR) product_block<Math, MR, N>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, steps, alpha ? alpha + m : nullptr);
+    a += m * lda, c += m * ldc, alpha = alpha ? alpha + m : nullptr;
+    switch (rows - m) {
+        case 1: product_block<Math, 1, N>(a, lda, b, ldb, c, ldc, steps, alpha); break;
+        case 2: product_block<Math, 2, N>(a, lda, b, ldb, c, ldc, steps, alpha); break;
+        case 3: product_block<Math, 3, N>(a, lda, b, ldb, c, ldc, steps, alpha); break;
+        case 4: product_block<Math, 4, N>(a, lda, b, ldb, c, ldc, steps, alpha); break;
+        case 5: product_block<Math, 5, N>(a, lda, b, ldb, c, ldc, steps, alpha); break;
+        default: break;
+    }
+}
+
+// columns is a multiple of VL.
+template <class Math>
+void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, int rows, int columns, const float* alpha) {
+    int n = 0;
+    for (; n + NV * VL <= columns; n += NV * VL) product_rows<Math, NV>(a, lda, b + n, ldb, c + n, ldc, steps, rows, alpha);
+    for (; n < columns; n += VL) product_rows<Math, 1>(a, lda, b + n, ldb, c + n, ldc, steps, rows, alpha);
+}
+
+// ---- scratch tiles of a page ----------------------------------------------------------------------------------------------------------
+
+// Brings the next page near while this one is computed. Without it a decode step waits for memory and computes in turn: 254 us a layer for 32
+// sequences of 192 tokens, of which 114 are the bytes at reading speed and 85 the arithmetic on cached pages.
+struct Prefetcher {
+    const uint8_t* at;
+    const uint8_t* end;
+    void step(int lines) {
+        for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// VL x VL transpose of 32-bit elements.
+inline void transpose(vu (&x)[VL]) {
+#if defined(__AVX512F__)
+    // Within 128-bit lanes first, then lanes: such shuffles need no index registers and two issue per cycle, against one full permute.
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+        x[i + 8] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+        x[i + 4] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
+        x[i + 12] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
+    }
+#else
+    // log2(VL) perfect shuffles.
+    for (int step = 1; step < VL; step *= 2) {
+        vu y[VL];
+        for (int i = 0; i < VL / 2; i++) {
+            const vu a = x[i], b = x[i + VL / 2];
+#if defined(__AVX2__)
+            y[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+            y[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            y[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+            y[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+        }
+        for (int i = 0; i < VL; i++) x[i] = y[i];
+    }
+#endif
+}
+
+// VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.
+template <class Math, class T>
+inline vu key_part(const T* row, int d, int D) {
+    constexpr int WIDTH = VL * Math::PAIR;
+    T tail[WIDTH] = {};
+    const T* source = row + d;
+    if (d + WIDTH > D) {
+        std::memcpy(tail, row + d, (D - d) * sizeof(T));
+        source = tail;
+    }
+    if constexpr (Math::PAIR == 2) return *reinterpret_cast<const vu_loose*>(source);
+    else return (vu)load(source);
+}
+
+// K [P, D] -> out [steps, P], steps of PAIR columns, padded with zeros to whole blocks of VL.
+template <class Math, class T>
+void keys_from(const T* k, int D, uint32_t* out, Prefetcher& ahead) {
+    for (int d = 0; d < D; d += VL * Math::PAIR) {
+        for (int t = 0; t < P; t += VL) {
+            ahead.step(VL * VL * Math::PAIR * static_cast<int>(sizeof(T)) / 64);
+            vu block[VL];
+            for (int i = 0; i < VL; i++) block[i] = key_part<Math>(k + (t + i) * D, d, D);
+            transpose(block);
+            for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(out + (d / Math::PAIR + i) * P + t) = block[i];
+        }
+    }
+}
+
+// V [P, D] -> out [P / PAIR, columns], columns = D rounded up to VL; rows at and past `valid` are zero, since unwritten slots may hold NaN.
+template <class T>
+void values_f32(const T* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+    for (int t = 0; t < P; t++) {
+        ahead.step((D * static_cast<int>(sizeof(T)) + 63) / 64);
+        float* row = reinterpret_cast<float*>(out + t * columns);
+        if (t >= valid) {
+            std::memset(row, 0, columns * 4);
+            continue;
+        }
+        int d = 0;
+        for (; d + VL <= D; d += VL) store(row + d, load(v + t * D + d));
+        for (; d < columns; d++) row[d] = d < D ? widen(v[t * D + d]) : 0.0f;
+    }
+}
+
+#if defined(__AVX512BF16__)
+void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+    typedef uint16_t v32h __attribute__((vector_size(64)));
+    typedef uint16_t v32h_loose __attribute__((vector_size(64), aligned(2), may_alias));
+    for (int t = 0; t < P; t += 2) {
+        ahead.step((D + 15) / 16);
+        uint32_t* row = out + t / 2 * columns;
+        if (t >= valid) {
+            std::memset(row, 0, columns * 4);
+            continue;
+        }
+        const bf16* first = v + t * D;
+        const bf16* second = first + D;
+        int d = 0;
+        if (t + 1 < valid) {
+            for (; d + 32 <= D; d += 32) {
+                const v32h a = *reinterpret_cast<const v32h_loose*>(first + d), b = *reinterpret_cast<const v32h_loose*>(second + d);
+                const v32h lo = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12,
+                                                        44, 13, 45, 14, 46, 15, 47);
+                const v32h hi = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27,
+                                                        59, 28, 60, 29, 61, 30, 62, 31, 63);
+                std::memcpy(row + d, &lo, 64);
+                std::memcpy(row + d + 16, &hi, 64);
+            }
+        }
+        for (; d < columns; d++) {
+            const uint32_t a = d < D ? first[d].bits : 0, b = d < D && t + 1 < valid ? second[d].bits : 0;
+            row[d] = a | b << 16;
+        }
+    }
+}
+#endif
+
+// What a codec supplies: the two scratch tiles of one page. A new codec is a case here.
+template <class Math>
+void load_keys(int kind, const uint8_t* page, int D, uint32_t* out, Prefetcher& ahead) {
+    if constexpr (Math::PAIR == 2) {
+        keys_from<Math>(reinterpret_cast<const bf16*>(page), D, out, ahead);
+    } else if (kind == DENSE_BF16) {
+        keys_from<Math>(reinterpret_cast<const bf16*>(page), D, out, ahead);
+    } else if (kind == DENSE_F32) {
+        keys_from<Math>(reinterpret_cast<const float*>(page), D, out, ahead);
+    } else {
+        keys_from<Math>(reinterpret_cast<const f16*>(page), D, out, ahead);
+    }
+}
+
+template <class Math>
+void load_values(int kind, const uint8_t* page, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+#if defined(__AVX512BF16__)
+    if constexpr (Math::PAIR == 2) return values_bf16(reinterpret_cast<const bf16*>(page) + P * D, D, columns, valid, out, ahead);
+#endif
+    if (kind == DENSE_BF16) values_f32(reinterpret_cast<const bf16*>(page) + P * D, D, columns, valid, out, ahead);
+    else if (kind == DENSE_F32) values_f32(reinterpret_cast<const float*>(page) + P * D, D, columns, valid, out, ahead);
+    else values_f32(reinterpret_cast<const f16*>(page) + P * D, D, columns, valid, out, ahead);
+}
+
+// ---- one work item --------------------------------------------------------------------------------------------------------------------
+
+// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`; without tables only the scale.
+template <class T>
+inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
+    const int half = D / 2;
+    if (cos == nullptr) {
+        for (int i = 0; i < D; i++) y[i] = widen(x[i]) * scale;
+        return;
+    }
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(y + i, (a * c - b * s) * scale);
+        store(y + half + i, (b * c + a * s) * scale);
+    }
+    for (; i < half; i++) {
+        const float a = widen(x[i]), b = widen(x[half + i]);
+        y[i] = (a * cos[i] - b * sin[i]) * scale;
+        y[half + i] = (b * cos[i] + a * sin[i]) * scale;
+    }
+}
+
+template <class Math>
+inline void store_operand(const float* x, int D, uint32_t* out) {
+    if constexpr (Math::PAIR == 1) {
+        std::memcpy(out, x, D * 4);
+    } else {
+        bf16* half = reinterpret_cast<bf16*>(out);
+        int i = 0;
+        for (; i + VL <= D; i += VL) store(half + i, load(x + i));
+        for (; i < D; i++) half[i].bits = round_bf16(x[i]);
+    }
+}
+
+constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of MR and of ROWS
+constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
+constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
+
+// Rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
+// An invisible slot has score -inf and gets probability 2^-126, which no sum notices.
+template <class Math>
+void soften(const float* scores, uint32_t* probabilities, float* top, float* total, float* factor) {
+    vf drop{};
+    float highest[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const float* s = scores + r * P;
+        vf peak = load(s);
+        for (int t = VL; t < P; t += VL) peak = max(peak, load(s + t));
+        const float found = largest(peak);
+        highest[r] = found > top[r] ? found : top[r];
+        drop[r] = top[r] - highest[r];
+        top[r] = highest[r];
+    }
+    const vf scale = exp2(drop);
+    for (int r = 0; r < ROWS; r++) {
+        const float* s = scores + r * P;
+        uint32_t* out = probabilities + r * (P / Math::PAIR);
+        vf added{};
+        for (int t = 0; t < P; t += VL) {
+            const vf p = exp2(load(s + t) - highest[r]);
+            added += p;
+            if constexpr (Math::PAIR == 1) store(reinterpret_cast<float*>(out) + t, p);
+            else store(reinterpret_cast<bf16*>(out) + t, p);
+        }
+        factor[r] = scale[r];
+        total[r] = total[r] * scale[r] + sum(added);
+    }
+}
+
+// Hides slots outside [low, high) of a row of scores.
+inline void hide(float* s, int low, int high) {
+    for (int t = 0; t < low; t++) s[t] = -INFINITY;
+    for (int t = high; t < P; t++) s[t] = -INFINITY;
+}
+
+inline const uint8_t* page_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+}
+
+// next: the page this thread needs after this item, or null.
+template <class Math, class T>
+void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const uint8_t* next) {
+    const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
+    const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
+    const int tile = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
+    const int block = VL * Math::PAIR;
+    const int steps = (D + block - 1) / block * VL;       // 32-bit elements of a padded query row
+    const int columns = (D + VL - 1) / VL * VL;
+    constexpr int psteps = P / Math::PAIR;
+
+    auto* cursor = static_cast<uint8_t*>(thread_scratch(
+        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(tile) * (P + psteps + 1) + static_cast<size_t>(steps + psteps) * (P + columns) + D) * 4 + 64 * 10));
+    auto carve = [&](size_t elements) {
+        uint8_t* at = cursor;
+        cursor += (elements * 4 + 63) / 64 * 64;
+        return at;
+    };
+    auto* query = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(rows) * steps));
+    auto* scores = reinterpret_cast<float*>(carve(static_cast<size_t>(tile) * P));
+    auto* probabilities = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(tile) * psteps));
+    auto* acc = reinterpret_cast<float*>(carve(static_cast<size_t>(rows) * columns));
+    auto* top = reinterpret_cast<float*>(carve(padded));
+    auto* total = reinterpret_cast<float*>(carve(padded));
+    auto* factor = reinterpret_cast<float*>(carve(tile));
+    auto* keys = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(steps) * P));
+    auto* values = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(psteps) * columns));
+    auto* rotated = reinterpret_cast<float*>(carve(D));
+
+    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
+    if (steps * Math::PAIR > D) std::memset(query, 0, static_cast<size_t>(rows) * steps * 4);
+    for (int r = 0; r < piece.num_rows; r++) {
+        const int row = piece.first_row + r;
+        const int64_t angle = static_cast<int64_t>(plan.positions[row]) * (D / 2);
+        const float* cos = plan.cos ? plan.cos + angle : nullptr;
+        const float* sin = plan.cos ? plan.sin + angle : nullptr;
+        for (int g = 0; g < G; g++) {
+            rotate(q + row * q_stride + (head * G + g) * D, cos, sin, D, scale, rotated);
+            store_operand<Math>(rotated, D, query + (r * G + g) * steps);
+        }
+    }
+    std::memset(acc, 0, static_cast<size_t>(rows) * columns * 4);
+    for (int m = 0; m < padded; m++) top[m] = UNSEEN, total[m] = 0;
+    std::memset(scores, 0, static_cast<size_t>(tile) * P * 4);
+
+    const int first = plan.positions[piece.first_row], last = plan.positions[piece.first_row + piece.num_rows - 1];
+    const int page_bytes = 2 * P * D * (plan.kind == DENSE_F32 ? 4 : 2);
+    const int32_t* chunks = plan.indices + piece.first_index;
+    for (int c = 0; c < piece.num_chunks; c++) {
+        const int start = piece.start + c * P;
+        const int valid = last + 1 - start < P ? last + 1 - start : P;
+        const uint8_t* page = page_of(plan, layer, head, chunks[c]);
+        const int kind = plan.kinds[chunks[c]];
+        const uint8_t* after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, chunks[c + 1]) : next;
+        Prefetcher ahead{after, after ? after + page_bytes : after};
+        load_keys<Math>(kind, page, D, keys, ahead);
+        load_values<Math>(kind, page, D, columns, valid, values, ahead);
+        const bool partly_hidden = first < start + P - 1 || plan.window;
+        for (int at = 0; at < rows; at += BLOCK) {
+            const int count = rows - at < BLOCK ? rows - at : BLOCK;
+            product<Math>(query + at * steps, steps, keys, P, scores, P, steps, count, P, nullptr);
+            for (int m = 0; partly_hidden && m < count; m++) {
+                const int position = plan.positions[piece.first_row + (at + m) / G];
+                int high = position + 1 - start;
+                high = high < 0 ? 0 : high > P ? P : high;
+                int low = plan.window ? position + 1 - plan.window - start : 0;
+                low = low < 0 ? 0 : low > high ? high : low;
+                hide(scores + m * P, low, high);
+            }
+            for (int m = 0; m < count; m += ROWS)
+                soften<Math>(scores + m * P, probabilities + m * psteps, top + at + m, total + at + m, factor + m);
+            product<Math>(probabilities, psteps, values, columns, acc + at * columns, columns, psteps, count, columns, factor);
+        }
+    }
+
+    for (int m = 0; m < rows; m++) {
+        const int r = m / G, g = m % G;
+        const bool seen = top[m] > UNSEEN;
+        const float inverse = seen ? 1.0f / total[m] : 0.0f;
+        const float* o = acc + m * columns;
+        if (piece.partial < 0) {
+            T* y = out + (static_cast<int64_t>(piece.first_row + r) * H * G + head * G + g) * D;
+            int d = 0;
+            for (; d + VL <= D; d += VL) store(y + d, load(o + d) * inverse);
+            for (; d < D; d++) narrow(y + d, o[d] * inverse);
+        } else {
+            const int64_t slot = static_cast<int64_t>(piece.partial + r) * H * G + head * G + g;
+            for (int d = 0; d < D; d++) plan.partial_o[slot * D + d] = o[d] * inverse;
+            plan.partial_lse[slot] = seen ? (top[m] + std::log2(total[m])) * LN2 : -INFINITY;
+        }
+    }
+}
+
+template <class T>
+void merge_row(const Plan& plan, const Merge& merge, int head, T* out) {
+    const int D = plan.D, heads = plan.H * plan.G;
+    const int32_t* parts = plan.merge_parts + merge.first;
+    float top = -INFINITY;
+    for (int i = 0; i < merge.count; i++) {
+        const float lse = plan.partial_lse[static_cast<int64_t>(parts[i]) * heads + head];
+        top = lse > top ? lse : top;
+    }
+    auto* acc = static_cast<float*>(thread_scratch(D * 4));
+    std::memset(acc, 0, D * 4);
+    float total = 0;
+    for (int i = 0; i < merge.count; i++) {
+        const int64_t slot = static_cast<int64_t>(parts[i]) * heads + head;
+        if (plan.partial_lse[slot] == -INFINITY) continue;
+        const float weight = std::exp(plan.partial_lse[slot] - top);
+        total += weight;
+        for (int d = 0; d < D; d++) acc[d] += weight * plan.partial_o[slot * D + d];
+    }
+    T* y = out + (static_cast<int64_t>(merge.row) * heads + head) * D;
+    for (int d = 0; d < D; d++) narrow(y + d, total > 0 ? acc[d] / total : 0.0f);
+}
+
+template <class Math, class T>
+void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
+    const int H = plan.H;
+    parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
+        const Piece& piece = plan.pieces[i / H];
+        const uint8_t* next = then < 0 ? nullptr : page_of(plan, layer, static_cast<int>(then % H), plan.indices[plan.pieces[then / H].first_index]);
+        attend_item<Math>(plan, layer, piece, static_cast<int>(i % H), q, q_stride, out, next);
+    });
+    const int heads = H * plan.G;
+    if (plan.num_merges)
+        parallel_for(static_cast<int64_t>(plan.num_merges) * heads, heads,
+                     [&](int64_t i) { merge_row(plan, plan.merges[i / heads], static_cast<int>(i % heads), out); });
+}
+
+// k and v of every row into its slot of its open chunk, keys rotated. Pages of open chunks are dense in the step's own format.
+template <class T>
+void write(const Plan& plan, int layer, const T* k, int64_t k_stride, const T* v, int64_t v_stride) {
+    const int H = plan.H, D = plan.D;
+    const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + num_threads - 1) / num_threads;
+    parallel_for(plan.num_rows, grain, [&](int64_t r) {
+        const int position = plan.positions[r], slot = position % P;
+        const float* cos = plan.cos ? plan.cos + static_cast<int64_t>(position) * (D / 2) : nullptr;
+        const float* sin = plan.cos ? plan.sin + static_cast<int64_t>(position) * (D / 2) : nullptr;
+        const int32_t* ids = plan.table + (static_cast<int64_t>(plan.write_chunk[r]) * plan.L + layer) * H;
+        auto* rotated = static_cast<float*>(thread_scratch(D * 4));
+        for (int h = 0; h < H; h++) {
+            T* page = reinterpret_cast<T*>(plan.arena + static_cast<int64_t>(ids[h]) * UNIT);
+            T* key = page + slot * D;
+            rotate(k + r * k_stride + h * D, cos, sin, D, 1.0f, rotated);
+            int d = 0;
+            for (; d + VL <= D; d += VL) store(key + d, load(rotated + d));
+            for (; d < D; d++) narrow(key + d, rotated[d]);
+            std::memcpy(page + (P + slot) * D, v + r * v_stride + h * D, D * sizeof(T));
+        }
+    });
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// k, v: [R, H, D] with a row stride in elements.
+QUIRE_API void quire_write(const Plan* plan, int layer, const void* k, int64_t k_stride, const void* v, int64_t v_stride) {
+    if (plan->kind == DENSE_BF16) write(*plan, layer, static_cast<const bf16*>(k), k_stride, static_cast<const bf16*>(v), v_stride);
+    else if (plan->kind == DENSE_F32) write(*plan, layer, static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride);
+    else write(*plan, layer, static_cast<const f16*>(k), k_stride, static_cast<const f16*>(v), v_stride);
+}
+
+// q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
+QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t q_stride, void* out) {
+    if (plan->kind == DENSE_BF16) {
+#if defined(__AVX512BF16__)
+        attend<MathBf16>(*plan, layer, static_cast<const bf16*>(q), q_stride, static_cast<bf16*>(out));
+#else
+        attend<MathF32>(*plan, layer, static_cast<const bf16*>(q), q_stride, static_cast<bf16*>(out));
+#endif
+    } else if (plan->kind == DENSE_F32) {
+        attend<MathF32>(*plan, layer, static_cast<const float*>(q), q_stride, static_cast<float*>(out));
+    } else {
+        attend<MathF32>(*plan, layer, static_cast<const f16*>(q), q_stride, static_cast<f16*>(out));
+    }
+}
+
+// Bytes of a Plan, so that the Python mirror of the struct can be checked against it.
+QUIRE_API int64_t quire_plan_bytes() { return sizeof(Plan); }

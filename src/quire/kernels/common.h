@@ -1,0 +1,179 @@
+// Vectors, number formats and the parallel loop shared by the CPU kernels.
+//
+// The same source is compiled once per CPU level; VL follows from the instruction set, and everything else is written in vectors of VL lanes.
+// No OpenMP is linked: the process already holds torch's pool of threads, and a second pool would fight it for the cores. The loader passes
+// torch's own GOMP_parallel in as a function pointer.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <cmath>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define QUIRE_API extern "C" __attribute__((visibility("default")))
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+#elif defined(__AVX2__)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef float vf_loose __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint32_t vu_loose __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint16_t vh_loose __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+
+struct bf16 { uint16_t bits; };
+typedef _Float16 f16;
+
+// Numbers of the dense page formats; quire/cache/codecs/dense.py has the same.
+enum Kind : uint8_t { DENSE_BF16 = 0, DENSE_F32 = 1, DENSE_F16 = 2 };
+
+inline vf splat(float x) { return x - vf{}; }
+inline vf load(const float* p) { return *reinterpret_cast<const vf_loose*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf_loose*>(p) = x; }
+inline vf as_float(vu x) { return (vf)x; }
+
+inline vf load(const bf16* p) {
+    const vh half = *reinterpret_cast<const vh_loose*>(p);
+    return as_float(__builtin_convertvector(half, vu) << 16);
+}
+
+inline vf load(const f16* p) {
+    typedef _Float16 v16 __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const v16*>(p), vf);
+}
+
+inline uint16_t round_bf16(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// Round to nearest even; NaN stays NaN.
+inline void store(bf16* p, vf x) {
+#if defined(__AVX512BF16__)
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(p, &h, 32);
+#else
+    const vu u = (vu)x;
+    const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const vu quiet = (u >> 16) | 0x40u;
+    const vu nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
+    *reinterpret_cast<vh_loose*>(p) = __builtin_convertvector((nan & quiet) | (~nan & rounded), vh);
+#endif
+}
+
+inline void store(f16* p, vf x) {
+    typedef _Float16 v16 __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+    *reinterpret_cast<v16*>(p) = __builtin_convertvector(x, v16);
+}
+
+inline float widen(float x) { return x; }
+inline float widen(f16 x) { return static_cast<float>(x); }
+inline float widen(bf16 x) {
+    const uint32_t u = static_cast<uint32_t>(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+inline void narrow(float* p, float x) { *p = x; }
+inline void narrow(f16* p, float x) { *p = static_cast<f16>(x); }
+inline void narrow(bf16* p, float x) { p->bits = round_bf16(x); }
+
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+
+#if defined(__AVX512F__)
+inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+inline float sum(vf x) {
+    float s = 0;
+    for (int i = 0; i < VL; i++) s += x[i];
+    return s;
+}
+inline float largest(vf x) {
+    float s = x[0];
+    for (int i = 1; i < VL; i++) s = x[i] > s ? x[i] : s;
+    return s;
+}
+#endif
+
+// 2^x for x up to 126, relative error below 2e-7; everything below -126, -inf too, gives 2^-126.
+inline vf exp2(vf x) {
+    x = max(x, splat(-126.0f));
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+    const vf magic = splat(12582912.0f);
+    const vf shifted = x + magic;
+    const vf f = x - (shifted - magic);
+    vf p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    return (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
+}
+
+// GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
+extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+extern int num_threads;
+
+// Runs run(&task) on up to `pieces` threads of the pool.
+inline void on_pool(void (*run)(void*), void* task, int64_t pieces) {
+    if (gomp_parallel == nullptr || num_threads == 1 || pieces <= 1) run(task);
+    else gomp_parallel(run, task, static_cast<unsigned>(pieces < num_threads ? pieces : num_threads), 0);
+}
+
+// Runs body(i) for every i in [0, count) on the pool, handing out `grain` items at a time.
+template <class Body>
+inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
+    struct Task {
+        const Body* body;
+        int64_t count, grain, next;
+    } task{&body, count, grain, 0};
+    on_pool([](void* p) {
+        Task& t = *static_cast<Task*>(p);
+        for (;;) {
+            const int64_t begin = __atomic_fetch_add(&t.next, t.grain, __ATOMIC_RELAXED);
+            if (begin >= t.count) return;
+            const int64_t end = begin + t.grain < t.count ? begin + t.grain : t.count;
+            for (int64_t i = begin; i < end; i++) (*t.body)(i);
+        }
+    }, &task, (count + grain - 1) / grain);
+}
+
+// Runs body(i, then) for every i in [0, count) on the pool; `then` is the item the same thread does next, or -1.
+template <class Body>
+inline void parallel_pairs(int64_t count, const Body& body) {
+    struct Task {
+        const Body* body;
+        int64_t count, next;
+    } task{&body, count, 0};
+    on_pool([](void* p) {
+        Task& t = *static_cast<Task*>(p);
+        int64_t i = __atomic_fetch_add(&t.next, 1, __ATOMIC_RELAXED);
+        while (i < t.count) {
+            const int64_t then = __atomic_fetch_add(&t.next, 1, __ATOMIC_RELAXED);
+            (*t.body)(i, then < t.count ? then : -1);
+            i = then;
+        }
+    }, &task, count);
+}
+
+// A buffer of the calling thread that only grows, 64-byte aligned. Holds one kernel's scratch at a time.
+void* thread_scratch(size_t bytes);
+
+}  // namespace quire

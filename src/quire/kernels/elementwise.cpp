@@ -1,0 +1,123 @@
+// Norms and activations: the memory-light steps between matrix products, each one pass over its rows.
+//
+//     add_norm:  residual += x;  y = residual * rsqrt(mean(residual^2) + eps) * weight
+//     gated:     y = silu(gate) * up
+//
+// Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py holds the two together.
+#include <cstdlib>
+
+#include "common.h"
+
+namespace quire {
+
+void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+int num_threads = 1;
+
+void* thread_scratch(size_t bytes) {
+    struct Owner {
+        void* data = nullptr;
+        size_t size = 0;
+        ~Owner() { std::free(data); }
+    };
+    static thread_local Owner owner;
+    if (bytes > owner.size) {
+        std::free(owner.data);
+        owner.size = (bytes + 4095) / 4096 * 4096;
+        owner.data = std::aligned_alloc(64, owner.size);
+    }
+    return owner.data;
+}
+
+namespace {
+
+// Below this many elements a second thread costs more than it brings (about 2 us to wake it).
+constexpr int64_t ELEMENTS_PER_THREAD = 8192;
+
+int64_t grain_for(int64_t rows, int64_t width) {
+    if (rows * width < 2 * ELEMENTS_PER_THREAD) return rows;
+    const int64_t share = (rows + num_threads - 1) / num_threads;
+    return share > 0 ? share : 1;
+}
+
+template <class T>
+void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t width, T* out) {
+    vf squares{};
+    float tail = 0;
+    int64_t i = 0;
+    for (; i + VL <= width; i += VL) {
+        vf v = load(x + i);
+        if (residual) {
+            v = v + load(residual + i);
+            store(residual + i, v);
+            // The sum is normalised as stored, so that a 16-bit residual and its norm belong together.
+            v = load(residual + i);
+        }
+        squares += v * v;
+    }
+    for (; i < width; i++) {
+        float v = widen(x[i]);
+        if (residual) {
+            narrow(residual + i, v + widen(residual[i]));
+            v = widen(residual[i]);
+        }
+        tail += v * v;
+    }
+    const float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(width) + eps);
+    const T* source = residual ? residual : x;
+    for (i = 0; i + VL <= width; i += VL) store(out + i, load(source + i) * scale * load(weight + i));
+    for (; i < width; i++) narrow(out + i, widen(source[i]) * scale * widen(weight[i]));
+}
+
+template <class T>
+void add_norm(const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows, int64_t width, void* out) {
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        T* res = residual ? static_cast<T*>(residual) + r * width : nullptr;
+        norm_row(static_cast<const T*>(x) + r * x_stride, res, static_cast<const T*>(weight), eps, width, static_cast<T*>(out) + r * width);
+    });
+}
+
+template <class T>
+void gated(const void* gate_up, int64_t rows, int64_t width, void* out) {
+    constexpr float LOG2E = 1.4426950408889634f;
+    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
+        const T* gate = static_cast<const T*>(gate_up) + r * 2 * width;
+        const T* up = gate + width;
+        T* y = static_cast<T*>(out) + r * width;
+        int64_t i = 0;
+        for (; i + VL <= width; i += VL) {
+            const vf g = load(gate + i);
+            // Past 2^126 silu is 0 in every format.
+            store(y + i, g / (1.0f + exp2(min(-g * LOG2E, splat(126.0f)))) * load(up + i));
+        }
+        for (; i < width; i++) {
+            const float g = widen(gate[i]);
+            narrow(y + i, g / (1.0f + std::exp(-g)) * widen(up[i]));
+        }
+    });
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// parallel: address of GOMP_parallel, or null for one thread.
+QUIRE_API void quire_threads(void* parallel, int count) {
+    gomp_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
+    num_threads = count;
+}
+
+// residual may be null: then y is the norm of x alone. x has its own row stride; residual and out are dense.
+QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
+                              int64_t width, void* out) {
+    if (kind == DENSE_BF16) add_norm<bf16>(x, x_stride, residual, weight, eps, rows, width, out);
+    else if (kind == DENSE_F32) add_norm<float>(x, x_stride, residual, weight, eps, rows, width, out);
+    else add_norm<f16>(x, x_stride, residual, weight, eps, rows, width, out);
+}
+
+// gate_up [rows, 2 * width] -> out [rows, width]
+QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t width, void* out) {
+    if (kind == DENSE_BF16) gated<bf16>(gate_up, rows, width, out);
+    else if (kind == DENSE_F32) gated<float>(gate_up, rows, width, out);
+    else gated<f16>(gate_up, rows, width, out);
+}

@@ -1,0 +1,69 @@
+"""The compiled CPU kernels, loaded once, running on torch's own pool of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+from pathlib import Path
+
+import torch
+
+from quire.kernels import load
+
+log = logging.getLogger("quire")
+
+_I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+SIGNATURES: dict[str, list[type]] = {
+    "quire_threads": [_PTR, _I32],
+    "quire_write": [_PTR, _I32, _PTR, _I64, _PTR, _I64],
+    "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
+    "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _PTR],
+    "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
+}
+
+
+def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the signatures and hands the library torch's threads."""
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.quire_plan_bytes.restype = _I64
+    library.quire_threads(_gomp_parallel(), num_threads())
+    return library
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """The kernels built for this CPU."""
+    return prepare(load())
+
+
+def num_threads() -> int:
+    """Threads the kernels run on: as many as torch uses."""
+    return torch.get_num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Sets torch's and the kernels' thread count together."""
+    torch.set_num_threads(count)
+    kernels().quire_threads(_gomp_parallel(), count)
+
+
+@functools.cache
+def _gomp_parallel() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime torch loaded, or None, logged once: then the kernels run on the
+    calling thread.
+    """
+    torch.get_num_threads()
+    maps = Path("/proc/self/maps")
+    paths = sorted(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps.read_text()))) if maps.exists() else []
+    inside_torch = str(Path(torch.__file__).parent)
+    for path in sorted(paths, key=lambda path: not path.startswith(inside_torch)):
+        symbol = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if symbol is not None:
+            return ctypes.cast(symbol, ctypes.c_void_p).value
+    log.warning("no OpenMP runtime found in torch's process: the CPU kernels use one thread")
+    return None
