@@ -1,0 +1,1 @@
+"""Requests in, tokens out: parameters, scheduling, sampling, stopping."""

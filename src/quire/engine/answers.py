@@ -1,0 +1,81 @@
+"""From sampled tokens to what the caller sees: text, stops, log-probabilities. Knows sequences and text, not logits or
+pages.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.engine.outputs import CompletionOutput, FinishReason, Logprob
+from quire.engine.request import Sequence
+from quire.engine.stops import StopChecker
+
+
+class Detokenizer(Protocol):
+    """Text of one growing token sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text the token completes; whole characters only."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held back."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
+        """The text of some tokens."""
+        ...
+
+    def stream(self, prompt_ids: list[int], skip_special: bool = True) -> Detokenizer:
+        """A detokenizer of text that continues the prompt."""
+        ...
+
+
+class Answer:
+    """The visible side of one sequence: turns each sampled token into a delta."""
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        params = sequence.request.params
+        self._tokenizer = tokenizer
+        self._index = sequence.index
+        self._stops = StopChecker(params, eos_token_ids)
+        self._detokenizer = (
+            tokenizer.stream(sequence.request.prompt_ids, params.skip_special_tokens) if params.detokenize else None
+        )
+        self._cumulative: float | None = 0.0 if params.logprobs is not None else None
+
+    def push(self, token_id: int, logprobs: dict[int, Logprob] | None, at_length: bool) -> CompletionOutput:
+        """The delta of one more token; its finish_reason is set if the sequence ends with it."""
+        text = ""
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(token_id)
+            if at_length or self._stops.ends_at(token_id):
+                text += self._detokenizer.flush()
+        emitted, stop = self._stops.push(text, token_id, at_length)
+        if logprobs is not None:
+            name_tokens(logprobs, self._tokenizer)
+            assert self._cumulative is not None
+            self._cumulative += logprobs[token_id].logprob
+        return CompletionOutput(
+            self._index,
+            emitted,
+            [token_id],
+            [logprobs] if logprobs is not None else None,
+            stop.finish_reason if stop else None,
+            stop.stop_reason if stop else None,
+            self._cumulative,
+        )
+
+    def end(self, reason: FinishReason) -> CompletionOutput:
+        """The last delta of a sequence that ends without a token of its own: aborted or failed."""
+        return CompletionOutput(self._index, self._stops.flush(), [], None, reason, None, self._cumulative)
+
+
+def name_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer) -> None:
+    """Fills in the text of each token, special tokens included."""
+    for token_id, entry in logprobs.items():
+        entry.decoded_token = tokenizer.decode([token_id], skip_special=False)

@@ -1,0 +1,253 @@
+"""From a model's name and a configuration to an engine that runs: resolves every automatic value and says what it
+chose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.reference import ReferenceAttention
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.manager import CacheManager
+from quire.cache.page import PAGE_TOKENS, PagePool
+from quire.cache.segment import ChunkTable
+from quire.cache.sizes import Sizes, sizes
+from quire.cache.tree import PrefixTree
+from quire.config import EngineConfig, format_bytes
+from quire.engine.engine import Engine
+from quire.engine.sampler import Sampler
+from quire.engine.scheduler import Scheduler
+from quire.errors import ConfigError
+from quire.kernels import runtime
+from quire.models.decoder import build_model
+from quire.models.layers import Ops, torch_dtype
+from quire.models.plan import Model
+from quire.models.resolve import resolve_model
+from quire.models.shape import ModelShape
+from quire.models.tokenizer import Tokenizer, load_tokenizer
+from quire.models.weights import open_model
+from quire.tiers.mover import Mover
+from quire.tiers.tier import ArenaTier
+
+log = logging.getLogger("quire")
+
+AUTO_MEMORY_SHARE = 0.5
+"""Share of the memory free beside the weights that an automatic cache takes on a CPU, where others want memory too; 0.9
+on a GPU."""
+
+TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
+"""Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
+waits 0.25 s at most."""
+
+_SLAB_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine with what its callers need beside it. config has no automatic values left."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    shape: ModelShape
+    sizes: Sizes
+    config: EngineConfig
+    model_name: str
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on the device now."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return (
+        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if not Path("/proc/meminfo").exists()
+        else _meminfo_available()
+    )
+
+
+def resolve(config: EngineConfig, shape: ModelShape) -> tuple[EngineConfig, Sizes]:
+    """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
+    device_type = config.runtime.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use cpu")
+    device = torch.device(device_type)
+    backend = config.attention.backend
+    if backend == "auto":
+        backend = "triton" if device_type == "cuda" else "cpu"
+    if (backend == "cpu") != (device_type == "cpu") and backend != "reference":
+        raise ConfigError(
+            f"attention.backend {backend} does not run on {device_type};"
+            f" use {'cpu' if device_type == 'cpu' else 'triton'}"
+        )
+    dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
+    if config.model.weights == "native":
+        raise ConfigError("model.weights native is not available yet; use dequantized")
+    limit = shape.context_limit
+    if config.model.max_context is not None and config.model.max_context > limit:
+        raise ConfigError(f"model.max_context is {config.model.max_context}; this model serves at most {limit}")
+    context = config.model.max_context or shape.max_context
+    max_running = config.scheduler.max_running
+    weight_bytes = shape.weight_bytes(dtype)
+    available = available_memory(device)
+    itemsize = torch_dtype(dtype).itemsize
+    wanted = config.cache.memory
+    codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
+    chunk_bytes = codec.page_bytes * shape.num_layers * shape.num_kv_heads
+    if isinstance(wanted, int):
+        memory = wanted
+    else:
+        share = AUTO_MEMORY_SHARE if device_type == "cpu" else 0.9
+        useful = max_running * -(-context // PAGE_TOKENS) * chunk_bytes
+        memory = min(int(max(0, available - weight_bytes) * share), useful)
+    # Whole slabs of whole pages: what the arena cannot use is not allocated.
+    slab = slab_bytes(codec.page_bytes, memory)
+    memory = memory // slab * slab
+    fits = sizes(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        model_context=context,
+        weight_bytes=weight_bytes,
+        itemsize=itemsize,
+        cache_bytes=memory,
+        available_bytes=available,
+    )
+    if fits.num_chunks < 2:
+        raise ConfigError(
+            f"cache.memory of {format_bytes(memory)} holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"
+            f" ({format_bytes(chunk_bytes)} each);"
+            f" set it to at least {format_bytes(2 * chunk_bytes)}"
+        )
+    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
+    resolved = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype, max_context=fits.max_context),
+        cache=dataclasses.replace(config.cache, memory=memory),
+        attention=dataclasses.replace(config.attention, backend=backend),
+        scheduler=dataclasses.replace(config.scheduler, token_budget=budget),
+        runtime=dataclasses.replace(
+            config.runtime, device=device_type, threads=config.runtime.threads or len(os.sched_getaffinity(0))
+        ),
+    )
+    return resolved, fits
+
+
+def slab_bytes(page_bytes: int, memory: int) -> int:
+    """Bytes of a slab: whole pages, about 4 MiB, and at most a 16th of the arena."""
+    pages = max(1, min(_SLAB_BYTES, memory // 16) // page_bytes)
+    return pages * page_bytes
+
+
+def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None = None) -> Loaded:
+    """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
+    path = resolve_model(model, show_progress)
+    with open_model(path) as checkpoint:
+        resolved, fits = resolve(config, checkpoint.shape)
+        device = torch.device(resolved.runtime.device)
+        if device.type == "cpu":
+            assert resolved.runtime.threads is not None
+            runtime.set_num_threads(resolved.runtime.threads)
+        engine_model = build_model(
+            checkpoint.shape, checkpoint, _ops(resolved), torch_dtype(resolved.model.dtype), device
+        )
+        shape = checkpoint.shape
+    tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
+    name = resolved.model.name or model
+    log.info(
+        "%s: %s weights in %s, cache %s for %d tokens, context %d, %s attention on %s",
+        name,
+        format_bytes(fits.weight_bytes),
+        resolved.model.dtype,
+        format_bytes(fits.cache_bytes),
+        fits.tokens,
+        fits.max_context,
+        resolved.attention.backend,
+        device.type,
+    )
+    return Loaded(assemble(engine_model, tokenizer, resolved, fits), tokenizer, shape, fits, resolved, name)
+
+
+def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Sizes) -> Engine:
+    """The engine around a model: pool, table, manager, attention, scheduler, sampler."""
+    shape = model.shape
+    device = torch.device(config.runtime.device)
+    dtype = torch_dtype(config.model.dtype)
+    codec = DenseCodec(shape.head_dim, dtype)
+    pool = PagePool(fits.cache_bytes, device, slab_bytes(codec.page_bytes, fits.cache_bytes))
+    table = ChunkTable(pool, shape.num_layers, shape.num_kv_heads, codec)
+    cos = sin = None
+    if shape.rope is not None:
+        cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(fits.max_context))
+    spec = AttentionSpec(
+        table,
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.num_q_heads // shape.num_kv_heads,
+        shape.head_dim,
+        dtype,
+        cos,
+        sin,
+        shape.sliding_window,
+    )
+    eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
+    assert config.scheduler.token_budget is not None
+    return Engine(
+        model,
+        tokenizer,
+        _attention(config, spec),
+        Scheduler(
+            CacheManager(table, PrefixTree()),
+            config.scheduler.token_budget,
+            config.scheduler.max_running,
+            config.scheduler.max_queue,
+        ),
+        Sampler(shape.vocab_size, device, eos),
+        Mover(ArenaTier(pool)),
+        max_context=fits.max_context,
+        eos_token_ids=eos,
+        device=device,
+    )
+
+
+def _ops(config: EngineConfig) -> Ops:
+    if config.attention.backend == "cpu":
+        from quire.models.cpu_ops import CpuOps
+
+        return CpuOps()
+    if config.attention.backend == "triton":
+        from quire.models.triton_ops import TritonOps
+
+        return TritonOps()
+    from quire.models.layers import TorchOps
+
+    return TorchOps()
+
+
+def _attention(config: EngineConfig, spec: AttentionSpec) -> AttentionBackend:
+    if config.attention.backend == "cpu":
+        from quire.attention.cpu import CpuAttention
+
+        return CpuAttention(spec)
+    if config.attention.backend == "triton":
+        from quire.attention.triton import TritonAttention
+
+        return TritonAttention(spec)
+    return ReferenceAttention(spec)
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable; set cache.memory to a number of bytes")

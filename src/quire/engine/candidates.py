@@ -1,0 +1,125 @@
+"""Which entries of a row of logits or probabilities matter, and in which order; knows numbers, not parameters.
+
+On the device only maxima, comparisons and gathers run. What depends on an order (sorting, ties) is done per row on the
+host, so that a row's answer is the same in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+# Maxima kept per row: 1024 bound the nucleus of a real distribution tightly and sort in 1 us, a row of 49,152 in 240.
+LANES = 1024
+
+# Rows converted at once: float32 copies of 32 rows of 152k logits are 19 MB, of 256 rows 156.
+BLOCK_ROWS = 32
+
+
+def best_ids(logits: Tensor) -> Tensor:
+    """The id of each row's largest logit, the lowest of equal ones; -1 where the row holds NaN or its best is infinite.
+
+    logits   [n, V], any float dtype
+    returns  int64 [n] on the logits' device; does not wait for it
+    """
+    if logits.device.type != "cpu":
+        return _best_ids_on_device(logits)
+    # Microseconds for [32, 49152] on one Zen 5 core: bf16 170 (torch.argmax 5,100; maxima of chunks, then the chunk,
+    # 430), float32 70 (torch.argmax 850).
+    chosen = np.empty(len(logits), np.int64)
+    for start in range(0, len(logits), BLOCK_ROWS):
+        block = logits[start : start + BLOCK_ROWS].float().numpy()
+        best_of_block = block.argmax(-1)  # the same rule for equal values and NaN
+        finite = np.isfinite(np.take_along_axis(block, best_of_block[:, None], -1)[:, 0])
+        chosen[start : start + BLOCK_ROWS] = np.where(finite, best_of_block, -1)
+    return torch.from_numpy(chosen)
+
+
+def _best_ids_on_device(logits: Tensor) -> Tensor:
+    ids = logits.argmax(-1)  # the first of equal values, NaN above all
+    best = logits.gather(-1, ids[:, None])[:, 0]
+    return torch.where(best.isfinite(), ids, -1)
+
+
+def lane_maxima(scores: Tensor) -> Floats:
+    """The maxima of a partition of each row's entries into min(LANES, V) sets, falling, NaN first.
+
+    The j-th one is a lower bound of the row's j-th largest entry, and the first j add up to no more than its j largest.
+    That picks out a small set of candidates in one pass; torch.topk(1024) takes 11 ms for 32 rows of 49,152.
+
+    scores   f32 [n, V]
+    returns  [n, lanes] on the host
+    """
+    num_lanes = min(LANES, scores.shape[1])
+    num_full = scores.shape[1] // num_lanes
+    lanes = scores[:, : num_full * num_lanes].view(len(scores), num_full, num_lanes).amax(1)
+    rest = scores[:, num_full * num_lanes :]
+    if rest.shape[1]:
+        lanes[:, : rest.shape[1]] = torch.maximum(lanes[:, : rest.shape[1]], rest)
+    return np.sort(lanes.cpu().numpy(), -1)[:, ::-1]
+
+
+def at_least(scores: Tensor, floors: Floats) -> Iterator[tuple[Ints, Floats]]:
+    """Per row the ids, rising, and values of the entries at or above the row's floor; none where the floor is NaN.
+
+    scores  f32 [n, V]
+    floors  f32 [n] on the host
+    """
+    if scores.device.type != "cpu":
+        yield from _at_least_on_device(scores, floors)
+        return
+    # torch.nonzero takes 8 ms for 32 rows of 49,152, flatnonzero 0.2 to 0.6.
+    for row, floor in zip(scores.numpy(), floors, strict=True):
+        ids = np.flatnonzero(row >= floor)
+        yield ids, row[ids]
+
+
+def _at_least_on_device(scores: Tensor, floors: Floats) -> Iterator[tuple[Ints, Floats]]:
+    where = (scores >= torch.from_numpy(floors).to(scores.device)[:, None]).nonzero()
+    values = scores[where[:, 0], where[:, 1]].cpu().numpy()
+    row_of, ids = where.cpu().numpy().T
+    for start, end in pairwise(np.searchsorted(row_of, np.arange(len(scores) + 1))):
+        yield ids[start:end], values[start:end]
+
+
+def falling(values: Floats) -> Ints:
+    """The order that sorts values downwards, equal ones as they stand; NaN is not allowed.
+
+    One vectorised sort of (value, place) packed into 64 bits: 50 us for 9,000 values, a stable argsort takes 600.
+    """
+    bits = (values + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 equal to 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    packed = ((~rising).astype(np.int64) << 32) | np.arange(len(values))
+    packed.sort()
+    return packed & 0xFFFFFFFF
+
+
+def num_above(scores: Tensor, ids: Tensor) -> list[int]:
+    """How many entries of each row come before entry `ids[i]` in falling order, equal ones by id.
+
+    scores  f32 [n, V]
+    ids     int64 [n] on the host
+    """
+    if scores.device.type != "cpu":
+        return _num_above_on_device(scores, ids)
+    # 150 us for 32 rows of 49,152; comparing and summing in torch takes 1,370.
+    return [
+        int(np.count_nonzero(row > row[token_id]) + np.count_nonzero(row[:token_id] == row[token_id]))
+        for row, token_id in zip(scores.numpy(), ids.tolist(), strict=True)
+    ]
+
+
+def _num_above_on_device(scores: Tensor, ids: Tensor) -> list[int]:
+    columns = ids.to(scores.device)[:, None]
+    values = scores.gather(1, columns)
+    lower = torch.arange(scores.shape[1], device=scores.device) < columns
+    above: list[int] = ((scores > values) | ((scores == values) & lower)).sum(-1).tolist()
+    return above

@@ -1,0 +1,246 @@
+"""The engine: requests in, deltas out, one step at a time. Not thread-safe: one thread owns it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quire.attention.plan import AttentionBackend, RowSlice
+from quire.engine.answers import Answer, Tokenizer, name_tokens
+from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.params import SamplingParams
+from quire.engine.request import Request, Sequence, State
+from quire.engine.sampler import Sampler, SampleRow, sequence_seed
+from quire.engine.scheduler import Batch, Scheduler
+from quire.errors import RequestError
+from quire.models.plan import Model
+from quire.tiers.mover import Mover
+
+
+class Runner(Protocol):
+    """Runs the model on a step's rows."""
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slices: list[RowSlice], logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """tokens, positions int64 [R]; returns logits [n, V] of the wanted rows."""
+        ...
+
+
+LOGIT_ROWS = 256
+"""Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
+
+
+class Engine:
+    """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
+    scheduler, `check` proves the rest.
+
+    clock  seconds, monotonic; only measures, decides nothing
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        attention: AttentionBackend,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        mover: Mover,
+        *,
+        max_context: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.attention = attention
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.mover = mover
+        self.max_context = max_context
+        self.eos_token_ids = eos_token_ids
+        self.device = device
+        self.clock = clock
+        self._requests: dict[str, Request] = {}
+        self._answers: dict[Sequence, Answer] = {}
+        self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._requests)
+
+    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """Raises RequestError, naming the value and the limit, for a request that could never run."""
+        if not prompt_ids:
+            raise RequestError("the prompt is empty; it needs at least one token", "prompt")
+        vocab_size = self.model.shape.vocab_size
+        low, high = min(prompt_ids), max(prompt_ids)
+        if low < 0 or high >= vocab_size:
+            raise RequestError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}", "prompt"
+            )
+        if len(prompt_ids) >= self.max_context + (params.max_tokens == 0):
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens and the context holds {self.max_context},"
+                " one of which must be generated",
+                "prompt",
+            )
+        params.check_vocabulary(vocab_size)
+
+    def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
+        """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now."""
+        self.check_request(prompt_ids, params)
+        if request_id in self._requests:
+            raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
+        request = Request(request_id, prompt, prompt_ids, params, self.clock())
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        room = self.max_context - len(prompt_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.seed is None:
+            self._next_seed += 1
+        seed = self._next_seed if params.seed is None else params.seed
+        for index in range(params.n):
+            token_ids = list(prompt_ids)
+            output_ids: list[int] = []
+            row = SampleRow(params, prompt_ids, output_ids, sequence_seed(seed, index))
+            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens))
+        self.scheduler.add(request.sequences)
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self._answers[sequence] = Answer(sequence, self.tokenizer, self.eos_token_ids)
+        return request
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request wherever it stands and frees what it holds; None if it is not running."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        live = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
+        return self._output(request, [self._end(sequence) for sequence in live])
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; one output of deltas for every request that has news."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return []
+        self.mover.prepare([piece.sequence.path for piece in batch.slices])
+        slices = [RowSlice(piece.start, piece.count, piece.sequence.path.chunks) for piece in batch.slices]
+        tokens, positions, last_rows = self._rows(batch)
+        hidden = self.model.hidden(tokens, positions, self.attention.plan(slices))
+        sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
+        self._prompt_logprobs(batch, hidden)
+        if not sampling:
+            self.scheduler.commit(batch, ())
+            return []
+        rows = torch.tensor([row for _, row in sampling], device=self.device)
+        logits = self.model.head(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+        sampled = self.sampler.sample(logits, [sequence.sample_row for sequence, _ in sampling])
+        return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start, and bytes of the cache now; see `LLM.stats`."""
+        scheduler = self.scheduler
+        return {
+            **asdict(scheduler.counters),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "cache": scheduler.manager.stats(),
+        }
+
+    def check(self) -> None:
+        """Proves that nothing is leaked: scheduler, manager, table, pool."""
+        self.scheduler.check()
+        if not self._requests:
+            assert not self._answers, "answers of finished requests are kept"
+
+    def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Token ids and positions of all rows, int64 [R] each, and the index of each slice's last row."""
+        tokens: list[int] = []
+        last_rows = []
+        positions = []
+        for piece in batch.slices:
+            if piece.count == 1:
+                tokens.append(piece.sequence.token_ids[piece.start])
+                positions.append(piece.start)
+            else:
+                tokens.extend(piece.sequence.token_ids[piece.start : piece.start + piece.count])
+                positions.extend(range(piece.start, piece.start + piece.count))
+            last_rows.append(len(tokens) - 1)
+        both = torch.tensor([tokens, positions])
+        if self.device.type != "cpu":
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        return both[0], both[1], last_rows
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> None:
+        row = 0
+        for piece in batch.slices:
+            sequence = piece.sequence
+            if sequence.wants_prompt_logprobs:
+                request = sequence.request
+                assert request.prompt_logprobs is not None
+                del request.prompt_logprobs[piece.start + 1 :]  # what a preemption makes it compute again
+                stop = min(piece.start + piece.count, len(request.prompt_ids) - 1)
+                for start in range(piece.start, stop, LOGIT_ROWS):
+                    end = min(start + LOGIT_ROWS, stop)
+                    logits = self.model.head(hidden[row + start - piece.start : row + end - piece.start])
+                    found = self.sampler.prompt_logprobs(
+                        logits, request.prompt_ids[start + 1 : end + 1], request.params.prompt_logprobs or 0
+                    )
+                    for entry in found:
+                        name_tokens(entry, self.tokenizer)
+                    request.prompt_logprobs.extend(found)
+            row += piece.count
+
+    def _deliver(
+        self, batch: Batch, token_ids: list[int], logprobs: list[dict[int, Any] | None], errors: dict[int, str]
+    ) -> list[RequestOutput]:
+        """Commits the step and turns its tokens into deltas."""
+        deltas: dict[Request, list[CompletionOutput]] = {}
+        for row, failed in enumerate(piece.sequence for piece in batch.slices if piece.samples):
+            if row in errors:
+                deltas.setdefault(failed.request, []).append(self._end(failed))
+        now = self.clock()
+        extras = {
+            id(piece.sequence): entry
+            for piece, entry in zip((p for p in batch.slices if p.samples), logprobs, strict=True)
+            if entry
+        }
+        for sampled in self.scheduler.commit(batch, token_ids):
+            sequence = sampled.sequence
+            request = sequence.request
+            sequence.output_ids.append(sampled.token_id)
+            if request.first_token_at is None:
+                request.first_token_at = now
+            delta = self._answers[sequence].push(sampled.token_id, extras.get(id(sequence)), sampled.finished_by_length)
+            if delta.finish_reason is not None:
+                self.scheduler.finish(sequence)
+                del self._answers[sequence]
+            deltas.setdefault(request, []).append(delta)
+        return [self._output(request, outputs) for request, outputs in deltas.items()]
+
+    def _end(self, sequence: Sequence) -> CompletionOutput:
+        self.scheduler.finish(sequence)
+        return self._answers.pop(sequence).end("abort")
+
+    def _output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        finished = request.finished
+        if finished:
+            del self._requests[request.request_id]
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            request.prompt_ids,
+            request.prompt_logprobs,
+            outputs,
+            finished,
+            request.sequences[0].num_cached_tokens,
+        )

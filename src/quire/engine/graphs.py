@@ -1,0 +1,82 @@
+"""Decode steps as CUDA graphs: captured once per padded batch size, replayed with one launch a step. Imported only on a
+GPU.
+
+    static   tokens and positions (here), the plan's arrays, the page-id mirror, partials (the backend's), arena,
+             weights, logits
+    moving   their contents alone
+
+A graph reads whatever its addresses hold when it is replayed, so a step is: plan (one copy), inputs (two), replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.attention.triton import TritonAttention, TritonPlan
+from quire.models.plan import Model
+
+
+class DecodeGraphs:
+    """Replays decode steps of a model. Invariant: whatever a captured kernel addresses is owned here or by the backend,
+    and never moves.
+
+    batch_sizes  the padded sizes to capture, of those the backend pads to; each is captured when it is first needed
+    """
+
+    def __init__(self, model: Model, backend: TritonAttention, batch_sizes: Sequence[int]) -> None:
+        unknown = set(batch_sizes) - set(backend.batch_sizes)
+        assert not unknown, f"the backend does not pad to {sorted(unknown)}, only to {backend.batch_sizes}"
+        self._model = model
+        self._device = backend.device
+        self._batch_sizes = frozenset(batch_sizes)
+        self._tokens, self._positions = torch.zeros(2, max(batch_sizes), dtype=torch.int64, device=self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    @torch.no_grad()
+    def replay(self, tokens: Tensor, positions: Tensor, plan: TritonPlan) -> Tensor:
+        """Runs one decode step; the host does not wait for it.
+
+        tokens, positions  int64 [n] on the device, or on the host, pinned lest the host wait
+        plan               the backend's newest plan, of the same n rows
+        returns            logits [n, vocab] on the device, overwritten by the next replay of the same padded size
+        """
+        rows, size = plan.num_rows, plan.batch_size
+        assert plan.is_decode and tokens.shape == positions.shape == (rows,), (
+            f"{tuple(tokens.shape)} tokens for a plan of {rows} rows"
+        )
+        if size is None or size not in self._batch_sizes:
+            tokens, positions = (
+                tokens.to(self._device, non_blocking=True),
+                positions.to(self._device, non_blocking=True),
+            )
+            return self._model.head(self._model.hidden(tokens, positions, plan))
+        # Padded rows keep older tokens and positions, which are valid ones; nothing reads what they compute.
+        self._tokens[:rows].copy_(tokens, non_blocking=True)
+        self._positions[:rows].copy_(positions, non_blocking=True)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size, plan)
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:rows]
+
+    def _capture(self, size: int, plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Records the model's kernels over the padded rows. Their first run writes what the replay writes again: the
+        same keys and values.
+        """
+        tokens, positions = self._tokens[:size], self._positions[:size]
+        # Once outside the capture, on a stream of its own as it: kernels are compiled and loaded, libraries choose
+        # theirs and allocate.
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._model.head(self._model.hidden(tokens, positions, plan))
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of a server may allocate while this one captures.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._model.head(self._model.hidden(tokens, positions, plan))
+        return graph, logits

@@ -1,0 +1,228 @@
+"""What a caller may ask of one request, under the names vLLM's users know.
+
+Knows values and their limits; does not know the model: ids are checked against a vocabulary only by `check_vocabulary`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any
+
+from quire.errors import RequestError
+
+# Each of these bounds what one request may cost per step; the server's own limits are tighter where OpenAI's are.
+MAX_SEQUENCES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS_IDS = 1024
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+
+# vLLM's bound: below it a distribution is a point mass in float32 anyway.
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends; valid once constructed, and never changed afterwards.
+
+    The names, defaults and order of effects are vLLM's. `stop` and `stop_token_ids` are tuples after construction,
+    whatever was given. Use `dataclasses.replace` for a variant. Raises RequestError, with `param` set to the field's
+    name, for any value of a wrong type or outside its range.
+    """
+
+    n: int = 1
+    """Sequences generated for the prompt, 1 to 128."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the best token."""
+    top_k: int = -1
+    """Only the k best tokens may be drawn; -1 or 0: all. Equal logits count in id order, so 1 is greedy."""
+    top_p: float = 1.0
+    """Only the fewest best tokens whose probabilities reach this may be drawn, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as probable as the best one may be drawn, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; 1: off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token already generated, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it was generated, -2 to 2."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id to a value, -100 to 100, added to its logit."""
+    seed: int | None = None
+    """With a seed the answer is reproducible in any batch; without one the engine picks one."""
+    stop: tuple[str, ...] | list[str] | str | None = None
+    """Strings that end the answer; up to 16."""
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    """Tokens that end the answer, besides the model's end of text."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the stop token's text, stays in the answer."""
+    ignore_eos: bool = False
+    """Whether to generate on past the model's end of text."""
+    max_tokens: int | None = 16
+    """Tokens generated at most; None: as many as the context holds."""
+    min_tokens: int = 0
+    """Tokens generated before anything may end the answer."""
+    logprobs: int | None = None
+    """Also return the log-probabilities of this many best tokens and of the chosen one; 0: of the chosen one only."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    detokenize: bool = True
+    """Whether to make text at all; stop strings need it."""
+
+    def __post_init__(self) -> None:
+        self._set("n", _integer("n", self.n, 1, MAX_SEQUENCES))
+        self._set("temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
+        self._set("top_k", _integer("top_k", self.top_k, -1, None))
+        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_below=True))
+        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        self._set(
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, open_below=True),
+        )
+        self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("seed", _optional_integer("seed", self.seed, -(2**63), 2**64 - 1))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            _boolean(name, getattr(self, name))
+        self._set("max_tokens", _optional_integer("max_tokens", self.max_tokens, 1, None))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
+        self._set("logprobs", _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        self._set("prompt_logprobs", _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must not exceed max_tokens, {self.max_tokens}", param="min_tokens"
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need text; set detokenize=True or use stop_token_ids", param="stop")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether the best token is always taken, so that no random number is needed."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @cached_property
+    def needs_penalties(self) -> bool:
+        """Whether the logits depend on the tokens seen so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @cached_property
+    def needs_logits_processing(self) -> bool:
+        """Whether the logits change before a token is chosen: bias, penalties or a minimum length.
+
+        Where it is false and `greedy` is true, the token is the argmax of the model's own logits.
+        """
+        return bool(self.logit_bias) or self.needs_penalties or self.min_tokens > 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise RequestError if a token id named here is not one of the model's."""
+        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids or ())):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name} names token {token_id}; the vocabulary has {vocab_size} tokens", param=name
+                    )
+
+
+def _wrong(name: str, value: object, wanted: str) -> RequestError:
+    shown = repr(value)
+    return RequestError(
+        f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; it must be {wanted}", param=name
+    )
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> int:
+    wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    # bool is an int to Python, but `n=True` is a mistake to everybody else.
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong(name, value, wanted)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise _wrong(name, value, wanted)
+    return number
+
+
+def _optional_integer(name: str, value: Any, low: int, high: int | None) -> int | None:
+    return None if value is None else _integer(name, value, low, high)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_below: bool = False) -> float:
+    wanted = f"a number above {low:g} and at most {high:g}" if open_below else f"a number from {low:g} to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong(name, value, wanted)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of 400 digits
+        number = math.inf
+    # NaN fails every comparison.
+    if not low <= number <= high or (open_below and number == low):
+        raise _wrong(name, value, wanted)
+    return number
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+
+
+def _items(name: str, value: Any, wanted: str, limit: int) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _wrong(name, value, wanted)
+    items = list(value)
+    if len(items) > limit:
+        raise RequestError(f"{name} has {len(items)} entries; at most {limit} are allowed", param=name)
+    return items
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (
+        [value] if isinstance(value, str) else _items("stop", value, "a string or a list of strings", MAX_STOP_STRINGS)
+    )
+    for string in strings:
+        if not isinstance(string, str):
+            raise _wrong("stop", string, "a string or a list of strings")
+        if not string:
+            raise RequestError("stop holds an empty string; it would end every answer at once", param="stop")
+        if len(string) > MAX_STOP_STRING_CHARS:
+            raise RequestError(
+                f"stop holds a string of {len(string)} characters; at most {MAX_STOP_STRING_CHARS} are allowed",
+                param="stop",
+            )
+    return tuple(dict.fromkeys(strings))
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = _items("stop_token_ids", value, "a list of token ids", MAX_STOP_TOKEN_IDS)
+    return tuple(dict.fromkeys(_integer("stop_token_ids", token_id, 0, None) for token_id in ids))
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _wrong("logit_bias", value, "a mapping from token ids to numbers")
+    if len(value) > MAX_LOGIT_BIAS_IDS:
+        raise RequestError(
+            f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS_IDS} are allowed", param="logit_bias"
+        )
+    return {
+        _integer("logit_bias", key, 0, None): _number("logit_bias", bias, -100.0, 100.0) for key, bias in value.items()
+    }

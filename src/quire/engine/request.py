@@ -1,0 +1,86 @@
+"""A request and the sequences it generates: state the scheduler moves and the output side reads. No torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.cache.segment import Path
+from quire.engine.outputs import Logprob
+from quire.engine.params import SamplingParams
+from quire.engine.sampler import SampleRow
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One of the n answers of a request.
+
+    computed (path.num_tokens) <= len(token_ids): what lies between is prefilled; the last token is computed when the
+    next one is wanted.
+
+    token_ids   prompt, then generated tokens: one growing list
+    output_ids  generated tokens alone, for the sampler
+    max_tokens  generated tokens at which it ends by length
+    order       when it was queued; the largest is the youngest
+    """
+
+    request: Request
+    index: int
+    sample_row: SampleRow
+    token_ids: list[int]
+    output_ids: list[int]
+    max_tokens: int
+    namespace: Hashable = None
+    order: int = 0
+    path: Path = field(default_factory=Path)
+    state: State = State.WAITING
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are stored."""
+        return self.path.num_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) - self.path.num_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt rows need logits: only the first sequence of a request computes them, and only once."""
+        return self.index == 0 and self.request.params.prompt_logprobs is not None and self.num_generated == 0
+
+
+@dataclass(eq=False)
+class Request:
+    """What a caller asked for. arrival and the other times are the engine's clock, in seconds."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrival: float
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    first_token_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence is complete."""
+        return all(sequence.state is State.FINISHED for sequence in self.sequences)

@@ -1,0 +1,330 @@
+"""From logits to token ids and log-probabilities; knows rows and ids, not text, stop strings or requests.
+
+A row's token depends on its own logits, parameters, tokens and seed alone, never on the batch around it: whatever sums
+in an order runs per row on the host, over the few candidates that can matter. The one exception is softmax, whose CPU
+kernel takes each row by itself; on other devices the last bit of a sum may depend on the row's alignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.candidates import BLOCK_ROWS, Floats, Ints, at_least, best_ids, falling, lane_maxima, num_above
+from quire.engine.outputs import Logprob
+from quire.engine.params import SamplingParams
+
+# Float32 probabilities of a row sum to 1 within 2e-6; sets of candidates hold this much more than the mass they must.
+MASS_SLACK = 1e-5
+
+_NO_TOKEN = "no token can be chosen: the logits hold NaN or infinity, or every token is ruled out"
+_SMALLEST = np.finfo(np.float32).tiny
+_MASK64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """One row's parameters and history. Keep one per sequence: each step tallies only what is new in `output_ids`.
+
+    `output_ids` may be the sequence's own growing list; a list that became shorter is tallied afresh.
+    """
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    seed: int
+    """Any integer; sequence i of a request takes `sequence_seed(seed, i)`."""
+    tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def step(self) -> int:
+        """Which token of its sequence the row asks for, from 0."""
+        return len(self.output_ids)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one step chose."""
+
+    token_ids: Tensor
+    """int64 [n] on the host; -1 in the rows named in `errors`."""
+    logprobs: list[dict[int, Logprob] | None]
+    """Per row that asked: the chosen token first, then the best ones in order. Without text."""
+    errors: dict[int, str]
+    """Row to the reason why no token could be chosen; the other rows are unaffected."""
+
+
+def uniform(seed: int, step: int) -> float:
+    """The random number in [0, 1) of one step of one sequence: 53 bits of splitmix64's hash of (seed, step)."""
+    return (_mix(_mix(seed) + step * _GOLDEN) >> 11) * 2.0**-53
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of sequence `index` of a request: its own for the first one, unrelated ones for the others."""
+    return seed if index == 0 else _mix(_mix(seed) ^ index)
+
+
+def _mix(value: int) -> int:
+    # Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), splitmix64.
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+class Sampler:
+    """Chooses one token per row. Holds no state between steps."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", eos_token_ids: Sequence[int] = ()) -> None:
+        """`min_tokens` rules out the `eos_token_ids`. Columns past `vocab_size` (padded heads) do not count."""
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    @torch.no_grad()
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """Choose a token for each row; `logits` is left as it is.
+
+        logits  [n, V >= vocab_size], any float dtype
+        rows    n of them
+
+        Effects apply in this order: logit_bias; repetition, frequency and presence penalties; min_tokens; temperature;
+        min_p; top_k; top_p (the token that crosses p stays); one uniform number per (seed, step) through the inverse of
+        the distribution function, tokens in order of falling probability, equal ones by id. Log-probabilities are those
+        of the logits before all of it.
+
+        Differs from vLLM: where the k-th logit has equals, top_k keeps the lower ids, exactly k in all.
+        """
+        assert logits.dim() == 2 and len(logits) == len(rows), f"logits {tuple(logits.shape)} for {len(rows)} rows"
+        assert logits.shape[1] >= self.vocab_size, f"{logits.shape[1]} logits per row, vocabulary of {self.vocab_size}"
+        logits = logits[:, : self.vocab_size]
+        plain = [row.params.greedy and not row.params.needs_logits_processing for row in rows]
+        if any(plain):
+            chosen = best_ids(logits).cpu()
+            others = [index for index, is_plain in enumerate(plain) if not is_plain]
+        else:
+            chosen = torch.empty(len(rows), dtype=torch.int64)
+            others = list(range(len(rows)))
+        for block in _blocks(others):
+            chosen[block] = self._choose(_copy_rows(logits, block), [rows[index] for index in block])
+        errors = dict.fromkeys((chosen < 0).nonzero()[:, 0].tolist(), _NO_TOKEN)
+        logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
+        wanting = [index for index, row in enumerate(rows) if row.params.logprobs is not None and index not in errors]
+        for block in _blocks(wanting):
+            found = _logprobs(
+                _copy_rows(logits, block), chosen[block], [rows[index].params.logprobs or 0 for index in block]
+            )
+            for index, entry in zip(block, found, strict=True):
+                logprobs[index] = entry
+        return Sampled(chosen, logprobs, errors)
+
+    @torch.no_grad()
+    def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[dict[int, Logprob]]:
+        """The log-probabilities of the tokens that really followed, and of the k best ones, for each row.
+
+        logits   [n, V >= vocab_size]; row i predicts targets[i]
+        targets  n token ids
+        returns  n dicts, the target first, then the best tokens in order; NaN without rank where a row has no softmax
+        """
+        targets = torch.as_tensor(targets, dtype=torch.int64).cpu()
+        assert len(logits) == len(targets), f"{len(logits)} rows of logits for {len(targets)} targets"
+        logits = logits[:, : self.vocab_size]
+        return [
+            entry
+            for block in _blocks(range(len(targets)))
+            for entry in _logprobs(_copy_rows(logits, block), targets[block], [k] * len(block))
+        ]
+
+    def _choose(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Tokens of rows that need more than an argmax of the raw logits, -1: none; overwrites scores, f32 [n, V]."""
+        self._process(scores, rows)
+        chosen = torch.empty(len(rows), dtype=torch.int64)
+        greedy = [index for index, row in enumerate(rows) if row.params.greedy]
+        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+        if greedy:
+            chosen[greedy] = best_ids(scores[greedy] if drawn else scores).cpu()
+        if drawn:
+            chosen[drawn] = _draw_rows(scores[drawn] if greedy else scores, [rows[index] for index in drawn])
+        return chosen
+
+    def _process(self, scores: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Bias, penalties and min_tokens, in place: per effect one scatter over the affected tokens of all rows."""
+        flat = scores.view(-1)
+        biased = [(i, *self._bias(row)) for i, row in enumerate(rows) if row.params.logit_bias]
+        if biased:
+            where = self._flat_indices([(i, ids) for i, ids, _ in biased])
+            flat[where] += torch.from_numpy(np.concatenate([bias for _, _, bias in biased])).to(scores.device)
+        penalised = [(i, *_penalties(row)) for i, row in enumerate(rows) if row.params.needs_penalties]
+        if penalised:
+            where = self._flat_indices([(i, ids) for i, ids, _, _ in penalised])
+            factor = torch.from_numpy(np.concatenate([factor for _, _, factor, _ in penalised])).to(scores.device)
+            subtracted = torch.from_numpy(np.concatenate([less for _, _, _, less in penalised])).to(scores.device)
+            values = flat[where]
+            flat[where] = torch.where(values > 0, values / factor, values * factor) - subtracted
+        forbidden = [(i, self._ending_ids(row)) for i, row in enumerate(rows) if row.step < row.params.min_tokens]
+        if forbidden:
+            flat[self._flat_indices(forbidden)] = -math.inf
+
+    def _flat_indices(self, ids_of_rows: Sequence[tuple[int, Ints]]) -> Tensor:
+        for _, ids in ids_of_rows:
+            # An id beyond the row would silently change its neighbour.
+            assert not len(ids) or 0 <= ids.min() <= ids.max() < self.vocab_size, f"ids {ids.min()} to {ids.max()}"
+        flat = np.concatenate([ids + index * self.vocab_size for index, ids in ids_of_rows])
+        return torch.from_numpy(flat).to(self.device)
+
+    def _bias(self, row: SampleRow) -> tuple[Ints, Floats]:
+        biases = {token_id: x for token_id, x in (row.params.logit_bias or {}).items() if token_id < self.vocab_size}
+        return np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
+
+    def _ending_ids(self, row: SampleRow) -> Ints:
+        ids = {*self.eos_token_ids, *(row.params.stop_token_ids or ())}
+        return np.array([token_id for token_id in ids if token_id < self.vocab_size], np.int64)
+
+
+class _Tally:
+    """The distinct tokens a sequence has seen and how often each was generated (0: only in the prompt).
+
+    Costs O(new tokens) per step, not O(all tokens): a prompt of 30k tokens under a repetition penalty is walked once.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        unique = dict.fromkeys(prompt_ids)
+        self.num_outputs = 0
+        self._slots = {token_id: slot for slot, token_id in enumerate(unique)}
+        self._ids = np.fromiter(unique, np.int64, len(unique))
+        self._counts = np.zeros(len(unique), np.float32)
+
+    def update(self, output_ids: Sequence[int]) -> None:
+        for token_id in output_ids[self.num_outputs :]:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._ids):
+                room = max(16, slot)
+                self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
+            self._ids[slot] = token_id
+            self._counts[slot] += 1
+        self.num_outputs = len(output_ids)
+
+    def seen(self) -> tuple[Ints, Floats]:
+        """Ids and counts, [distinct tokens]."""
+        return self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+
+
+def _penalties(row: SampleRow) -> tuple[Ints, Floats, Floats]:
+    """Ids with, for each, the repetition factor and what frequency and presence take off."""
+    params = row.params
+    if row.tally is None or row.tally.num_outputs > len(row.output_ids):
+        row.tally = _Tally(row.prompt_ids if params.repetition_penalty != 1.0 else ())
+    row.tally.update(row.output_ids)
+    ids, counts = row.tally.seen()
+    factor = np.full(len(ids), params.repetition_penalty, np.float32)
+    less = np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty) * (counts > 0)
+    return ids, factor, less.astype(np.float32)
+
+
+def _draw_rows(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """One token per row drawn from the filtered softmax, -1: there is none; overwrites scores, f32 [n, V]."""
+    # The maximum goes first: divided by a small temperature, large logits lose the digits that tell them apart.
+    scores.sub_(scores.amax(-1, keepdim=True))
+    if any(row.params.temperature != 1.0 for row in rows):
+        temperatures = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32)
+        scores.div_(temperatures[:, None].to(scores.device))
+    probs = torch.softmax(scores, -1)
+    lanes = lane_maxima(probs)
+    # NaN, +infinity or nothing but -infinity anywhere in a row makes all of its softmax NaN.
+    valid = ~np.isnan(lanes[:, 0])
+    draws = [uniform(row.seed, row.step) for row in rows]
+    floors = np.empty(len(rows), np.float32)
+    for index, row in enumerate(rows):
+        floors[index] = _candidate_floor(lanes[index], row.params, draws[index], probs.shape[1])
+    candidates = at_least(probs, floors)
+    return torch.tensor(
+        [
+            _draw(ids, values, row.params, draw) if ok else -1
+            for (ids, values), row, draw, ok in zip(candidates, rows, draws, valid, strict=True)
+        ],
+        dtype=torch.int64,
+    )
+
+
+def _candidate_floor(best: Floats, params: SamplingParams, draw: float, vocab_size: int) -> float:
+    """A probability such that the tokens at or above it decide the row's draw; NaN where there is no distribution.
+
+    best  f32 [lanes], falling: `lane_maxima` of the row's probabilities
+    """
+    # min_p changes the mass that top_p is a part of, so all its survivors are needed; they are few.
+    floor = float(np.float32(params.min_p) * best[0])
+    if 0 < params.top_k <= len(best):
+        floor = max(floor, float(best[params.top_k - 1]))
+    elif params.min_p == 0 and params.top_k <= 0:
+        # Without any filter the drawn number plays the part of top_p: the token that crosses it is wanted.
+        mass = (params.top_p if params.top_p < 1 else draw) + MASS_SLACK
+        crossing = int(np.searchsorted(np.cumsum(best, dtype=np.float64), mass))
+        # If the maxima do not reach the mass: all tokens below (1 - mass) / V together hold less than may be missing.
+        floor = float(best[crossing]) if crossing < len(best) else (1 - mass) / vocab_size
+    return max(floor, float(_SMALLEST))
+
+
+def _draw(ids: Ints, probs: Floats, params: SamplingParams, draw: float) -> int:
+    """Filter the candidates and invert the distribution function at `draw`."""
+    order = falling(probs)
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    mass = np.cumsum(probs[order], dtype=np.float64)
+    # Without top_k and min_p the candidates are only a part of a distribution whose mass is 1.
+    total = float(mass[-1]) if params.top_k > 0 or params.min_p > 0 else 1.0
+    if params.top_p < 1:
+        mass = mass[: int(np.searchsorted(mass, params.top_p * total)) + 1]
+        total = float(mass[-1])
+    place = min(int(np.searchsorted(mass, draw * total, side="right")), len(mass) - 1)
+    return int(ids[order[place]])
+
+
+def _logprobs(scores: Tensor, targets: Tensor, counts: Sequence[int]) -> list[dict[int, Logprob]]:
+    """Log-softmax of each row at its target and at its `counts[i]` best tokens.
+
+    scores   f32 [n, V]
+    targets  int64 [n] on the host
+    """
+    best: list[Ints] = [np.empty(0, np.int64)] * len(counts)
+    if any(counts):
+        lanes = lane_maxima(scores)
+        floors = np.full(len(counts), np.inf, np.float32)
+        for index, count in enumerate(counts):
+            if count:
+                floors[index] = lanes[index, count - 1] if count <= lanes.shape[1] else -np.inf
+        best = [
+            ids[falling(values)[:count]] for (ids, values), count in zip(at_least(scores, floors), counts, strict=True)
+        ]
+    columns = targets[:, None].repeat(1, 1 + max(map(len, best)))
+    for index, ids in enumerate(best):
+        columns[index, 1 : 1 + len(ids)] = torch.from_numpy(ids)
+    # Not logsumexp: its sum runs in another order when the row is alone.
+    found = torch.log_softmax(scores, -1).gather(1, columns.to(scores.device)).tolist()
+    entries = []
+    for target, above, ids, values in zip(targets.tolist(), num_above(scores, targets), best, found, strict=True):
+        entry = {target: Logprob(values[0], None if math.isnan(values[0]) else above + 1)}
+        for rank, (token_id, logprob) in enumerate(zip(ids.tolist(), values[1:], strict=False), start=1):
+            if token_id != target:
+                entry[token_id] = Logprob(logprob, rank)
+        entries.append(entry)
+    return entries
+
+
+def _blocks(indices: Sequence[int]) -> Iterator[list[int]]:
+    for start in range(0, len(indices), BLOCK_ROWS):
+        yield list(indices[start : start + BLOCK_ROWS])
+
+
+def _copy_rows(logits: Tensor, indices: list[int]) -> Tensor:
+    """The rows as float32, never the caller's memory, [len(indices), V] contiguous."""
+    first, last = indices[0], indices[-1] + 1
+    if last - first == len(indices):
+        return logits[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return logits[indices].to(torch.float32, memory_format=torch.contiguous_format)

@@ -1,0 +1,234 @@
+"""The scheduler: which rows run next. No torch and no clock of its own; the simulator drives this very class.
+
+waiting --admit--> running --commit--> finished
+   ^                  |
+   +---- preempt -----+          youngest first; what it generated is replayed when it is admitted again
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from quire.cache.manager import CacheManager
+from quire.cache.page import PAGE_TOKENS
+from quire.engine.request import Sequence, State
+from quire.errors import ConfigError, QueueFullError
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work, decode rows first. Valid until commit."""
+
+    slices: list[Slice]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sequence that got a token in this step, and whether its length ends it."""
+
+    sequence: Sequence
+    token_id: int
+    finished_by_length: bool
+
+
+@dataclass
+class Counters:
+    """What happened since start."""
+
+    prefill_tokens_computed: int = 0
+    prefill_tokens_cached: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Scheduler:
+    """First come, first served, under a budget of rows per step. Invariant: every sequence is in exactly one of
+    waiting, running, neither (finished).
+
+    token_budget  rows of a step at most; decode rows come first, prefill slices take what is left, in whole chunks
+    max_running   sequences in the batch at most
+    max_queue     sequences waiting at most
+    """
+
+    manager: CacheManager
+    token_budget: int
+    max_running: int
+    max_queue: int
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    _next_order: int = 0
+
+    def __post_init__(self) -> None:
+        if self.token_budget < self.max_running + PAGE_TOKENS:
+            raise ConfigError(
+                f"scheduler.token_budget is {self.token_budget}; with scheduler.max_running {self.max_running} it must"
+                f" be at least {self.max_running + PAGE_TOKENS}, or a full batch leaves prefill no room for a chunk"
+            )
+
+    def add(self, sequences: SequenceOf[Sequence]) -> None:
+        """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit."""
+        if not self.has_room(len(sequences)):
+            raise QueueFullError(
+                f"{len(self.waiting)} sequences wait and scheduler.max_queue is {self.max_queue}; try again later",
+                retry_after=1.0,
+            )
+        for sequence in sequences:
+            sequence.order = self._next_order
+            self._next_order += 1
+        self.waiting.extend(sequences)
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more sequences may be queued."""
+        return len(self.waiting) + count <= self.max_queue
+
+    def next_batch(self) -> Batch | None:
+        """The rows of the next step, with their cache slots taken; None if there is nothing to do. May preempt; admits
+        what fits.
+        """
+        slices: list[Slice] = []
+        budget = self.token_budget
+        num_preempted = self.counters.preemptions
+        for decoding in (True, False):
+            for sequence in list(self.running):
+                if sequence.state is not State.RUNNING or (sequence.num_pending == 1) is not decoding:
+                    continue
+                count = self._slice_rows(sequence, budget)
+                if count and self._make_room(sequence, sequence.num_computed + count):
+                    slices.append(self._slice(sequence, count))
+                    budget -= count
+        # A preempted sequence would be admitted straight away into the room that its own pages left.
+        while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
+            sequence = self.waiting[0]
+            if budget < min(PAGE_TOKENS, sequence.num_pending):
+                break
+            admission = self.manager.admit(sequence)
+            if admission is None:
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.state = State.RUNNING
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = admission.cached_tokens
+            self.counters.prefill_tokens_cached += admission.cached_tokens
+            count = self._slice_rows(sequence, budget)
+            if count and self._make_room(sequence, sequence.num_computed + count):
+                slices.append(self._slice(sequence, count))
+                budget -= count
+        # A sequence may have been preempted after its slice was made: its pages are gone.
+        slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
+        return Batch(slices) if slices else None
+
+    def commit(self, batch: Batch, token_ids: SequenceOf[int]) -> list[Sampled]:
+        """Takes the tokens of the slices that sample, in order; seals chunks; ends what reached its length. Aborted
+        sequences are passed over.
+        """
+        self.counters.steps += 1
+        sampled: list[Sampled] = []
+        tokens = iter(token_ids)
+        for piece in batch.slices:
+            token_id = next(tokens) if piece.samples else None
+            sequence = piece.sequence
+            if sequence.state is not State.RUNNING:
+                continue
+            if piece.count == 1 and sequence.num_generated:
+                self.counters.decode_tokens += 1
+            else:
+                self.counters.prefill_tokens_computed += piece.count
+            self.manager.commit(sequence, piece.start + piece.count)
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                ended = sequence.num_generated >= sequence.max_tokens
+                sampled.append(Sampled(sequence, token_id, ended))
+                if ended:
+                    self.finish(sequence)
+        return sampled
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it stands and frees what it holds; ending it twice does nothing."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+            self.manager.release(sequence)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        sequence.state = State.FINISHED
+
+    def eventless_steps(self) -> int:
+        """For how many steps from now the batch stays as it is: nothing is admitted, ends, prefills or needs a new
+        chunk.
+        """
+        if not self.running or any(sequence.num_pending != 1 for sequence in self.running):
+            return 0
+        if self.waiting and len(self.running) < self.max_running:
+            return 0
+        return min(
+            min(
+                sequence.max_tokens - sequence.num_generated - 1,
+                sequence.path.num_chunks * PAGE_TOKENS - sequence.num_computed,
+            )
+            for sequence in self.running
+        )
+
+    def advance(self, steps: int) -> None:
+        """Commits `steps` decode steps of the whole batch at once, with token 0 as every token: what the simulator
+        skips through.
+
+        Raises ValueError if an event lies within them (see `eventless_steps`).
+        """
+        if steps > self.eventless_steps():
+            raise ValueError(f"{steps} steps hold an event: only {self.eventless_steps()} are free of one")
+        self.counters.steps += steps
+        self.counters.decode_tokens += steps * len(self.running)
+        for sequence in self.running:
+            sequence.token_ids.extend([0] * steps)
+            self.manager.commit(sequence, sequence.num_computed + steps)
+
+    def check(self) -> None:
+        """Proves the invariant, and the manager's."""
+        assert all(sequence.state is State.RUNNING for sequence in self.running), (
+            "a sequence that does not run is in the batch"
+        )
+        assert all(sequence.state is State.WAITING for sequence in self.waiting), (
+            "a sequence that does not wait is queued"
+        )
+        self.manager.check()
+
+    def _slice_rows(self, sequence: Sequence, budget: int) -> int:
+        """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows."""
+        if sequence.num_pending <= budget:
+            return sequence.num_pending
+        return max(0, (sequence.num_computed + budget) // PAGE_TOKENS * PAGE_TOKENS - sequence.num_computed)
+
+    def _slice(self, sequence: Sequence, count: int) -> Slice:
+        return Slice(sequence, sequence.num_computed, count, samples=count == sequence.num_pending)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
+        while not self.manager.extend(sequence, num_tokens):
+            youngest = max(self.running, key=lambda running: running.order)
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.manager.release(sequence)
+        sequence.state = State.WAITING
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+        self.counters.preemptions += 1

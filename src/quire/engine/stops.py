@@ -1,0 +1,124 @@
+"""When one output sequence ends, and how much of its text may be shown meanwhile.
+
+Knows text and token ids of one sequence; does not know detokenization, lengths or the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a sequence ended."""
+
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    """The stop token id or stop string; None for the end of text and for the length."""
+
+
+class StopChecker:
+    """The stop rules of one sequence, fed one token at a time.
+
+    Text that could be the beginning of a stop string is held back until that is decided: what was emitted never has to
+    be taken back. The first stop string to be complete ends the text (of several complete at the same character the
+    longest), so that the result does not depend on how the text was cut into tokens.
+
+    Differs from vLLM: there the first entry of `stop` found in a token's text wins, which depends on token borders.
+    """
+
+    def __init__(self, params: SamplingParams, eos_token_ids: Collection[int] = ()) -> None:
+        self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._matchers = [_Matcher(string) for string in params.stop or ()]
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self._stopped = False
+
+    def ends_at(self, token_id: int) -> bool:
+        """Whether `token_id`, pushed next, is a stop token or end of text in its place."""
+        return self._num_tokens >= self._min_tokens and (token_id in self._eos_ids or token_id in self._stop_ids)
+
+    def push(self, text_delta: str, token_id: int, finished_by_length: bool = False) -> tuple[str, Stop | None]:
+        """The text that may be emitted after one more token, and why the sequence ends with it (None: it goes on).
+
+        text_delta          what the token added; dropped for a stop token unless the parameters keep it
+        finished_by_length  no further token follows; a stop in this one takes precedence
+
+        Stops count only after `min_tokens` tokens: a stop string must be completed by a later one. After a Stop nothing
+        may be pushed.
+        """
+        assert not self._stopped, "push after the sequence ended"
+        ends_here = self.ends_at(token_id)
+        self._num_tokens += 1
+        emitted, stop = self._advance("" if ends_here and not self._keep_stop else text_delta)
+        if stop is None and ends_here:
+            stop = Stop("stop", None if token_id in self._eos_ids else token_id)
+        if stop is None and finished_by_length:
+            stop = Stop("length", None)
+        if stop is not None:
+            emitted += self._held
+            self._held = ""
+            self._stopped = True
+        return emitted, stop
+
+    def flush(self) -> str:
+        """The held text, for a sequence that ends without a stop (aborted, or failed)."""
+        held, self._held = self._held, ""
+        self._stopped = True
+        return held
+
+    def _advance(self, delta: str) -> tuple[str, Stop | None]:
+        if not self._matchers:
+            return delta, None
+        text = self._held + delta
+        first_new = len(self._held)
+        for offset, char in enumerate(delta):
+            completed = [matcher for matcher in self._matchers if matcher.push(char)]
+            if completed and self._num_tokens > self._min_tokens:
+                string = max((matcher.string for matcher in completed), key=len)
+                end = first_new + offset + 1
+                self._held = ""
+                return text[: end if self._keep_stop else end - len(string)], Stop("stop", string)
+        num_held = max(matcher.num_matched for matcher in self._matchers)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut], None
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt over a stream; `num_matched` is the longest suffix of the text that begins the string.
+
+    About one comparison per character, where testing every suffix is quadratic: a long stop string of one repeated
+    letter must not slow the engine's thread.
+    """
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.num_matched = 0
+        # fallback[i]: the longest proper prefix of string[: i + 1] that is also its suffix.
+        self._fallback = [0] * len(string)
+        length = 0
+        for i in range(1, len(string)):
+            while length and string[i] != string[length]:
+                length = self._fallback[length - 1]
+            if string[i] == string[length]:
+                length += 1
+            self._fallback[i] = length
+
+    def push(self, char: str) -> bool:
+        """Take one character; whether the string ends with it."""
+        while self.num_matched and char != self.string[self.num_matched]:
+            self.num_matched = self._fallback[self.num_matched - 1]
+        if char == self.string[self.num_matched]:
+            self.num_matched += 1
+        if self.num_matched < len(self.string):
+            return False
+        self.num_matched = self._fallback[-1]
+        return True
