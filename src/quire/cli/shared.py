@@ -1,0 +1,108 @@
+"""What commands have in common: engine flags, `--config`, `--print-config`, sampling flags, running the engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.config import EngineConfig, ServeConfig, add_flags, describe, options_from, sources
+from quire.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from quire.llm import AsyncLLM
+
+ENGINE_SECTIONS = ("model", "cache", "attention", "scheduler", "runtime")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, sections: tuple[str, ...] = ENGINE_SECTIONS) -> None:
+    """MODEL, the settings of the sections, --config and --print-config."""
+    parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id or smollm2")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags win over it")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and stop")
+    add_flags(parser, sections)
+
+
+def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
+    """Print the configuration if it was asked for; raises ConfigError if it is not valid, asked for or not."""
+    options = options_from(args, ENGINE_SECTIONS)
+    config = EngineConfig.from_options(options, args.config)
+    text = describe(config, sources(options, args.config, ENGINE_SECTIONS))
+    if server:
+        options = options_from(args, ("serve",))
+        serve = ServeConfig.from_options(options, args.config)
+        text += "\n" + describe(serve, sources(options, args.config, ("serve",)))
+    if args.print_config:
+        print(text, end="")
+    return bool(args.print_config)
+
+
+@asynccontextmanager
+async def engine(args: argparse.Namespace) -> AsyncIterator[AsyncLLM]:
+    """The model of the command line, loaded and running; closed at the end."""
+    from quire.llm import AsyncLLM
+
+    llm = AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
+    await llm.start()
+    try:
+        yield llm
+    finally:
+        await llm.close()
+
+
+def runner() -> asyncio.Runner:
+    """Runs coroutines, on uvloop where it is installed."""
+    import asyncio
+
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.Runner()
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 takes the best token"),
+    "top_p": (float, "draw from the fewest best tokens whose probabilities reach this"),
+    "top_k": (int, "draw from this many best tokens; 0: all"),
+    "min_p": (float, "draw only tokens at least this fraction as probable as the best"),
+    "repetition_penalty": (float, "above 1 discourages tokens already seen"),
+    "max_tokens": (int, "most tokens of an answer; 0: as many as the context holds"),
+    "seed": (int, "makes drawing reproducible"),
+}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+    """--temperature and the like, and --stop; `defaults` are the command's own."""
+    group = parser.add_argument_group("sampling")
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        default = defaults.get(name)
+        text += "" if default is None else f" (default: {default})"
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end an answer at this text; may be repeated")
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters given or defaulted on the command line, under SamplingParams' names."""
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
+    if not given.get("max_tokens", 1):
+        given["max_tokens"] = None
+    if args.stop:
+        given["stop"] = args.stop
+    return given
+
+
+def sampling_params(values: dict[str, Any]) -> Any:
+    """SamplingParams of the values; what is wrong with them is a ConfigError that names the flag."""
+    from quire.engine.params import SamplingParams
+
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        flag = (error.param or "").replace("_", "-")
+        raise ConfigError(f"--{flag}: {error}" if flag else str(error)) from error

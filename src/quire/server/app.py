@@ -1,0 +1,198 @@
+"""The application: routes, and the gate every request passes.
+
+Knows which URL means what; what the endpoints do stands in their own modules.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.auth import ApiKeys
+from quire.server.chat import create_chat
+from quire.server.completions import create_completion
+from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
+from quire.server.metrics import CONTENT_TYPE
+from quire.server.openapi import components, operation
+from quire.server.service import Service, shutting_down
+from quire.server.tokens import detokenize, tokenize
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.config import ServeConfig
+    from quire.server.protocol import Engine
+
+HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+
+
+class Gate:
+    """Around every request: the key, the shutdown, the count of requests inside, the status, and unanswered errors."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through or answer it here (ASGI)."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 499
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self.service.entered()
+        try:
+            self._check(scope)
+            await self.app(scope, receive, watch)
+        except ClientDisconnected:
+            status = 499
+        except Exception as error:
+            answer = api_error(error).response()
+            if status == 499:
+                await answer(scope, receive, watch)
+        finally:
+            self.service.left()
+            route = getattr(scope.get("route"), "path", "other")
+            self.service.metrics.responses.labels(route, str(status)).inc()
+
+    def _check(self, scope: Scope) -> None:
+        if scope["path"] in HEALTH:
+            return
+        authorization = Headers(scope=scope).get("authorization", "")
+        if not self.service.keys.accept(authorization.encode("latin-1")):
+            headers = {"WWW-Authenticate": "Bearer"}
+            message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
+        if self.service.draining and scope["path"] != "/metrics":
+            raise shutting_down()
+
+
+def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None) -> FastAPI:
+    """The application that serves `llm`; its `state.service` tells of the requests inside and ends the intake.
+
+    keys  the accepted API keys; None reads serve.api_key_file
+    Call it, and run what it returns, in the event loop in which `llm` runs. Raises ConfigError if the keys cannot be
+    read.
+    """
+    service = Service(llm, serve_config, ApiKeys.from_file(serve_config.api_key_file) if keys is None else keys)
+    # No pages of documentation: they would load their scripts from elsewhere. /openapi.json is enough for tools.
+    app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    app.add_middleware(Gate, service=service)
+    # Unknown URLs and methods; every other error goes up to the gate.
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    _add_api(app, service)
+    _add_operations(app, service)
+    _document(app, service)
+    return app
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
+    return api_error(error).response()
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    """The routes of OpenAI's API and the tokenizer's."""
+    working = (400, 401, 404, 413, 429, 500, 503)
+
+    @app.post("/v1/completions", **operation("Completion", *working, body="CompletionRequest", stream=True))
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await create_completion(service, request)
+
+    @app.post("/v1/chat/completions", **operation("ChatCompletion", *working, body="ChatRequest", stream=True))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await create_chat(service, request)
+
+    @app.post("/tokenize", **operation("Tokens", 400, 401, 404, 413, 500, 503, body="TokenizeRequest"))
+    async def tokenize_text(request: Request) -> Response:
+        """Turn text or a conversation into token ids."""
+        return await tokenize(service, request)
+
+    @app.post("/detokenize", **operation("Text", 400, 401, 404, 413, 500, 503, body="DetokenizeRequest"))
+    async def detokenize_ids(request: Request) -> Response:
+        """Turn token ids into text."""
+        return await detokenize(service, request)
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": service.engine.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "quire",
+            "max_model_len": service.max_context,
+        }
+
+    @app.get("/v1/models", **operation("Models", 401, 503))
+    async def models() -> Response:
+        """List the served model."""
+        return json_response({"object": "list", "data": [model_card()]})
+
+    @app.get("/v1/models/{model:path}", **operation("Model", 401, 404, 503))
+    async def model_by_name(model: str) -> Response:
+        """Describe the served model."""
+        service.check_model(model)
+        return json_response(model_card())
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    """The routes for those who run the server."""
+
+    @app.get("/health/live", **operation("Status"))
+    async def live() -> Response:
+        """Whether the process answers."""
+        return json_response({"status": "ok"})
+
+    @app.get("/health", **operation("Status", 503))
+    @app.get("/health/ready", **operation("Status", 503))
+    async def ready() -> Response:
+        """Whether a request would be worked on."""
+        if service.draining:
+            raise shutting_down()
+        if not service.is_ready:
+            raise ApiError(503, "the engine is not running", code="not_ready")
+        return json_response({"status": "ready"})
+
+    @app.get("/version", **operation("Version", 401, 503))
+    async def show_version() -> Response:
+        """The version of Quire."""
+        return json_response({"version": __version__})
+
+    @app.get("/metrics", **operation("Metrics", 401, text=True))
+    async def metrics() -> Response:
+        """The metrics, in Prometheus's text format."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _document(app: FastAPI, service: Service) -> None:
+    """Let /openapi.json tell what the routes really take and answer."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            found["components"] = {"schemas": components()}
+            if service.keys.keys:
+                found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                found["security"] = [{"key": []}]
+            for methods in found["paths"].values():
+                for described in methods.values():
+                    described["responses"].pop("422", None)  # FastAPI's own; ours are 400
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

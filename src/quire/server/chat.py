@@ -1,0 +1,137 @@
+"""POST /v1/chat/completions: conversations answered."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import json_response
+from quire.server.logprobs import Names, chat_logprobs
+from quire.server.schema import ChatRequest
+from quire.server.service import Job, Service, Usage
+from quire.server.wire import DONE, EventStream, event, read_json, unless_disconnected
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import CompletionOutput
+
+
+async def create_chat(service: Service, request: Request) -> Response:
+    """Answer one request, as a whole or as a stream."""
+    body = ChatRequest.model_validate(await read_json(request, service.config.max_request_bytes))
+    service.check_model(body.model)
+    ids = await service.encode_chat(body.messages)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
+    chat = Chat(service, body, Job(ids, params))
+    service.admit([chat.job])
+    if body.stream:
+        return EventStream(chat.events())
+    return json_response(await unless_disconnected(request.receive, chat.whole()))
+
+
+@dataclass
+class Choice:
+    """One answer as far as it has come."""
+
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Chat:
+    """A request under way."""
+
+    def __init__(self, service: Service, body: ChatRequest, job: Job) -> None:
+        self.service = service
+        self.body = body
+        self.job = job
+        self.names = Names(service.engine.tokenizer)
+        self.usage = Usage(prompt_tokens=len(job.prompt_ids))
+        self.head: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": service.engine.model_name,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [Choice() for _ in range(self.job.params.n)]
+        async with aclosing(self.service.run([self.job], self.head["id"])) as items:
+            async for _, item in items:
+                self.usage.cached_tokens = item.num_cached_tokens or 0
+                for output in item.outputs:
+                    choice = choices[output.index]
+                    choice.text += output.text
+                    choice.logprobs += self._logprobs(output)
+                    self.usage.completion_tokens += len(output.token_ids)
+                    if output.finish_reason is not None:
+                        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        answers = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": {"content": choice.logprobs, "refusal": None} if self.body.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return self.head | {"choices": answers, "usage": self.usage.as_dict()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events: a chunk with the role of every choice, then the text."""
+        options = self.body.stream_options
+        include_usage = options is not None and (options.include_usage or options.continuous_usage_stats)
+        continuous = options is not None and options.continuous_usage_stats
+        head = self.head | {"usage": None} if include_usage else self.head
+        opened = False
+        async with aclosing(self.service.run([self.job], self.head["id"])) as items:
+            async for _, item in items:
+                chunks = b""
+                if not opened:
+                    opened = True
+                    self.usage.cached_tokens = item.num_cached_tokens or 0
+                    for index in range(self.job.params.n):
+                        chunks += event(head | {"choices": [_opening(index)]})
+                for output in item.outputs:
+                    self.usage.completion_tokens += len(output.token_ids)
+                    logprobs = self._logprobs(output)
+                    if not (output.text or logprobs or output.finish_reason):
+                        continue
+                    choice: dict[str, Any] = {
+                        "index": output.index,
+                        "delta": {"content": output.text} if output.text or logprobs else {},
+                        "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+                        "finish_reason": output.finish_reason,
+                    }
+                    if output.finish_reason:
+                        choice["stop_reason"] = output.stop_reason
+                    chunk = head | {"choices": [choice]}
+                    if continuous:
+                        chunk["usage"] = self.usage.as_dict()
+                    chunks += event(chunk)
+                if chunks:
+                    yield chunks
+        if include_usage:
+            yield event(self.head | {"choices": [], "usage": self.usage.as_dict()})
+        yield DONE
+
+    def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        if not self.body.logprobs or not output.logprobs:
+            return []
+        return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
+
+
+def _opening(index: int) -> dict[str, Any]:
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

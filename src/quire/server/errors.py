@@ -1,0 +1,151 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}} and a status code.
+
+Knows how each of our exceptions and each of pydantic's complaints reads to a client; never shows a traceback or an
+internal message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.errors import CacheFullError, QueueFullError, RequestError
+
+log = logging.getLogger("quire.server")
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+"""JSON text of a response; compact, and an error of ours rather than `NaN` on the wire."""
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""Every status the server answers errors with, and the `type` of its body."""
+
+
+class ClientDisconnected(Exception):
+    """Nobody is left to answer; the work has been stopped."""
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, as a dict."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`content` as compact UTF-8 JSON."""
+    return Response(encode(content).encode(errors="backslashreplace"), status, dict(headers or {}), "application/json")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """A 400 that names the parameter at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """How `error` reads to the client. What we did not foresee is logged with its traceback and answered without it."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return bad_request(str(error), getattr(error, "param", None))
+        case QueueFullError():
+            seconds = max(1, math.ceil(error.retry_after))
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+        case CacheFullError():
+            return ApiError(503, str(error), code="cache_full", headers={"Retry-After": "1"})
+        case ValidationError():
+            return _invalid(error)
+        case HTTPException():
+            code = "method_not_allowed" if error.status_code == 405 else None
+            return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    log.error("request failed", exc_info=error)
+    return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The complaint of a schema that says most: what we do not support comes before unknown names and wrong values."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=True)
+    complaints.sort(key=lambda each: _FIRST.get(each["type"], len(_FIRST)))
+    first = complaints[0]
+    param = _path(first["loc"])
+    match first["type"]:
+        case "none_required":
+            message = f"Unsupported parameter: '{param}' is not supported by this server."
+            code = "unsupported_parameter"
+        case "extra_forbidden":
+            message, code = f"Unknown parameter: '{param}'.", "unknown_parameter"
+        case "missing":
+            message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
+        case "literal_error" | "union_tag_invalid":
+            message = f"Unsupported value for '{param}': {_shown(first['input'])}. {first['msg']}."
+            code = "unsupported_value"
+        case "model_type" | "model_attributes_type":
+            message, code = f"Invalid type for '{param or 'body'}': expected a JSON object.", "invalid_type"
+        case kind:
+            reason = first["msg"].removeprefix("Value error, ")
+            reason = reason[:1].lower() + reason[1:]
+            message = f"Invalid value for '{param}': {reason}; it is {_shown(first['input'])}."
+            code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return bad_request(message, param or None, code)
+
+
+_FIRST = {"none_required": 0, "literal_error": 1, "extra_forbidden": 2}
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`; tags of unions (they start with '=') are left out and long parts cut."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("="):
+            path += ("." if path else "") + part[:64]
+    return path
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: short, and JSON rather than Python."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and abs(value) > 10**20:
+        return "a number of too many digits"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 64 else text[:60] + "..."

@@ -1,0 +1,120 @@
+"""Log probabilities in the two forms of OpenAI's API, from the engine's one: a dict {token id: Logprob} per position.
+
+The dict of a position always holds the token that stands there, besides the best ones that were asked for.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import Logprob
+    from quire.server.protocol import Tokenizer
+
+LOWEST = -9999.0
+"""What OpenAI sends for minus infinity, which JSON cannot say."""
+
+
+class Names:
+    """The text of single tokens, looked up once per request: the same few ids come again at every position."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of `token_id`."""
+        return self.tokenizer.token_bytes(token_id)
+
+    def of(self, token_id: int) -> str:
+        """The text of `token_id`; bytes that are no character alone are U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.bytes_of(token_id).decode(errors="replace")
+        return text
+
+
+def finite(logprob: float) -> float:
+    """`logprob`, or the lowest number the API knows."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def best(position: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    """The `count` most probable entries of a position, best first."""
+    return sorted(position.items(), key=lambda entry: -entry[1].logprob)[:count]
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], num_top: int, names: Names
+) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat choice: one entry per token with its `num_top` best alternatives."""
+
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        own = list(names.bytes_of(token_id))
+        return {"token": names.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
+
+    return [
+        entry(token_id, position[token_id]) | {"top_logprobs": [entry(*each) for each in best(position, num_top)]}
+        for token_id, position in zip(token_ids, positions, strict=True)
+    ]
+
+
+class LegacyLogprobs:
+    """`logprobs` of one completion choice: four parallel lists, continued through the deltas of a stream.
+
+    `text_offset` counts the characters of the choice's text that are complete before the token.
+    """
+
+    def __init__(self, num_top: int, names: Names, skip_special: bool) -> None:
+        self.num_top = num_top
+        self.names = names
+        self._skipped = names.tokenizer.special_ids if skip_special else frozenset()
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def __call__(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
+        """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls."""
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offset: list[int] = []
+        for token_id, position in zip(token_ids, positions, strict=True):
+            text_offset.append(self._offset)
+            if token_id not in self._skipped:
+                self._offset += len(self._characters.decode(self.names.bytes_of(token_id)))
+            token_logprobs.append(None if position is None else finite(position[token_id].logprob))
+            top_logprobs.append(None if position is None else self._top(token_id, position))
+        return {
+            "tokens": [self.names.of(token_id) for token_id in token_ids],
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs if self.num_top else None,
+            "text_offset": text_offset,
+        }
+
+    def _top(self, token_id: int, position: Mapping[int, Logprob]) -> dict[str, float]:
+        """Text to probability of the best tokens and the one that stands here.
+
+        Different ids may have the same text (bytes that are no character alone); the most probable one then speaks for
+        it, so that the greatest value of the dict is the best token's.
+        """
+        top: dict[str, float] = {}
+        for each, logprob in [*best(position, self.num_top), (token_id, position[token_id])]:
+            top.setdefault(self.names.of(each), finite(logprob.logprob))
+        return top
+
+
+def prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None], names: Names) -> list[dict[str, Any] | None]:
+    """The extension `prompt_logprobs`: per position {token id: {logprob, rank, decoded_token}}, null at the first."""
+
+    def scores(position: Mapping[int, Logprob]) -> dict[str, Any]:
+        return {
+            str(token_id): {
+                "logprob": finite(each.logprob),
+                "rank": each.rank,
+                "decoded_token": names.of(token_id),
+            }
+            for token_id, each in position.items()
+        }
+
+    return [None if position is None else scores(position) for position in positions]

@@ -1,0 +1,126 @@
+"""What `/metrics` shows: the engine's counters, read when asked for, and times of requests, observed when they end.
+
+Nothing is recorded per token: a stream costs the same with and without metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from quire.engine.outputs import RequestOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# From one step of a small model on a CPU to a long answer of a large one.
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own, so that two servers live in one process."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(stats))
+        self.first_token = Histogram(
+            "quire_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.per_token = Histogram(
+            "quire_time_per_output_token_seconds",
+            "Mean time of a request's tokens after its first.",
+            buckets=TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        self.whole = Histogram(
+            "quire_request_seconds", "From arrival to the last token.", buckets=SECONDS, registry=self.registry
+        )
+        self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.generation_tokens = Counter("quire_generation_tokens", "Tokens generated.", registry=self.registry)
+        self.finished = Counter(
+            "quire_requests_finished", "Choices by how they ended.", ["reason"], registry=self.registry
+        )
+        self.responses = Counter(
+            "quire_http_responses",
+            "HTTP responses by route and status; 499 is a client that left.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """The times and counts of one engine request, from its arrival on."""
+
+    def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int, num_choices: int) -> None:
+        self.metrics = metrics
+        self.arrived = arrived
+        self.num_prompt_tokens = num_prompt_tokens
+        self.unfinished = num_choices
+        self.num_choices = num_choices
+        self.num_tokens = 0
+        self.first: float | None = None
+
+    def saw(self, item: RequestOutput) -> None:
+        """Count one item of the engine."""
+        for output in item.outputs:
+            self.num_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self.unfinished -= 1
+                self.metrics.finished.labels(output.finish_reason).inc()
+        if self.first is None and self.num_tokens:
+            self.first = time.monotonic()
+
+    def end(self, reason: str) -> None:
+        """Record the request; choices still open ended for `reason`."""
+        now = time.monotonic()
+        metrics = self.metrics
+        if self.unfinished > 0:
+            metrics.finished.labels(reason).inc(self.unfinished)
+        metrics.generation_tokens.inc(self.num_tokens)
+        if self.first is not None:
+            metrics.prompt_tokens.inc(self.num_prompt_tokens)
+            metrics.first_token.observe(self.first - self.arrived)
+            steps = self.num_tokens / self.num_choices - 1
+            if steps >= 1:
+                metrics.per_token.observe((now - self.first) / steps)
+        if self.unfinished <= 0:
+            metrics.whole.observe(now - self.arrived)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters at the moment of the scrape."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self.stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats()
+        yield GaugeMetricFamily("quire_requests_running", "Requests that take part in steps.", stats["running"])
+        yield GaugeMetricFamily("quire_requests_waiting", "Requests in the queue.", stats["waiting"])
+        yield CounterMetricFamily("quire_preemptions", "Running requests put back in the queue.", stats["preemptions"])
+        yield CounterMetricFamily("quire_steps", "Steps of the engine.", stats["steps"])
+        yield CounterMetricFamily("quire_decode_tokens", "Tokens decoded by the engine.", stats["decode_tokens"])
+        prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by how they came.", labels=["source"])
+        prefill.add_metric(["computed"], stats["prefill_tokens_computed"])
+        prefill.add_metric(["cached"], stats["prefill_tokens_cached"])
+        yield prefill
+        cache = stats["cache"]
+        yield GaugeMetricFamily("quire_cache_capacity_bytes", "Size of the cache's arena.", cache["bytes_total"])
+        yield GaugeMetricFamily("quire_cache_peak_bytes", "Most bytes ever used at once.", cache["bytes_peak"])
+        state = GaugeMetricFamily("quire_cache_bytes", "Bytes of the arena by state.", labels=["state"])
+        for name in ("used", "cached", "free"):
+            state.add_metric([name], cache[f"bytes_{name}"])
+        yield state

@@ -1,0 +1,131 @@
+"""Listening, and leaving without dropping anybody: sockets, signals, draining.
+
+On SIGTERM or SIGINT the server answers 503 to what is new (and to /health/ready), finishes what is running for up to
+serve.drain_seconds, aborts the rest and ends. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from quire.errors import ConfigError
+from quire.server.app import create_app
+from quire.server.auth import ApiKeys, check_exposure
+from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.config import ServeConfig
+    from quire.server.protocol import Engine
+
+
+class Listener:
+    """A bound socket and the keys to ask for: what can fail about serving, done before a model is loaded.
+
+    The socket does not listen before the model is there, so a client's connection is refused rather than left waiting.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.keys = ApiKeys.from_file(config.api_key_file)
+        check_exposure(config.host, self.keys, config.allow_public)
+        self.socket = _bind(config.host, config.port)
+        host, self.port = self.socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.socket.close()
+
+
+async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve `llm` until a signal ends it; `llm` is started before and closed here.
+
+    ready  called once the server listens
+    """
+    config = listener.config
+    app = create_app(llm, config, listener.keys)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=75,
+            # After the drain nothing is left to wait for but connections that do not take their last bytes.
+            timeout_graceful_shutdown=2,
+        )
+    )
+    stop = asyncio.ensure_future(_drain_on_signal(app.state.service, server, config.drain_seconds))
+    try:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        if server.started:
+            ready()
+        await serving
+    finally:
+        stop.cancel()
+        await asyncio.gather(stop, return_exceptions=True)
+        await llm.close(0.0)
+        listener.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would close the sockets before /health/ready could tell anyone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_seconds: float) -> None:
+    """Wait for a signal, then for the running requests, then let `server` end."""
+    loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+
+    def on_signal() -> None:
+        if signalled.is_set():
+            server.should_exit = server.force_exit = True
+        signalled.set()
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for each in signals:
+        loop.add_signal_handler(each, on_signal)
+    try:
+        await signalled.wait()
+        service.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                await service.idle.wait()
+        await service.engine.close(0.0)
+        server.should_exit = True
+        # Stay, so that a second signal still finds its handler.
+        await asyncio.Event().wait()
+    finally:
+        for each in signals:
+            loop.remove_signal_handler(each)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another with --port") from error
+    return bound

@@ -1,0 +1,319 @@
+"""The requests of the API, field by field.
+
+A parameter is honoured, or harmless, or refused by name: a field of type `Unsupported` takes only null, and a name that
+stands nowhere here is unknown. Strict types: "5" is no number and 1 is no boolean. The OpenAPI document is generated
+from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from quire.engine.params import (
+    MAX_LOGIT_BIAS_IDS,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_SEQUENCES,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from quire.server.errors import bad_request
+
+INT64 = 2**63 - 1
+
+Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _only_false(value: Any) -> bool | None:
+    # A literal would take 0 for false.
+    if value is not None and value is not False:
+        raise PydanticCustomError("literal_error", "Only false is supported")
+    return False
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """`prompt` in its four forms as a list of texts and lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return list(value)
+        if all(map(_is_token, value)):
+            return [value]
+        if all(isinstance(each, list) and all(map(_is_token, each)) for each in value):
+            return list(value)
+    raise ValueError("Must be a string, a list of token ids, or a list of one of these, and not empty")
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_STRING_CHARS
+
+
+def _stops(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not (isinstance(stops, list) and len(stops) <= MAX_STOP_STRINGS and all(map(_is_stop, stops))):
+        raise ValueError(
+            f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
+        )
+    return stops
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS_IDS:
+        raise ValueError(f"Must be an object of at most {MAX_LOGIT_BIAS_IDS} token ids")
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < 2**31):
+            raise ValueError("Its keys must be token ids")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError("Its values must be numbers from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+_TOKEN_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
+    ]
+}
+_STOP_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS},
+            "maxItems": MAX_STOP_STRINGS,
+        },
+        {"type": "null"},
+    ]
+}
+_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS_IDS,
+        },
+        {"type": "null"},
+    ]
+}
+Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+Stops = Annotated[list[str] | None, PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
+OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({"enum": [False, None]})]
+Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
+
+
+class Model(BaseModel):
+    """An object of a request: strict, and closed to unknown names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Model):
+    """What a stream carries besides the text."""
+
+    include_usage: bool = False
+    """A last chunk without choices holds the token counts."""
+    continuous_usage_stats: bool = False
+    """Every chunk holds the token counts so far."""
+    include_obfuscation: OnlyFalse = None
+
+
+class Sampling(Model):
+    """What both generating endpoints take."""
+
+    model: str | None = Field(None, description="The served model's name; may be left out.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    stop: Stops = None
+    logit_bias: Biases = None
+    user: str | None = Field(None, description="Accepted and not used.")
+
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="Extension: 0 or -1 is off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extension.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = Field(
+        None, description="Extension: 1 is off."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+        None, description="Extension."
+    )
+    ignore_eos: bool | None = Field(None, description="Extension: generate past the model's end token.")
+    min_tokens: Tokens | None = Field(None, description="Extension: no end before this many tokens.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Extension: leave special tokens out of the text (default)."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Extension: keep the stop string that ended the text."
+    )
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("'stream_options' is only allowed when 'stream' is true", "stream_options")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: Tokens | None = Field(16, description="0 with echo scores the prompt and generates nothing.")
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = Field(None, description="Must equal n.")
+    add_special_tokens: bool | None = Field(
+        None, description="Extension: begin text prompts as the model expects (default)."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
+
+    suffix: Unsupported = None
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            message = f"'best_of' is {self.best_of} and 'n' is {self.n or 1}: they must be equal, none is left out"
+            raise bad_request(message, "best_of", "unsupported_value")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "'prompt_logprobs' is not supported when 'stream' is true; ask for 'echo' and 'logprobs'"
+            raise bad_request(message, "prompt_logprobs", "unsupported_value")
+        return self
+
+
+class TextPart(Model):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("=string")] | Annotated[list[TextPart], Tag("=parts")],
+    Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
+]
+
+
+class Message(Model):
+    """A turn of the conversation. `developer` means `system`, as the models served here know it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+    refusal: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates take it: content is one string, parts joined by line ends."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ResponseFormat(Model):
+    """The form of the answer: text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Sampling):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="The older name of max_completion_tokens."
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tool_choice: Literal["none"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: OnlyFalse = None
+    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
+    parallel_tool_calls: bool | None = Field(None, description="Accepted and not used: there are no tools.")
+    prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
+    safety_identifier: str | None = Field(None, description="Accepted and not used.")
+
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    reasoning_effort: Unsupported = None
+    tools: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_request("'max_tokens' and 'max_completion_tokens' differ; give one of them", "max_tokens")
+        return self
+
+
+class TokenizeRequest(Model):
+    """The body of POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either 'prompt' or 'messages'", "prompt")
+        if self.prompt is not None and self.add_generation_prompt is not None:
+            raise bad_request("'add_generation_prompt' is only allowed with 'messages'", "add_generation_prompt")
+        if self.messages is not None and self.add_special_tokens is not None:
+            message = (
+                "'add_special_tokens' is only allowed with 'prompt': chat templates write special tokens themselves"
+            )
+            raise bad_request(message, "add_special_tokens")
+        return self
+
+
+class DetokenizeRequest(Model):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; false by default."
+    )

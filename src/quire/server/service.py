@@ -1,0 +1,210 @@
+"""What the endpoints share: the engine behind them, its limits, and the way a request goes through it.
+
+Knows tokens and sampling parameters; knows neither routes nor the shape of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.server.auth import ApiKeys
+from quire.server.errors import ApiError, bad_request
+from quire.server.metrics import Metrics, RequestTimer
+from quire.server.schema import Message, Sampling
+from quire.server.wire import merge
+
+if TYPE_CHECKING:
+    from quire.config import ServeConfig
+    from quire.server.protocol import Engine
+
+# About 5 ms of tokenization: more would be felt by the streams that share the event loop, so it goes to a thread.
+LONG_TEXT = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt of a request, as the engine takes it."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    text: str | None = None
+    """The prompt as it was given, if it was text."""
+
+
+@dataclass
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `usage` object of an answer."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Service:
+    """One engine and what is known about serving it.
+
+    `in_flight` counts the requests inside the server, `idle` is set while there are none, `draining` refuses new ones.
+    """
+
+    def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
+        self.engine = engine
+        self.config = config
+        self.keys = keys
+        self.metrics = Metrics(engine.stats)
+        self.created = int(time.time())
+        self.draining = False
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def entered(self) -> None:
+        """A request came in."""
+        self.in_flight += 1
+        self.idle.clear()
+
+    def left(self) -> None:
+        """A request is answered or given up."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be worked on."""
+        return self.engine.is_ready and not self.draining
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.engine.max_context
+
+    def check_model(self, name: str | None) -> None:
+        """Raises 404 for a model that is not served here."""
+        if name is not None and name != self.engine.model_name:
+            message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def encode(self, text: str, add_special: bool) -> list[int]:
+        """The token ids of `text`."""
+        encode = self.engine.tokenizer.encode
+        ids: list[int]
+        ids = await asyncio.to_thread(encode, text, add_special) if len(text) > LONG_TEXT else encode(text, add_special)
+        return ids
+
+    async def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """The token ids of a conversation, by the model's chat template. Raises RequestError if it refuses them."""
+        rendered = [message.for_template() for message in messages]
+        text = self.engine.tokenizer.chat(rendered, add_generation_prompt=add_generation_prompt)
+        return await self.encode(text, add_special=False)
+
+    def params(
+        self,
+        request: Sampling,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        param: str,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The sampling parameters of `request` for a prompt of so many tokens.
+
+        max_tokens  None fills the context, or serve.max_output_tokens if that is less
+        param       the name of the parameter to blame for a prompt that is too long
+        Raises ApiError or RequestError (400) for what exceeds a limit or contradicts itself.
+        """
+        room = self.max_context - num_prompt_tokens
+        most = self.config.max_output_tokens
+        if max_tokens is not None and most is not None and max_tokens > most:
+            message = f"'max_tokens' is {max_tokens}; this server generates at most {most} (serve.max_output_tokens)"
+            raise bad_request(message, "max_tokens")
+        wanted = max_tokens or 1  # nothing less than a token can be generated
+        if room < wanted:
+            message = (
+                f"This model's maximum context length is {self.max_context} tokens. However, you requested "
+                f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion). "
+                "Please reduce the length of the prompt or of the completion."
+            )
+            raise bad_request(message, param, "context_length_exceeded")
+        if max_tokens is None:
+            max_tokens = room if most is None else min(room, most)
+        self.check_tokens(request.logit_bias, "logit_bias")
+        self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        given = {name: getattr(request, name) for name in _PASSED_ON}
+        return SamplingParams(
+            max_tokens=max(max_tokens, 1),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def check_tokens(self, token_ids: Sequence[int] | dict[int, float] | None, param: str) -> None:
+        """Raises 400 for an id that the model does not have."""
+        size = self.engine.shape.vocab_size
+        if token_ids and max(token_ids) >= size:
+            raise bad_request(f"'{param}' holds token id {max(token_ids)}; this model's ids are below {size}", param)
+
+    def admit(self, jobs: Sequence[Job]) -> None:
+        """Raises what refuses the jobs, before anything is computed or sent."""
+        if self.draining:
+            raise shutting_down()
+        if not self.engine.is_ready:
+            raise ApiError(503, "the engine is not running", code="not_ready")
+        for job in jobs:
+            self.engine.prepare({"prompt_token_ids": job.prompt_ids}, job.params)
+
+    def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine generates, as (index of the job, delta), in order of arrival. Closing it aborts all jobs."""
+        arrived = time.monotonic()
+        return merge([self._follow(job, f"{request_id}-{index}", arrived) for index, job in enumerate(jobs)])
+
+    async def _follow(self, job: Job, request_id: str, arrived: float) -> AsyncGenerator[RequestOutput, None]:
+        timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
+        reason = "abort"
+        try:
+            async with aclosing(
+                self.engine.generate({"prompt_token_ids": job.prompt_ids}, job.params, request_id)
+            ) as items:
+                async for item in items:
+                    timer.saw(item)
+                    if any(output.finish_reason == "abort" for output in item.outputs):
+                        raise self._aborted()
+                    yield item
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            timer.end(reason)
+
+    def _aborted(self) -> ApiError:
+        return shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
+
+
+_PASSED_ON = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+"""The parameters that mean the same to the client and to the engine."""
+
+
+def shutting_down() -> ApiError:
+    """The answer to whoever comes, or still waits, when the server stops."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)

@@ -1,0 +1,37 @@
+"""POST /tokenize and /detokenize: text to token ids and back, as the model sees them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import json_response
+from quire.server.schema import DetokenizeRequest, TokenizeRequest
+from quire.server.service import LONG_TEXT, Service
+from quire.server.wire import read_json
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The token ids of a text or of a conversation."""
+    body = TokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
+    service.check_model(body.model)
+    if body.messages is not None:
+        ids = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+    else:
+        ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of token ids."""
+    body = DetokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
+    service.check_model(body.model)
+    service.check_tokens(body.tokens, "tokens")
+    decode, skip_special = service.engine.tokenizer.decode, body.skip_special_tokens is True
+    if len(body.tokens) > LONG_TEXT:
+        text = await asyncio.to_thread(decode, body.tokens, skip_special)
+    else:
+        text = decode(body.tokens, skip_special)
+    return json_response({"prompt": text})

@@ -1,0 +1,161 @@
+"""Bytes in, bytes out: bounded reading of JSON bodies, server-sent events, work that stops when the client has left.
+
+Knows HTTP and asyncio; nothing of the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request, encode
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
+
+
+async def read_json(request: Request, max_bytes: int) -> Any:
+    """The body of `request`, parsed.
+
+    Strict: UTF-8 without lone surrogates, no NaN or Infinity, at most 200 levels deep. Raises ApiError 413 as soon as
+    the body is known to exceed `max_bytes` (before parsing, and whether or not a length was announced), 400 for
+    everything that is not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        # This also keeps web pages from posting to a server on the visitor's machine: browsers ask before sending this.
+        raise bad_request(
+            "the body must be JSON, with the header Content-Type: application/json", code="invalid_content_type"
+        )
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect as gone:
+        raise ClientDisconnected from gone
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body exceeds {max_bytes} bytes, the limit set by serve.max_request_bytes"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; if the client leaves first, `work` is cancelled, waited for, and ClientDisconnected raised.
+
+    The body must have been read: what `receive` says next is then that the client has left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response of server-sent events, made while it is sent.
+
+    `events` yields whole events as bytes. An error before the first one becomes an ordinary error response with its own
+    status code, which is why nothing, not even the headers, is sent before; an error after it becomes an error event
+    and ends the stream without [DONE]. `events` is closed in every case, and at once when the client leaves.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream (ASGI)."""
+        await unless_disconnected(receive, self._send(scope, receive, send))
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self.events) as events:
+            try:
+                async for data in events:
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                answer = api_error(error)
+                if not started:
+                    await answer.response()(scope, receive, send)
+                    return
+                await send({"type": "http.response.body", "body": event(answer.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def merge(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of all `streams` with the index of their stream, in order of arrival; the first error ends it.
+
+    Closes all of them, however it ends.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+
+    arrived: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def follow(index: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    arrived.put_nowait((index, item))
+            arrived.put_nowait(None)
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(index, stream)) for index, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            news = await arrived.get()
+            if news is None:
+                running -= 1
+            elif isinstance(news, Exception):
+                raise news
+            else:
+                yield news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
