@@ -1,0 +1,111 @@
+"""What the benchmark scripts share: medians, tables, and records that say on what they were measured.
+
+Knows the standard library only, so that a script runs under any Python that has the thing it measures.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Processor features that decide how fast 16-bit and 8-bit arithmetic runs; named in every record that has them.
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+
+
+def median(values: Iterable[float]) -> float:
+    """The median, or NaN when nothing was measured."""
+    values = list(values)
+    return statistics.median(values) if values else float("nan")
+
+
+def spread(values: Sequence[float]) -> float:
+    """Largest minus smallest as a share of the median: how far a number moved within one run."""
+    return (max(values) - min(values)) / median(values) if values else float("nan")
+
+
+def commit() -> str:
+    """The commit measured, with a + when the working tree differs from it; "none" outside a git checkout."""
+    try:
+        found = _git("rev-parse", "--short=12", "HEAD")
+        return found + ("+" if _git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def hardware() -> dict[str, object]:
+    """Processor, usable cores, features, memory in GiB, accelerators and the versions of kernel and Python."""
+    facts = dict(_facts(Path("/proc/cpuinfo")))
+    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "features": [feature for feature in FEATURES if feature in flags],
+        "memory_gib": round(memory / 2**30),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def hardware_line(facts: Mapping[str, object]) -> str:
+    """One line for a reader: what `hardware()` found."""
+    features = ", ".join(f for f in facts["features"] if f not in ("avx2", "asimd"))  # type: ignore[attr-defined]
+    parts = [f"{facts['cpu']}, {facts['cores']} cores", features, f"{facts['memory_gib']} GiB"]
+    return ", ".join(str(part) for part in [*parts, *facts["gpus"]] if part)  # type: ignore[misc]
+
+
+def append_record(path: Path, record: Mapping[str, object]) -> None:
+    """Append one JSON line: the record, when and on which commit and hardware it was measured."""
+    stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "hardware": hardware()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**stamp, **record}) + "\n")
+
+
+def format_table(head: Sequence[str], rows: Iterable[Sequence[object]], markdown: bool = False) -> str:
+    """A table as text: the first column to the left, the others to the right; with pipes if `markdown`."""
+    lines = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    padded = [
+        [cell.rjust(widths[column]) if column else cell.ljust(widths[column]) for column, cell in enumerate(line)]
+        for line in lines
+    ]
+    rule = [("-" * (width - 1) + ":") if column else "-" * width for column, width in enumerate(widths)]
+    if markdown:
+        return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+    return "\n".join("  ".join(line).rstrip() for line in [padded[0], ["-" * width for width in widths], *padded[1:]])
+
+
+def format_rate(value: float) -> str:
+    """Tokens a second with three digits or more: 8.41, 59.8, 1106; a dash when nothing was measured."""
+    if value != value:
+        return "-"
+    return f"{value:.0f}" if value >= 200 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", "-C", ROOT, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _facts(path: Path) -> list[tuple[str, str]]:
+    """The `name : value` lines of the first processor."""
+    if not path.exists():
+        return []
+    block = path.read_text().split("\n\n")[0]
+    return [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in block.splitlines())]
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listed.split("\n")[:-1]

@@ -1,0 +1,28 @@
+"""transformers' `generate`: one static batch, which every prompt enters and leaves together."""
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from worker import Engine, arguments, library, serve
+
+
+def start() -> Engine:
+    """The checkpoint cast to bf16; attention (sdpa) and cache (growing) are its defaults."""
+    given = arguments()
+    torch.set_num_threads(given.threads)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).eval()
+    # The model's own end token would otherwise come back for every request that names none.
+    model.generation_config.eos_token_id = None
+
+    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        with torch.inference_mode():
+            answer = model.generate(ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0)
+        return answer[:, ids.shape[1] :].tolist()
+
+    return library(generate, transformers.__version__, "bf16, static batch")
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,34 @@
+"""vLLM on the CPU, through its offline `LLM`."""
+
+import os
+
+from worker import Engine, arguments, library, serve
+
+
+def start() -> Engine:
+    """bf16 weights and cache. vLLM reads the environment when it is imported, so that comes second."""
+    given = arguments()
+    cores = sorted(os.sched_getaffinity(0))[: given.threads]
+    os.environ |= {
+        "OMP_NUM_THREADS": str(given.threads),
+        # Left to itself vLLM keeps one core free for its front end, which on two cores halves its speed.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(given.model, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, enable_prefix_caching=True)
+
+    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False)
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    return library(generate, vllm.__version__, "bf16, offline LLM, prefix caching")
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,92 @@
+"""Small engines in memory, and the oracle they are held to: the same weights, dense attention, one sequence at a time,
+one token a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.engine.build import assemble, resolve
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.llm import gather
+from quire.models.cpu_ops import CpuOps
+from quire.models.decoder import build_model
+from quire.models.layers import TorchOps, torch_dtype
+from quire.models.shape import ModelShape
+from quire.models.tokenizer import Tokenizer
+
+from .dense_plan import DensePlan
+from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def chunk_bytes(shape: ModelShape, itemsize: int = 4) -> int:
+    page = -(-2 * 64 * shape.head_dim * itemsize // 128) * 128
+    return page * shape.num_layers * shape.num_kv_heads
+
+
+def make_engine(shape: ModelShape | None = None, *, chunks: int = 64, seed: int = 0, **options: Any) -> Engine:
+    """An engine over random weights in an arena of about so many chunks. Poisoned, so that reading what was not written
+    cannot pass."""
+    shape = shape or tiny_shape()
+    settings = {
+        "model.dtype": "float32",
+        "runtime.device": "cpu",
+        "runtime.threads": 2,
+        "cache.memory": chunks * chunk_bytes(shape),
+        "scheduler.max_running": 8,
+        "scheduler.token_budget": 256,
+        **options,
+    }
+    config, fits = resolve(EngineConfig.from_options(settings), shape)
+    ops = CpuOps() if config.attention.backend == "cpu" else TorchOps()
+    model = build_model(shape, RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
+    engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits)
+    engine.scheduler.manager.table.pool.arena.fill_(0xFF)
+    return engine
+
+
+def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
+    """Steps until nothing is left; proves after every step that nothing is lost."""
+    collected = {} if collected is None else collected
+    while engine.has_work:
+        for delta in engine.step():
+            gather(collected, delta)
+        engine.check()
+    return collected
+
+
+def generate(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Token ids of the first answer to each prompt."""
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), None, prompt, params)
+    outputs = drain(engine)
+    return [outputs[str(index)].outputs[0].token_ids for index in range(len(prompts))]
+
+
+def oracle_logits(shape: ModelShape, token_ids: list[int], seed: int = 0) -> torch.Tensor:
+    """Float32 logits [len(token_ids), V] of one sequence, through plain torch."""
+    model = build_model(shape, RandomWeights(shape, seed), TorchOps(), torch.float32)
+    plan = DensePlan(shape)
+    positions = plan.step([(0, len(token_ids))])
+    with torch.inference_mode():
+        return model.head(model.hidden(torch.tensor(token_ids), positions, plan))
+
+
+def oracle_greedy(shape: ModelShape, prompt: list[int], count: int, seed: int = 0) -> list[int]:
+    """Greedy continuation, token by token."""
+    model = build_model(shape, RandomWeights(shape, seed), TorchOps(), torch.float32)
+    plan = DensePlan(shape)
+    tokens, out = prompt, []
+    with torch.inference_mode():
+        for _ in range(count):
+            positions = plan.step([(0, len(tokens))])
+            hidden = model.hidden(torch.tensor(tokens), positions, plan)
+            tokens = [int(model.head(hidden[-1:]).argmax())]
+            out += tokens
+    return out

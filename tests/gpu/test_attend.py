@@ -1,0 +1,110 @@
+"""The attention kernels on a GPU against the reference, over ragged batches; the CPU kernels' matrix."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
+
+from quire.attention.reference import ReferenceAttention
+from quire.attention.triton import TritonAttention
+
+from ..kernels.harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
+
+pytestmark = pytest.mark.gpu
+
+check = functools.partial(assert_equals_reference, TritonAttention, device="cuda")
+
+EDGES = [(0, 1), (62, 1), (63, 1), (64, 1), (65, 3), (0, 63), (0, 64), (0, 65), (64, 64), (128, 17)]
+DECODE = [(start, 1) for start in (0, 62, 63, 64, 65, 127, 200, 511)]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("lengths", [EDGES, DECODE], ids=["mixed", "decode"])
+def test_bfloat16_attends_like_the_reference(dim: int, group: int, lengths: list[tuple[int, int]]) -> None:
+    check(Shape(dim=dim, group=group, dtype=torch.bfloat16), lengths)
+
+
+@pytest.mark.parametrize("dtype, dim, group", [(torch.float32, 64, 3), (torch.float32, 128, 4), (torch.float16, 80, 8)])
+@pytest.mark.parametrize("lengths", [EDGES, DECODE], ids=["mixed", "decode"])
+def test_other_dtypes_attend_like_the_reference(
+    dtype: torch.dtype, dim: int, group: int, lengths: list[tuple[int, int]]
+) -> None:
+    check(Shape(dim=dim, group=group, dtype=dtype), lengths)
+
+
+@pytest.mark.parametrize("lengths", [[(15000, 1)], [(15000, 1), (3, 1)], [(9000, 5), (0, 9)], [(4000, 700)]], ids=str)
+@pytest.mark.parametrize("heads", [1, 8])
+def test_a_long_sequence_is_split_and_merged(lengths: list[tuple[int, int]], heads: int) -> None:
+    shape = Shape(dim=128, heads=heads, group=4, layers=1, dtype=torch.bfloat16)
+    outputs = []
+    for make in (ReferenceAttention, TritonAttention):
+        spec = make_spec(shape, 500, "cuda", positions=16384)
+        codec = spec.table.open_codec
+        # A past of random bytes that are numbers: writing it row by row through the reference would take minutes.
+        values = torch.randn(len(spec.table.pool.arena) // 2, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+        spec.table.pool.arena.view(torch.bfloat16).copy_(values)
+        slices = slices_of(spec, lengths)
+        assert codec.dtype == torch.bfloat16
+        backend = make(spec)
+        outputs.append(run(backend, spec, [slices], seed=0)[0])
+        if make is TritonAttention:
+            plan = backend.plan(slices)
+            assert any((pieces[:, 7] > 1).any() for pieces in plan.pieces)
+    assert relative_rms(outputs[1], outputs[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_merge_gives_the_same_bits_every_time() -> None:
+    """Parts arrive in any order and are merged in one: a race would show as a difference, or as a counter that is not zero."""
+    shape = Shape(dim=128, heads=8, group=4, layers=1, dtype=torch.bfloat16)
+    spec = make_spec(shape, 300, "cuda", positions=16384)
+    spec.table.pool.arena.view(torch.bfloat16).normal_()
+    backend = TritonAttention(spec)
+    plan = backend.plan(slices_of(spec, [(12000, 1), (900, 1), (20, 1)]))
+    q, k, v = (torch.randn(3, heads, 128, device="cuda").bfloat16() for heads in (32, 8, 8))
+    outputs = []
+    for _ in range(500):
+        plan.write(0, k, v)
+        outputs.append(plan.attend(0, q))
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+    assert not backend.partials[0].arrivals.any()
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("lengths", [[(0, 150)], [(200, 1), (63, 1)], [(130, 70), (200, 2)]], ids=str)
+def test_a_sliding_window_hides_older_tokens(window: int, lengths: list[tuple[int, int]]) -> None:
+    check(Shape(dim=16, window=window, dtype=torch.float16), lengths)
+
+
+def test_models_without_rotation_attend_like_the_reference() -> None:
+    check(Shape(dim=16, rotate=False, dtype=torch.float16), EDGES)
+    check(Shape(dim=16, rotate=False, dtype=torch.float16), DECODE)
+
+
+def test_any_ragged_step_attends_like_the_reference(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        count = int(random.integers(1, 7))
+        lengths = [(int(random.integers(0, 300)), int(random.choice([1, 1, 2, 5, 20, 140]))) for _ in range(count)]
+        check(Shape(heads=2, group=int(random.choice([1, 4])), dim=64, dtype=torch.bfloat16), lengths, seed=seed % 1000)
+
+
+def test_decode_steps_store_what_later_steps_read() -> None:
+    shape = Shape(dim=128, group=4, layers=2, dtype=torch.bfloat16)
+    outputs = []
+    for make in (ReferenceAttention, TritonAttention):
+        spec = make_spec(shape, 8, "cuda")
+        first, second = slices_of(spec, [(58, 70), (0, 70)])
+        prefill = [replace(first, start=0, num_rows=58)]
+        steps = [
+            [replace(first, start=58 + i, num_rows=1), replace(second, start=i, num_rows=1)] for i in range(70)
+        ]
+        outputs.append(run(make(spec), spec, [prefill, *steps], seed=1))
+    for step, (actual, expected) in enumerate(zip(outputs[1], outputs[0], strict=True)):
+        assert relative_rms(actual, expected) < TOLERANCE[shape.dtype], f"step {step}"

@@ -1,0 +1,220 @@
+"""The Triton kernels compiled for sm_90 without a GPU: they compile, spill nothing, load 16 bytes at a time, and order
+what they must.
+
+Run with -s to see registers, shared memory and instruction counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels decorated for the interpreter cannot be compiled", allow_module_level=True)
+
+import triton
+
+from quire.attention.kernels.attend import attend
+from quire.attention.kernels.write import write
+from quire.attention.triton import PIECES_PER_PROCESSOR, WRITE_ROWS, launches
+from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.models import triton_ops
+
+from .ahead import POINTERS, Compiled, compile_for
+
+HOPPER = 90
+REGISTERS, SHARED_BYTES = 65536, 227 << 10  # of a multiprocessor
+KINDS = ("append", "short", "tall")
+
+
+@functools.cache
+def attention(
+    kind: str, dtype: torch.dtype, group: int, dim: int, window: int = 0, rotate: bool = True
+) -> tuple[Compiled, int]:
+    """The attention kernel and its warps."""
+    short, tall = launches(dtype, group, dim)
+    launch = tall if kind == "tall" else short
+    append = kind == "append"
+    pointer = POINTERS[str(dtype).removeprefix("torch.")]
+    arguments: dict[str, Any] = dict.fromkeys(("q", "out", "arena"), pointer)
+    arguments |= dict.fromkeys(("new_k", "new_v"), pointer if append else None)
+    arguments |= dict.fromkeys(("table", "positions", "indices", "pieces", "arrivals"), "*i32")
+    arguments |= dict.fromkeys(("partial_o", "partial_lse"), "*fp32")
+    arguments |= dict.fromkeys(("cos", "sin"), "*fp32" if rotate else None)
+    arguments |= {"layer": "i32", "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16"}
+    arguments |= {
+        "L": 32,
+        "H": 8,
+        "G": group,
+        "D": dim,
+        "P": PAGE_TOKENS,
+        "DP": triton.next_power_of_2(dim),
+        "ROWS": launch.rows,
+    }
+    arguments |= {
+        "UNIT": UNIT // dtype.itemsize,
+        "SCALE": math.log2(math.e) / math.sqrt(dim),
+        "WINDOW": window,
+        "ROTATE": rotate,
+        "APPEND": append,
+    }
+    compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
+    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.warps} warps")
+    return compiled, launch.warps
+
+
+def describe(compiled: Compiled) -> str:
+    return f"{compiled.registers} registers, {compiled.stack_bytes} bytes of local memory, {compiled.shared_bytes} of shared"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str, dim: int) -> None:
+    compiled, warps = attention(kind, torch.bfloat16, 4, dim)
+    assert compiled.stack_bytes == 0 and not compiled.count(r"\b(LDL|STL)\b"), describe(compiled)
+    copies = compiled.count(r"\bLDGSTS\.")
+    assert copies > 0 and compiled.count(r"\bLDGSTS\.\S*128") == copies
+    # Besides pages and queries only scalars are loaded: piece, positions, page ids, and one lse a row of a merge.
+    assert compiled.count(r"\bSTG\.\S*128") >= 4
+    resident = 1 if kind == "tall" else PIECES_PER_PROCESSOR
+    assert (
+        compiled.registers * warps * 32 * resident <= REGISTERS and compiled.shared_bytes * resident <= SHARED_BYTES
+    ), describe(compiled)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_runs_on_the_tensor_cores(kind: str) -> None:
+    compiled, _ = attention(kind, torch.bfloat16, 4, 128)
+    assert compiled.count(r"\bHGMMA\." if kind == "tall" else r"\bHMMA\.") > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_partials_are_released_before_the_arrival_and_read_past_the_first_level_cache(kind: str) -> None:
+    compiled, _ = attention(kind, torch.bfloat16, 4, 128)
+    assert compiled.ptx.count("atom.global.gpu.acq_rel") == 1
+    before, after = compiled.ptx.split("atom.global.gpu.acq_rel")
+    assert before.rindex("bar.sync") > before.rindex("st.global"), "a thread's stores may come after the arrival"
+    first_load = re.search(r"ld\.global", after)
+    assert first_load is not None and after.index("bar.sync") < first_load.start(), (
+        "a thread may read before the arrival is known"
+    )
+    assert not re.search(r"ld\.global(?!\.cg)", after), "a merge may read a stale line"
+
+
+@pytest.mark.parametrize(
+    "dtype, group, dim, window, rotate",
+    [
+        (torch.float16, 8, 96, 0, True),
+        (torch.bfloat16, 1, 80, 4096, True),
+        (torch.float32, 3, 64, 0, True),
+        (torch.bfloat16, 3, 16, 0, False),
+        (torch.bfloat16, 32, 128, 0, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_compiles_for_other_shapes(
+    kind: str, dtype: torch.dtype, group: int, dim: int, window: int, rotate: bool
+) -> None:
+    compiled, _ = attention(kind, dtype, group, dim, window, rotate)
+    assert compiled.stack_bytes == 0 or dtype == torch.float32, describe(compiled)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_the_write_stores_16_bytes_at_a_time(dim: int) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(("k", "v", "arena"), "*bf16") | dict.fromkeys(
+        ("table", "positions", "write_chunk"), "*i32"
+    )
+    arguments |= {
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "num_rows": "i32",
+        "layer": "i32",
+        "k_stride": "i32:16",
+        "v_stride": "i32:16",
+    }
+    arguments |= {
+        "L": 32,
+        "H": 8,
+        "D": dim,
+        "P": PAGE_TOKENS,
+        "DP": triton.next_power_of_2(dim),
+        "ROWS": WRITE_ROWS,
+        "UNIT": 64,
+        "ROTATE": True,
+    }
+    compiled = compile_for(HOPPER, write, arguments, warps=4)
+    print(f"\nwrite D{dim}: {describe(compiled)}")
+    stores = compiled.count(r"\bSTG\.")
+    assert compiled.stack_bytes == 0 and stores > 0 and compiled.count(r"\bSTG\.\S*128") == stores
+
+
+@pytest.mark.parametrize("add, heads, width", [(True, 1, 4096), (False, 1, 4096), (False, 40, 128)])
+def test_norms_load_everything_at_once_16_bytes_at_a_time(add: bool, heads: int, width: int) -> None:
+    block = triton.next_power_of_2(width)
+    arguments: dict[str, Any] = {"x": "*bf16", "residual": "*bf16" if add else None, "weight": "*bf16", "out": "*bf16"}
+    arguments |= {
+        "num_rows": "i32",
+        "row_stride": "i32:16",
+        "head_stride": "i32:16" if heads > 1 else "i32",
+        "eps": "fp32",
+    }
+    arguments |= {
+        "HEADS": heads,
+        "E": width,
+        "BLOCK": block,
+        "ROWS": max(1, min(32, triton_ops.NORM_ELEMENTS // block)),
+        "ADD": add,
+    }
+    compiled = compile_for(HOPPER, triton_ops._norm, arguments, warps=8 if width == 4096 else 4)
+    print(f"\nnorm add={add} {heads} x {width}: {describe(compiled)}")
+    assert compiled.stack_bytes == 0
+    if heads == 1:
+        loads = compiled.count(r"\bLDG\.")
+        assert compiled.count(r"\bLDG\.\S*128") == loads
+        assert compiled.ptx.rindex("ld.global") < compiled.ptx.index("shfl.sync"), "a load waits for the sum"
+
+
+@pytest.mark.parametrize("k", [4096, 14336, 576])
+def test_the_one_row_product_keeps_tiles_under_way(k: int) -> None:
+    arguments: dict[str, Any] = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "bias": None,
+        "out": "*bf16",
+        "N": 6144,
+        "K": k,
+        "BIAS": False,
+    }
+    arguments |= {
+        "ROWS": triton_ops.VECTOR_ROWS,
+        "COLUMNS": triton_ops.VECTOR_COLUMNS,
+        "STAGES": triton_ops.VECTOR_STAGES,
+    }
+    compiled = compile_for(HOPPER, triton_ops._vector_linear, arguments, warps=4)
+    print(f"\none-row product K={k}: {describe(compiled)}")
+    assert compiled.stack_bytes == 0
+    assert compiled.count(r"\bLDGSTS\.\S*128") >= (triton_ops.VECTOR_STAGES - 1) * 4, (
+        "weights do not travel through shared memory"
+    )
+    assert compiled.count(r"\bLDG\.") == 0
+    # Six programs a multiprocessor: 4,096 rows are one wave.
+    assert compiled.registers * 128 * 6 <= REGISTERS and compiled.shared_bytes * 6 <= SHARED_BYTES, describe(compiled)
+
+
+def test_gated_loads_and_stores_16_bytes_at_a_time() -> None:
+    compiled = compile_for(
+        HOPPER,
+        triton_ops._gated,
+        {"gate_up": "*bf16", "out": "*bf16", "F": 14336, "BLOCK": triton_ops.GATED_ELEMENTS},
+        warps=4,
+    )
+    assert compiled.stack_bytes == 0 and compiled.count(r"\bLDG\.\S*128") == compiled.count(r"\bLDG\.") == 2
+    assert compiled.count(r"\bSTG\.\S*128") == compiled.count(r"\bSTG\.") == 1

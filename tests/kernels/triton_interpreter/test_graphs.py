@@ -1,0 +1,89 @@
+"""Decode graphs on a machine without a GPU: a graph is stood in for by running again what was captured, with the
+captured arguments.
+
+That is what a graph does with addresses: the plan object of the capture, its grid and its views are used for every
+later step, and only
+the contents of the static buffers are new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quire.attention.reference import ReferenceAttention
+from quire.attention.triton import TritonAttention
+from quire.engine.graphs import DecodeGraphs
+from quire.models.layers import TorchOps
+from quire.models.plan import Model
+from quire.models.triton_ops import TritonOps
+
+from ...tiny_models import tiny_shape
+from ..decoding import Step, decode, eager
+from ..harness import relative_rms
+
+
+class FakeGraph:
+    def replay(self) -> None:
+        hidden, (out,) = self.calls
+        out.copy_(self.model.head(self.model.hidden(*hidden)))
+
+
+class Recorder:
+    """A model that remembers what it was last called with."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.shape = model, model.shape
+        self.calls: list[Any] = [None, None]
+
+    def hidden(self, *arguments: Any) -> torch.Tensor:
+        self.calls[0] = arguments
+        return self.model.hidden(*arguments)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.model.head(hidden)
+        self.calls[1] = (out,)
+        return out
+
+
+def install_fakes(monkeypatch: pytest.MonkeyPatch, model: Recorder, captured: list[FakeGraph]) -> None:
+    @contextlib.contextmanager
+    def capture(graph: FakeGraph, **_: Any) -> Iterator[None]:
+        yield
+        graph.model, graph.calls = model.model, tuple(model.calls)
+        # A capture computes nothing.
+        graph.calls[1][0].fill_(torch.nan)
+        captured.append(graph)
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def wait_stream(self, other: Any) -> None: ...
+
+    fakes = {"CUDAGraph": FakeGraph, "graph": capture, "Stream": Stream}
+    fakes |= {"stream": contextlib.nullcontext, "current_stream": Stream}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "opt"])
+def test_replayed_steps_equal_the_reference(family: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    shape = tiny_shape(family, head_dim=16)
+    captured: list[FakeGraph] = []
+
+    def replaying(model: Model, backend: TritonAttention) -> Step:
+        recorder = Recorder(model)
+        graphs = DecodeGraphs(recorder, backend, (1, 2, 4))
+        install_fakes(monkeypatch, recorder, captured)
+        return graphs.replay
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    expected, rows = decode(shape, TorchOps(), ReferenceAttention, eager, seed=seed)
+    actual, _ = decode(shape, TritonOps(vector=False), TritonAttention, replaying, seed=seed)
+    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert relative_rms(ours, theirs) < 2e-5, f"step {step} of {rows[step]} rows"
+    assert rows != sorted(rows) and len(captured) == 3

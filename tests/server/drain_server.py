@@ -1,0 +1,16 @@
+"""A server of the fake engine in a process of its own: `python -m tests.server.drain_server DRAIN_SECONDS`."""
+
+import asyncio
+import sys
+
+from quire.config import ServeConfig
+from quire.server.run import Listener, serve
+from tests.server.fake_engine import FakeEngine
+
+
+async def main() -> None:
+    listener = Listener(ServeConfig(port=0, drain_seconds=float(sys.argv[1])))
+    await serve(FakeEngine(step_seconds=0.01), listener, ready=lambda: print(listener.url, flush=True))
+
+
+asyncio.run(main())

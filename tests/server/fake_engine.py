@@ -1,0 +1,176 @@
+"""An engine without a model: it answers with the prompt's own bytes, can be slowed, filled up and made to fail.
+
+Fulfils `quire.server.protocol.Engine` with the real sampling parameters, outputs and stop rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import itertools
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.engine.params import SamplingParams
+from quire.engine.stops import StopChecker
+from quire.errors import QueueFullError, RequestError
+
+BOS, EOS = 256, 257
+VOCAB = 258
+
+
+class ByteTokenizer:
+    """One token per byte, and two special ones."""
+
+    special_ids = frozenset({BOS, EOS})
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return [BOS] * add_special + list(text.encode())
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        special = {BOS: "" if skip_special else "<s>", EOS: "" if skip_special else "</s>"}
+        text, plain = "", bytearray()
+        for each in [*ids, EOS if skip_special else None]:
+            if each is not None and each < 256:
+                plain.append(each)
+                continue
+            text += plain.decode(errors="replace") + special.get(each, "")
+            plain.clear()
+        return text
+
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        for before, after in itertools.pairwise(messages):
+            if before["role"] == after["role"]:
+                raise RequestError("the chat template refuses these messages: roles must alternate", "messages")
+        text = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
+        return text + "assistant:" * add_generation_prompt
+
+
+class FakeEngine:
+    """Answer i of a prompt is the prompt turned by `i + seed` bytes, then the end token.
+
+    step_seconds  time of a token
+    fail_at       index of the token at which generate raises
+    queue_limit   requests that prepare takes
+    live          the ids of unfinished requests: what a leak would leave behind
+    """
+
+    model_name = "fake"
+
+    def __init__(
+        self, step_seconds: float = 0.0, fail_at: int | None = None, queue_limit: int = 1000, max_context: int = 2048
+    ) -> None:
+        self.step_seconds = step_seconds
+        self.fail_at = fail_at
+        self.queue_limit = queue_limit
+        self.tokenizer = ByteTokenizer()
+        self.shape = SimpleNamespace(vocab_size=VOCAB)
+        self.config = EngineConfig()
+        self.max_context = max_context
+        self.is_ready = True
+        self.retry_after = 2.5
+        self.live: set[str] = set()
+        self.started = 0
+        self.aborted = 0
+        self.decoded = 0
+
+    def prepare(self, prompt: Any, params: SamplingParams) -> None:
+        if len(prompt["prompt_token_ids"]) >= self.max_context:
+            raise RequestError("prompt too long", param="prompt")
+        if len(self.live) >= self.queue_limit:
+            raise QueueFullError(f"{self.queue_limit} requests are waiting", retry_after=self.retry_after)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert request_id not in self.live
+        if "prompt" in prompt:
+            prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"])}
+        self.prepare(prompt, sampling_params)
+        self.live.add(str(request_id))
+        self.started += 1
+        try:
+            async for item in self._generate(prompt["prompt_token_ids"], sampling_params, str(request_id)):
+                yield item
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted += 1
+            raise
+        finally:
+            self.live.discard(str(request_id))
+
+    async def _generate(
+        self, ids: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None] + [_logprobs(each, params.prompt_logprobs, best=each % 2 == 0) for each in ids[1:]]
+        room = self.max_context - len(ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        answers = [_answer(ids, index + (params.seed or 0)) for index in range(params.n)]
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in answers]
+        stops = [StopChecker(params, {EOS}) for _ in answers]
+        running = set(range(params.n))
+        step = 0
+        while running:
+            await asyncio.sleep(self.step_seconds)
+            if self.fail_at is not None and step >= self.fail_at:
+                raise RuntimeError("boom: a secret of the engine")
+            if not self.is_ready:
+                outputs = [CompletionOutput(index, "", [], None, "abort") for index in sorted(running)]
+                yield RequestOutput(request_id, None, ids, prompt_logprobs, outputs, True, 3)
+                return
+            outputs = []
+            for index in sorted(running):
+                answer = answers[index]
+                token = EOS if step == len(answer) and not params.ignore_eos else answer[step % len(answer)]
+                if params.logit_bias:
+                    token = max(params.logit_bias, key=lambda each: params.logit_bias[each])
+                last = step + 1 == max_tokens
+                delta = decoders[index].decode(bytes([token]) if token < 256 else b"", final=last)
+                if token >= 256 and not params.skip_special_tokens:
+                    delta += self.tokenizer.decode([token], skip_special=False)
+                text, stop = stops[index].push(delta, token, last)
+                logprobs = None if params.logprobs is None else [_logprobs(token, params.logprobs)]
+                output = CompletionOutput(index, text, [token], logprobs)
+                if stop is not None:
+                    running.discard(index)
+                    output.finish_reason, output.stop_reason = stop.finish_reason, stop.stop_reason
+                outputs.append(output)
+                self.decoded += 1
+            step += 1
+            yield RequestOutput(request_id, None, ids, prompt_logprobs, outputs, not running, 3)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "prefill_tokens_computed": 10,
+            "prefill_tokens_cached": 5,
+            "decode_tokens": self.decoded,
+            "preemptions": 0,
+            "running": len(self.live),
+            "waiting": 0,
+            "steps": self.decoded,
+            "cache": {"bytes_total": 100, "bytes_used": 0, "bytes_cached": 7, "bytes_free": 93, "bytes_peak": 50},
+        }
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        self.is_ready = False
+
+
+def _answer(ids: list[int], turn: int) -> list[int]:
+    plain = [each for each in ids if each < 256] or [63]
+    turn %= len(plain)
+    return plain[turn:] + plain[:turn]
+
+
+def _logprobs(token: int, count: int, best: bool = True) -> dict[int, Logprob]:
+    """`token` at -0.5, before or behind the others, which follow in steps of one."""
+    found = {token: Logprob(-0.5, 1 if best else 2)}
+    for each in range(1, count + 1):
+        found.setdefault((token + each) % VOCAB, Logprob(-0.5 - each if best else -0.25 * each, each + 1))
+    return found

@@ -1,0 +1,209 @@
+"""POST /v1/completions: forms of the prompt, echo, log probabilities, streams."""
+
+import pytest
+
+from tests.server.fake_engine import BOS, FakeEngine
+from tests.server.harness import TEXT, client, error_of, events
+
+pytestmark = pytest.mark.anyio
+
+
+async def post(body, engine=None, **settings):
+    async with client(engine, **settings) as http:
+        response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("abc", ["abc"]),
+        (["abc", "xy"], ["abc", "xy"]),
+        ([BOS, 104, 105], ["hi"]),
+        ([[104, 105], [98, 121, 101]], ["hi", "bye"]),
+    ],
+)
+async def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(prompt, texts):
+    answer = await post({"model": "fake", "prompt": prompt, "max_tokens": 50})
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+
+
+async def test_choices_of_several_prompts_are_ordered_by_prompt():
+    answer = await post({"prompt": ["abc", "xyz"], "n": 2, "max_tokens": 3})
+    assert [choice["text"] for choice in answer["choices"]] == ["abc", "bca", "xyz", "yzx"]
+    assert answer["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 12,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+
+
+async def test_max_tokens_defaults_to_sixteen():
+    answer = await post({"prompt": "x" * 40})
+    assert answer["choices"][0]["text"] == "x" * 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_null_means_default():
+    nulls = dict.fromkeys(
+        ["temperature", "top_p", "n", "stop", "seed", "logprobs", "suffix", "best_of", "logit_bias", "stream", "model"]
+    )
+    assert (await post(TEXT | nulls))["choices"][0]["text"] == (await post(TEXT))["choices"][0]["text"]
+
+
+async def test_max_tokens_null_fills_the_context():
+    answer = await post({"prompt": "x", "max_tokens": None, "ignore_eos": True}, FakeEngine(max_context=100))
+    assert answer["usage"]["total_tokens"] == 100
+
+
+async def test_max_tokens_null_stops_at_the_servers_limit():
+    answer = await post({"prompt": "x", "max_tokens": None, "ignore_eos": True}, max_output_tokens=7)
+    assert answer["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+async def test_add_special_tokens_is_honoured(add_special_tokens):
+    answer = await post({"prompt": "abc", "add_special_tokens": add_special_tokens})
+    assert answer["usage"]["prompt_tokens"] == 3 + add_special_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_echo_with_logprobs_scores_the_prompt(max_tokens):
+    """What lm-eval's local-completions sends: ids, echo, logprobs 1, max_tokens 1 (0 in older versions)."""
+    body = {
+        "model": "fake",
+        "prompt": [[104, 105, 106]],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "seed": 0,
+        "echo": True,
+    }
+    choice = (await post(body))["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "hij" + "h" * max_tokens
+    assert logprobs["tokens"] == ["h", "i", "j"] + ["h"] * max_tokens
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5] + [-0.5] * max_tokens
+    # 105 is not the best token of its place: its alternative stands beside it. 106 is.
+    assert logprobs["top_logprobs"][:3] == [None, {"j": -0.25, "i": -0.5}, {"j": -0.5}]
+    assert logprobs["text_offset"] == list(range(3 + max_tokens))
+    assert choice["finish_reason"] == "length"
+
+
+async def test_max_tokens_zero_generates_nothing():
+    answer = await post({"prompt": "abc", "max_tokens": 0})
+    assert answer["choices"][0]["text"] == ""
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_echo_gives_the_prompt_as_it_was_written():
+    assert (await post(TEXT | {"echo": True, "max_tokens": 5}))["choices"][0]["text"] == TEXT["prompt"] + "Hello"
+
+
+async def test_text_offset_skips_what_the_text_does_not_show():
+    lists = (await post({"prompt": "ab", "echo": True, "max_tokens": 1, "logprobs": 0}))["choices"][0]["logprobs"]
+    assert lists["tokens"] == ["<s>", "a", "b", "a"]
+    assert lists["text_offset"] == [0, 0, 1, 2]
+    assert lists["top_logprobs"] is None
+
+
+async def test_text_offset_counts_characters_not_tokens():
+    lists = (await post({"prompt": "é🌍!", "max_tokens": 3, "logprobs": 0, "add_special_tokens": False}))["choices"][0]
+    assert lists["text"] == "é\ufffd"
+    lists = (await post({"prompt": "é🌍!", "max_tokens": 7, "logprobs": 0}))["choices"][0]["logprobs"]
+    assert lists["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
+
+
+async def test_tokens_of_equal_text_do_not_hide_the_best_one():
+    # Bytes above 127 are no characters alone: all have the text U+FFFD.
+    lists = (await post({"prompt": [[65, 201]], "echo": True, "max_tokens": 0, "logprobs": 3}))["choices"][0][
+        "logprobs"
+    ]
+    assert lists["top_logprobs"][1] == {"\ufffd": -0.25}
+
+
+async def test_prompt_logprobs_are_given_by_id():
+    choice = (await post({"prompt": [104, 105], "prompt_logprobs": 1, "max_tokens": 1}))["choices"][0]
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "105": {"logprob": -0.5, "rank": 2, "decoded_token": "i"},
+            "106": {"logprob": -0.25, "rank": 2, "decoded_token": "j"},
+        },
+    ]
+
+
+async def test_logit_bias_reaches_the_engine():
+    answer = await post({"prompt": "abc", "max_tokens": 3, "logit_bias": {"90": 100, "89": -5.5}})
+    assert answer["choices"][0]["text"] == "ZZZ"
+
+
+@pytest.mark.parametrize("stop", ["Wö", ["nothing", "Wö"]])
+async def test_a_stop_string_ends_the_text(stop):
+    choice = (await post(TEXT | {"max_tokens": 50, "stop": stop}))["choices"][0]
+    assert choice["text"] == "Hello, "
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Wö")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n": 3},
+        {"stop": "🌍"},
+        {"stop": ["rld 🌍 never", "!"], "n": 2},
+        {"echo": True, "logprobs": 2},
+        {"logprobs": 0, "prompt": ["abc", "dé", "🌍🌍"]},
+        {"max_tokens": 8},
+        {"prompt": [[72, 200, 73]], "max_tokens": 3},
+        {"stop_token_ids": [33], "include_stop_str_in_output": True},
+        {"max_tokens": 0, "echo": True, "logprobs": 1},
+        {"seed": 3, "min_tokens": 2, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1},
+    ],
+)
+async def test_a_stream_joined_is_the_whole_answer(options):
+    body = TEXT | {"max_tokens": 40} | options
+    whole = await post(body)
+    async with client() as http:
+        response = await http.post(
+            "/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response.text)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        mine = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["text"] for each in mine) == choice["text"]
+        assert [each["finish_reason"] for each in mine if each["finish_reason"]] == [choice["finish_reason"]]
+        assert mine[-1]["finish_reason"] and mine[-1]["stop_reason"] == choice["stop_reason"]
+        assert not any("\ufffd" in each["text"] for each in mine) or "\ufffd" in choice["text"]
+        if choice["logprobs"] is not None:
+            for name in ("tokens", "token_logprobs", "text_offset"):
+                joined = [entry for each in mine if each["logprobs"] for entry in each["logprobs"][name]]
+                assert joined == choice["logprobs"][name]
+
+
+async def test_continuous_usage_counts_along():
+    body = {
+        "prompt": "abc",
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    async with client() as http:
+        chunks = events((await http.post("/v1/completions", json=body)).text)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
+
+
+async def test_a_prompt_too_long_names_the_context():
+    async with client(FakeEngine(max_context=10)) as http:
+        response = await http.post("/v1/completions", json={"prompt": "x" * 8, "max_tokens": 2})
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "context_length_exceeded"
+    assert "10 tokens" in error_of(response)["message"]

@@ -1,0 +1,148 @@
+"""Any body gets an answer or a clean error: no 500, no hang, no request left in the engine."""
+
+import asyncio
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import client, error_of, events
+
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+ODD_NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    20,
+    21,
+    128,
+    129,
+    2**31,
+    2**63,
+    -(2**63) - 1,
+    10**300,
+    10**400,
+    0.5,
+    -0.0,
+    1e-300,
+    1.5,
+    1e308,
+]
+TEXT = st.text(max_size=12) | st.sampled_from(["", "\x00", "é🌍", "</s>", "{{ x }}", "%s", "\u202e", "a" * 300])
+SCALAR = (
+    st.none()
+    | st.booleans()
+    | st.sampled_from(ODD_NUMBERS)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+)
+JSON = st.recursive(
+    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+)
+
+IDS = st.lists(st.integers(0, 257), max_size=6)
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "text", "image_url"])}, optional={"text": TEXT, "image_url": JSON}
+)
+MESSAGE = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "developer", "tool"]),
+        "content": TEXT | st.lists(PART, max_size=2),
+    },
+    optional={"name": TEXT, "tool_calls": JSON},
+)
+LIKELY = {
+    "model": st.sampled_from(["fake", None, "gpt-4"]),
+    "prompt": TEXT | st.lists(TEXT, max_size=3) | IDS | st.lists(IDS, max_size=3),
+    "messages": st.lists(MESSAGE, max_size=3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()}
+    ),
+    "n": st.integers(1, 4),
+    "max_tokens": st.integers(0, 12),
+    "max_completion_tokens": st.integers(1, 12),
+    "min_tokens": st.integers(0, 5),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(-1, 9),
+    "seed": st.integers(-5, 5),
+    "echo": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 3),
+    "top_logprobs": st.integers(0, 3),
+    "prompt_logprobs": st.integers(0, 3),
+    "stop": TEXT | st.lists(TEXT, max_size=3),
+    "stop_token_ids": IDS,
+    "logit_bias": st.dictionaries(st.integers(0, 257).map(str), st.integers(-100, 100), max_size=3),
+    "tokens": IDS,
+}
+REQUIRED = {"prompt", "messages", "tokens"}
+
+
+def bodies(model):
+    """Bodies of known names with values mostly of the right kind, now and then a name or a value from nowhere."""
+    fields = {name: (LIKELY[name] | JSON if name in LIKELY else st.none() | JSON) for name in model.model_fields}
+    likely = {name: LIKELY[name] for name in model.model_fields if name in LIKELY}
+    required = {name: likely[name] for name in likely if name in REQUIRED}
+    optional = {name: each for name, each in likely.items() if name not in REQUIRED}
+    sane = st.fixed_dictionaries(required, optional=optional)
+    spoiled = st.tuples(sane, st.dictionaries(st.sampled_from(sorted(fields)) | TEXT, JSON, max_size=2)).map(
+        lambda both: both[0] | both[1]
+    )
+    return sane | spoiled
+
+
+ENDPOINTS = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+async def send(path, content):
+    engine = FakeEngine(max_context=64)
+    async with client(engine) as http:
+        async with asyncio.timeout(20):
+            response = await http.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400, 404), (response.status_code, response.text)
+        if response.status_code != 200:
+            assert engine.started == 0 or response.status_code == 400
+            error_of(response)
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            events(response.text)
+        else:
+            json.loads(response.text, parse_constant=lambda name: 1 / 0)
+    return response.status_code
+
+
+@fuzz
+@given(st.sampled_from(sorted(ENDPOINTS)).flatmap(lambda path: st.tuples(st.just(path), bodies(ENDPOINTS[path]))))
+def test_any_json_is_answered(request):
+    path, body = request
+    asyncio.run(send(path, json.dumps(body).encode()))
+
+
+@fuzz
+@given(st.sampled_from(sorted(ENDPOINTS)), JSON)
+def test_any_json_of_no_known_form_is_answered(path, body):
+    asyncio.run(send(path, json.dumps(body).encode()))
+
+
+@fuzz
+@given(
+    st.sampled_from(sorted(ENDPOINTS)).flatmap(lambda path: st.tuples(st.just(path), bodies(ENDPOINTS[path]))),
+    st.lists(st.tuples(st.integers(0, 500), st.binary(max_size=3)), min_size=1, max_size=4),
+)
+def test_any_bytes_are_answered(request, changes):
+    path, body = request
+    content = bytearray(json.dumps(body, ensure_ascii=False).encode())
+    for place, piece in changes:
+        at = place % (len(content) + 1)
+        content[at : at + len(piece)] = piece
+    asyncio.run(send(path, bytes(content)))

@@ -1,0 +1,195 @@
+"""Keys, limits, health, metrics, and where the server may listen."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.config import ServeConfig
+from quire.errors import ConfigError
+from quire.server.auth import ApiKeys, check_exposure, is_loopback
+from quire.server.run import Listener
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of
+
+pytestmark = pytest.mark.anyio
+
+OPEN = ["/health", "/health/live", "/health/ready"]
+CLOSED = ["/v1/models", "/version", "/metrics", "/openapi.json", "/nowhere"]
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst-key\n\n  second-key  \n#no-key\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+WRONG = ["", "Bearer", "Bearer ", "Bearer wrong", "Bearer first-ke", "Bearer first-key2", "Bearer #no-key", "first-key"]
+WRONG += ["Basic first-key", "Bearer first-key second-key", "Bearer \xe9"]
+
+
+@pytest.mark.parametrize("header", [None, *WRONG])
+async def test_without_a_key_only_health_is_told(keys, header):
+    headers = [] if header is None else [(b"authorization", header.encode("latin-1"))]
+    async with client(api_key_file=keys) as http:
+        for path in OPEN:
+            assert (await http.get(path, headers=headers)).status_code == 200
+        for path in CLOSED:
+            response = await http.get(path, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await http.post("/v1/completions", json=TEXT, headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize("header", ["Bearer first-key", "Bearer second-key", "bearer  first-key "])
+async def test_every_key_of_the_file_is_accepted(keys, header):
+    async with client(api_key_file=keys) as http:
+        for path in CLOSED[:-1]:
+            assert (await http.get(path, headers={"authorization": header})).status_code == 200
+        assert (await http.post("/v1/completions", json=TEXT, headers={"authorization": header})).status_code == 200
+
+
+def test_a_key_file_others_can_read_is_reported(keys, caplog):
+    with caplog.at_level(logging.WARNING):
+        ApiKeys.from_file(keys)
+        assert not caplog.text
+        Path(keys).chmod(0o644)
+        ApiKeys.from_file(keys)
+    assert "chmod 600" in caplog.text and "first-key" not in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "two words\n", "clé\n"])
+def test_a_key_file_without_usable_keys_is_refused(tmp_path, text):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        ApiKeys.from_file(tmp_path / "keys")
+    assert text.strip() in ("", "# only a comment") or text.strip() not in str(error.value)
+
+
+def test_a_missing_key_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="api_key_file"):
+        ApiKeys.from_file(tmp_path / "none")
+
+
+LOCAL = ["127.0.0.1", "127.8.8.8", "::1", "localhost"]
+PUBLIC = ["0.0.0.0", "::", "", "10.0.0.1"]
+
+
+@pytest.mark.parametrize(("host", "local"), [(host, True) for host in LOCAL] + [(host, False) for host in PUBLIC])
+def test_a_public_address_needs_a_key_or_permission(host, local):
+    assert is_loopback(host) == local
+    check_exposure(host, ApiKeys(["key"]), allow_public=False)
+    check_exposure(host, ApiKeys([]), allow_public=True)
+    if not local:
+        with pytest.raises(ConfigError, match="allow_public"):
+            check_exposure(host, ApiKeys([]), allow_public=False)
+
+
+def test_a_port_in_use_is_one_line():
+    listener = Listener(ServeConfig(port=0))
+    listener.socket.listen()
+    with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1"):
+        Listener(ServeConfig(port=listener.port))
+    listener.close()
+
+
+async def test_a_full_queue_says_when_to_come_back():
+    async with client(FakeEngine(queue_limit=0)) as http:
+        for path, body in [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT | {"stream": True})]:
+            response = await http.post(path, json=body)
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "3"
+            assert (error_of(response)["type"], error_of(response)["code"]) == ("rate_limit_error", "queue_full")
+
+
+async def test_more_output_than_the_server_allows_is_refused():
+    async with client(max_output_tokens=5) as http:
+        response = await http.post("/v1/completions", json=TEXT | {"max_tokens": 6})
+        assert response.status_code == 400 and "serve.max_output_tokens" in error_of(response)["message"]
+
+
+async def test_a_draining_server_takes_nothing_new_and_finishes_what_runs():
+    app = application(engine := FakeEngine(step_seconds=0.002))
+    running = RawCall(app, "/v1/completions", TEXT | {"max_tokens": 20})
+    while not engine.live:
+        await asyncio.sleep(0.001)
+    app.state.service.draining = True
+    refused = RawCall(app, "/v1/completions", TEXT)
+    await refused.task
+    assert refused.status == 503
+    await running.task
+    assert running.status == 200
+    assert app.state.service.idle.is_set()
+
+
+async def test_an_engine_that_stopped_is_not_ready():
+    engine = FakeEngine()
+    engine.is_ready = False
+    async with client(engine) as http:
+        assert (await http.get("/health/live")).status_code == 200
+        for path in ("/health", "/health/ready"):
+            assert error_of(response := await http.get(path))["code"] == "not_ready"
+            assert response.status_code == 503
+        assert (await http.post("/v1/completions", json=TEXT)).status_code == 503
+
+
+async def test_a_request_the_engine_aborts_is_not_passed_off_as_finished():
+    app = application(engine := FakeEngine(step_seconds=0.002))
+    calls = [RawCall(app, "/v1/completions", TEXT | {"stream": stream}) for stream in (False, True)]
+    await calls[1].arrived.wait()
+    await engine.close()
+    await asyncio.gather(*(call.task for call in calls))
+    assert calls[0].status == 503
+    assert b'"error"' in calls[1].body and b"[DONE]" not in calls[1].body and b'"abort"' not in calls[1].body
+
+
+async def test_tokenize_and_back():
+    async with client() as http:
+        tokens = (await http.post("/tokenize", json={"prompt": "hé"})).json()
+        assert tokens == {"tokens": [256, 104, 195, 169], "count": 4, "max_model_len": 2048}
+        assert (await http.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "<s>hé"}
+        body = {"tokens": tokens["tokens"], "skip_special_tokens": True}
+        assert (await http.post("/detokenize", json=body)).json() == {"prompt": "hé"}
+        assert (await http.post("/tokenize", json={"prompt": "", "add_special_tokens": False})).json()["tokens"] == []
+        chat = (await http.post("/tokenize", json=CHAT | {"add_generation_prompt": False})).json()
+        assert bytes(chat["tokens"]).decode() == "user: Hello, Wörld 🌍!\n"
+        long = (await http.post("/tokenize", json={"prompt": "x" * 20_000})).json()
+        assert long["count"] == 20_001
+
+
+async def test_metrics_count_what_happened():
+    engine = FakeEngine()
+    async with client(engine) as http:
+        await http.post("/v1/completions", json={"prompt": "abcde", "max_tokens": 5, "n": 2})
+        await http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 9, "stream": True})
+        await http.post("/v1/completions", json={"foo": 1})
+        await http.get("/some/unknown/url")
+        response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    values = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert values["quire_prompt_tokens_total",] == 6 + 4
+    assert values["quire_generation_tokens_total",] == 2 * 5 + 4
+    assert values["quire_requests_finished_total", "length"] == 2
+    assert values["quire_requests_finished_total", "stop"] == 1
+    assert values["quire_http_responses_total", "/v1/completions", "200"] == 2
+    assert values["quire_http_responses_total", "/v1/completions", "400"] == 1
+    assert values["quire_http_responses_total", "404", "other"] == 1
+    for name in ("time_to_first_token", "time_per_output_token", "request"):
+        assert values[f"quire_{name}_seconds_count",] == 2
+    assert values["quire_cache_bytes", "cached"] == 7
+    assert values["quire_prefill_tokens_total", "computed"] == 10
+    assert {
+        "quire_requests_running",
+        "quire_requests_waiting",
+        "quire_preemptions",
+        "quire_cache_capacity_bytes",
+    } <= families.keys()

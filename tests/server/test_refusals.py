@@ -1,0 +1,256 @@
+"""What is not supported, not known or not JSON is refused by name, with 400 and OpenAI's body; never ignored."""
+
+import json
+
+import pytest
+
+from quire.config import EngineConfig
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of
+
+pytestmark = pytest.mark.anyio
+
+MESSAGE = {"role": "user", "content": "a"}
+CHAT_REFUSED = [
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"tools": []}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "auto"}, "tool_choice", "unsupported_value"),
+    ({"functions": []}, "functions", "unsupported_parameter"),
+    ({"function_call": "auto"}, "function_call", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_value"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "unsupported_value"),
+    ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
+    ({"modalities": ["text", "audio"]}, "modalities[1]", "unsupported_value"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+    ({"prediction": {}}, "prediction", "unsupported_parameter"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
+    ({"moderation": {}}, "moderation", "unsupported_parameter"),
+    ({"store": True}, "store", "unsupported_value"),
+    ({"store": 0}, "store", "unsupported_value"),
+    ({"service_tier": "priority"}, "service_tier", "unsupported_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"logprobs": 3}, "logprobs", "invalid_type"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hello"}, "messages", "invalid_type"),
+    ({"messages": [MESSAGE, "b"]}, "messages[1]", "invalid_type"),
+    ({"messages": [MESSAGE | {"role": "tool"}]}, "messages[0].role", "unsupported_value"),
+    ({"messages": [MESSAGE | {"tool_calls": []}]}, "messages[0].tool_calls", "unsupported_parameter"),
+    ({"messages": [MESSAGE | {"content": None}]}, "messages[0].content", "invalid_type"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "unsupported_value",
+    ),
+    ({"echo": True}, "echo", "unknown_parameter"),
+]
+TEXT_REFUSED = [
+    ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+    ({"best_of": 2}, "best_of", "unsupported_value"),
+    ({"best_of": 2, "n": 3}, "best_of", "unsupported_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "unsupported_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": [[]]}, "prompt", "invalid_value"),
+    ({"prompt": ["a", 1]}, "prompt", "invalid_value"),
+    ({"prompt": [True]}, "prompt", "invalid_value"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [258]}, "prompt", "invalid_value"),
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 10**400}, "max_tokens", "invalid_value"),
+    ({"messages": []}, "messages", "unknown_parameter"),
+]
+BOTH_REFUSED = [
+    ({"guided_json": {}}, "guided_json", "unknown_parameter"),
+    ({"temprature": 1}, "temprature", "unknown_parameter"),
+    ({"temperature": 2.1}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"temperature": -(10**400)}, "temperature", None),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.1}, "top_p", "invalid_value"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"min_p": 2}, "min_p", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 1.5}, "n", "invalid_type"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+    ({"stop": [1]}, "stop", "invalid_value"),
+    ({"stop": "x" * 1025}, "stop", "invalid_value"),
+    ({"stop_token_ids": [258]}, "stop_token_ids", "invalid_value"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"258": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias", "invalid_value"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", None),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown_parameter"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "unsupported_value",
+    ),
+]
+REFUSED = (
+    [("/v1/chat/completions", CHAT | options, param, code) for options, param, code in CHAT_REFUSED + BOTH_REFUSED]
+    + [("/v1/completions", TEXT | options, param, code) for options, param, code in TEXT_REFUSED + BOTH_REFUSED]
+    + [
+        ("/v1/completions", {"prompt": "", "add_special_tokens": False}, "prompt", "invalid_value"),
+        ("/v1/completions", {}, "prompt", "missing_required_parameter"),
+        ("/v1/chat/completions", {}, "messages", "missing_required_parameter"),
+        ("/tokenize", {}, "prompt", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "prompt", "invalid_value"),
+        ("/tokenize", {"messages": [MESSAGE], "add_special_tokens": True}, "add_special_tokens", "invalid_value"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
+        ("/detokenize", {"tokens": [258]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "invalid_type"),
+        ("/detokenize", {"tokens": [1], "foo": 1}, "foo", "unknown_parameter"),
+    ]
+)
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), REFUSED)
+async def test_a_request_is_refused_by_name(path, body, param, code):
+    async with client() as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert code is None or error["code"] == code
+    assert param.rpartition(".")[2].partition("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize("name", ["user", "prompt_cache_key", "safety_identifier"])
+async def test_hints_that_change_nothing_are_accepted(name):
+    async with client() as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT | {name: "x"})).status_code == 200
+
+
+async def test_harmless_values_of_unsupported_parameters_are_accepted():
+    harmless = {
+        "tools": None,
+        "tool_choice": "none",
+        "functions": None,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "store": False,
+        "service_tier": "auto",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "audio": None,
+        "reasoning_effort": None,
+        "verbosity": None,
+        "logprobs": False,
+        "n": 1,
+    }
+    async with client() as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT | harmless)).status_code == 200
+        assert (
+            await http.post("/v1/completions", json=TEXT | {"suffix": None, "best_of": 1, "user": "a"})
+        ).status_code == 200
+
+
+BROKEN = {
+    "empty": b"",
+    "not json": b"hello",
+    "two values": b'{"prompt": "a"} {}',
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "a float beyond floats": b'{"prompt": "a", "temperature": 1e999}',
+    "an integer beyond integers": b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}",
+    "more digits than are read": b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    "invalid utf-8": b'{"prompt": "\xff\xfe"}',
+    "an encoded surrogate": b'{"prompt": "\xed\xa0\x80"}',
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone surrogate in a name": b'{"prompt": "a", "\\udc00": 1}',
+    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "nested arrays": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "null": b"null",
+    "a long unknown name": b'{"prompt": "a", "' + b"x" * 10_000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_broken_body_is_a_bad_request(path, name):
+    async with client() as http:
+        response = await http.post(path, content=BROKEN[name], headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert len(error_of(response)["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "\xff"]
+)
+async def test_another_content_type_is_a_bad_request(kind):
+    headers = [] if kind is None else [(b"content-type", kind.encode("latin-1"))]
+    async with client() as http:
+        response = await http.post("/v1/completions", content=json.dumps(TEXT), headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_content_type"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_json_is_json_however_it_is_written(kind):
+    async with client() as http:
+        assert (
+            await http.post("/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind})
+        ).status_code == 200
+
+
+async def test_a_wrong_model_is_not_found():
+    async with client() as http:
+        for path, body in [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})]:
+            response = await http.post(path, json=body | {"model": "gpt-4"})
+            assert response.status_code == 404
+            assert (error_of(response)["code"], error_of(response)["param"]) == ("model_not_found", "model")
+
+
+async def test_unknown_urls_and_methods_have_the_same_form():
+    async with client() as http:
+        assert error_of(response := await http.get("/v1/embeddings"))["code"] == "unknown_url"
+        assert response.status_code == 404
+        assert error_of(response := await http.get("/v1/completions"))["code"] == "method_not_allowed"
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read():
+    async with client(max_request_bytes=1000) as http:
+        response = await http.post("/v1/completions", json={"prompt": "x" * 1000})
+        assert response.status_code == 413
+        assert error_of(response)["code"] == "request_too_large"
+        assert (await http.post("/v1/completions", json={"prompt": "x" * 900})).status_code == 200
+
+
+async def test_a_body_of_unknown_length_is_counted_as_it_comes():
+    app = application(FakeEngine(), max_request_bytes=1000)
+    call = RawCall(app, "/v1/completions", None)
+    for _ in range(100):
+        call.inbox.put_nowait({"type": "http.request", "body": b" " * 100, "more_body": True})
+    await call.task
+    assert call.status == 413
+    assert call.inbox.qsize() >= 89, "the server read on after the limit"
+
+
+async def test_more_prompts_than_the_queue_can_hold_are_refused_at_once():
+    engine = FakeEngine()
+    engine.config = EngineConfig.from_options({"scheduler.max_queue": 3})
+    async with client(engine) as http:
+        response = await http.post("/v1/completions", json={"prompt": ["a"] * 4})
+        assert response.status_code == 400 and error_of(response)["param"] == "prompt"
+        assert (await http.post("/v1/completions", json={"prompt": ["a"] * 3})).status_code == 200

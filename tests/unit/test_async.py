@@ -1,0 +1,190 @@
+"""AsyncLLM: streams, cancellation, the bounded queue, shutdown; on a tiny model from a folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from quire.engine.params import SamplingParams
+from quire.errors import QueueFullError, QuireError, RequestError
+from quire.llm import LLM, AsyncLLM
+
+from ..tiny_models import save_tiny
+
+OPTIONS = {
+    "model.dtype": "float32",
+    "cache.memory": "8MiB",
+    "runtime.threads": 2,
+    "runtime.device": "cpu",
+    "scheduler.max_running": 4,
+    "scheduler.max_queue": 8,
+}
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def run(folder: Path, body: Callable[[AsyncLLM], Awaitable[None]], **options: object) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), {**OPTIONS, **options})
+        await llm.start()
+        try:
+            await body(llm)
+        finally:
+            await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def idle(llm: AsyncLLM) -> None:
+    """Waits until the engine holds nothing."""
+    for _ in range(500):
+        stats = llm.stats()
+        if not stats["running"] and not stats["waiting"]:
+            break
+        await asyncio.sleep(0.01)
+    assert llm.stats()["cache"]["bytes_used"] == 0
+
+
+async def collect(llm: AsyncLLM, prompt: object, params: SamplingParams = GREEDY) -> tuple[str, list[int]]:
+    text, tokens, finished = "", [], False
+    async for delta in llm.generate(prompt, params):  # type: ignore[arg-type]
+        assert not finished, "an item after the last"
+        finished = delta.finished
+        for output in delta.outputs:
+            text += output.text
+            tokens += output.token_ids
+    assert finished
+    return text, tokens
+
+
+def test_concurrent_streams_equal_the_library(folder: Path) -> None:
+    prompts = ["hello", "a longer prompt " * 9, [1, 2, 3], {"prompt_token_ids": list(range(100))}]
+    with LLM(str(folder), OPTIONS) as llm:
+        expected = [(output.outputs[0].text, output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
+
+    async def body(llm: AsyncLLM) -> None:
+        assert await asyncio.gather(*(collect(llm, prompt) for prompt in prompts)) == expected
+        await idle(llm)
+
+    run(folder, body)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_closing_a_stream_frees_its_cache(folder: Path, after: int) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.generate("x" * 80, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True))
+        for _ in range(after):
+            await anext(stream)
+        await stream.aclose()
+        await idle(llm)
+
+    run(folder, body)
+
+
+def test_cancelling_a_task_frees_its_cache_and_others_go_on(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        long = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+        tasks = [asyncio.create_task(collect(llm, "abc", long)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        assert len((await tasks[1])[1]) == 300
+        await idle(llm)
+
+    run(folder, body)
+
+
+def test_abort_ends_the_stream_with_a_last_item(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        seen = []
+        async for delta in llm.generate(
+            "abc", SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), "mine"
+        ):
+            if not seen:
+                await llm.abort("mine")
+            seen.append(delta)
+        assert seen[-1].finished
+        assert seen[-1].outputs[0].finish_reason == "abort"
+        await llm.abort("unknown")
+        await idle(llm)
+
+    run(folder, body)
+
+
+def test_the_queue_refuses_what_it_cannot_hold_and_recovers(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        async def one() -> bool:
+            try:
+                await collect(llm, "abc")
+            except QueueFullError as error:
+                assert error.retry_after > 0
+                return False
+            return True
+
+        outcomes = await asyncio.gather(*(one() for _ in range(40)))
+        assert any(outcomes)
+        assert not all(outcomes)
+        await idle(llm)
+        assert await one()
+
+    run(folder, body)
+
+
+def test_requests_that_cannot_run_are_refused_before_anything_is_streamed(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        for prompt in ("", [], [99999], {"text": "x"}, 5, [1.5]):
+            with pytest.raises(RequestError):
+                llm.prepare(prompt, GREEDY)  # type: ignore[arg-type]
+            with pytest.raises(RequestError):
+                await collect(llm, prompt)
+        stream = llm.generate("abc", GREEDY, "twice")
+        await anext(stream)
+        with pytest.raises(RequestError, match="twice"):
+            await anext(llm.generate("abc", GREEDY, "twice"))
+        await stream.aclose()
+
+    run(folder, body)
+
+
+def test_close_drains_then_aborts(folder: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), OPTIONS)
+        await llm.start()
+        task = asyncio.create_task(collect(llm, "abc"))
+        await asyncio.sleep(0)
+        await llm.close(drain_seconds=30)
+        assert len((await task)[1]) == 12
+        with pytest.raises(QuireError):
+            llm.prepare("abc", GREEDY)
+        assert not llm.is_ready
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(tmp_path / "nothing"), OPTIONS)
+        with pytest.raises(QuireError, match="nothing"):
+            await llm.start()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_breaks_fails_every_stream_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        def broken() -> None:
+            raise RuntimeError("broken on purpose")
+
+        monkeypatch.setattr(llm._parts.engine, "step", broken)
+        with pytest.raises(QuireError, match="broken on purpose"):
+            await collect(llm, "abc")
+        assert not llm.is_ready
+
+    run(folder, body)

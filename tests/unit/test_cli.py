@@ -1,0 +1,199 @@
+"""The command line: parsing, errors, exit codes, and what starts fast."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.cli import COMMANDS, build_parser, main
+from quire.errors import ModelError
+from tests.tiny_models import save_tiny
+
+
+def shell(*words, **kwargs):
+    command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = """
+import sys, time
+begun = time.perf_counter()
+from quire.cli import build_parser
+build_parser().format_help()
+print(time.perf_counter() - begun, [name for name in ("torch", "numpy", "fastapi", "rich") if name in sys.modules])
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(3)]
+    seconds, heavy = min(runs).split(" ", 1)
+    assert heavy.strip() == "[]"
+    assert float(seconds) < 0.4
+    begun = time.perf_counter()
+    done = shell("--help")
+    assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)
+    assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        build_parser().parse_args([command, "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "--debug" in text and ("--cache.memory" in text or command == "pull")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("quire ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "fly"),
+        (["serve"], "MODEL"),
+        (["serve", "smollm2", "--cache.memry", "1GiB"], "--cache.memory"),
+        (["generate", "smollm2", "--temprature=1"], "--temperature"),
+        (["serve", "smollm2", "--por", "1"], "--port"),
+        (["bench", "latency", "smollm2"], "latency"),
+    ],
+)
+def test_wrong_words_are_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "smollm2", "--cache.memory", "lots"], "cache.memory"),
+        (["serve", "smollm2", "--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["serve", "smollm2", "--host", "0.0.0.0"], "allow_public"),
+        (["serve", "smollm2", "--api-key-file", "/nowhere"], "api_key_file"),
+        (["inspect", "/no/such/model"], "/no/such/model"),
+        (["generate", "smollm2"], "--input"),
+        (["generate", "smollm2", "text", "--input", "a"], "PROMPT"),
+        (["generate", "smollm2", "--input", "/nowhere.jsonl", "--output", "/tmp/never.jsonl"], "/nowhere.jsonl"),
+        (["generate", "smollm2", "text", "--temperature", "-1"], "--temperature"),
+        (["generate", "smollm2", "text", "--stop", ""], "--stop"),
+        (["chat", "smollm2", "--top-p", "2"], "--top-p"),
+        (["bench", "throughput", "smollm2", "--batch", "0"], "at least 1"),
+        (["pull", "org/name", "--from", "x.whl"], "--from"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, capsys):
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    assert error.startswith("quire: ") and said in error and error.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ModelError):
+        main(["inspect", "/no/such/model", "--debug"])
+
+
+def test_an_interruption_is_no_traceback(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quire.cli.pull.run", interrupted)
+    assert main(["pull", "smollm2"]) == 130
+    assert capsys.readouterr().err == "quire: interrupted\n"
+
+
+def test_a_switch_does_not_take_the_model_for_its_value():
+    parser = build_parser()
+    for words in (
+        ["--allow-public", "smollm2"],
+        ["smollm2", "--allow-public"],
+        ["--serve.allow_public", "true", "smollm2"],
+    ):
+        args = parser.parse_args(["serve", *words])
+        assert (args.model, vars(args)["serve.allow_public"]) == ("smollm2", "true")
+
+
+def test_print_config_shows_values_and_where_they_come_from(tmp_path, capsys):
+    file = tmp_path / "quire.toml"
+    file.write_text('[cache]\nmemory = "1GiB"\n[serve]\nport = 9000\n')
+    words = ["serve", "smollm2", "--config", str(file), "--scheduler.max_running", "7", "--print-config"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith('memory = "1GiB"') and str(file) in line for line in lines)
+    assert any(line.startswith("max_running = 7") and "flag" in line for line in lines)
+    assert any(line.startswith("port = 9000") and str(file) in line for line in lines)
+    assert any(line.startswith("max_queue = 1024") and "default" in line for line in lines)
+
+
+def test_inspect_prints_what_fits(folder, capsys):
+    assert main(["inspect", folder, "--cache.memory", "1MiB", "--model.dtype", "float32", "--length", "64", "200"]) == 0
+    text = capsys.readouterr().out
+    for said in ("bytes per token", "tokens that fit", "sequences of 64", "sequences of 200", "weights", "fails first"):
+        assert said in text
+    assert (
+        main(["inspect", folder, "--cache.memory", "1MiB", "--model.dtype", "float32", "--length", "64", "--json"]) == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    # 2 layers, 2 kv heads of 12, keys and values of 4 bytes: 384 bytes a token.
+    assert facts["bytes_per_token"] == 2 * 2 * 12 * 2 * 4
+    assert facts["sequences"]["64"] == facts["num_chunks"] == facts["tokens"] // 64
+    assert facts["cache_bytes"] <= 2**20
+
+
+def test_inspect_refuses_a_cache_that_holds_nothing(folder, capsys):
+    assert main(["inspect", folder, "--cache.memory", "1KiB"]) == 2
+    assert "cache.memory" in capsys.readouterr().err
+
+
+def test_bench_measures(folder, tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    words = ["--batch", "2", "--prefill", "64", "--input-tokens", "16", "--output-tokens", "8", "--repeats", "1"]
+    settings = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2", "--json", str(out)]
+    assert main(["bench", "throughput", folder, *words, *settings]) == 0
+    assert capsys.readouterr().out.count("tokens/s") == 2
+    assert [line.split('"')[3] for line in out.read_text().splitlines()] == ["prefill", "decode"]
+
+
+def test_pull_prints_the_path_of_a_model_that_is_here(folder, capsys):
+    assert main(["pull", folder]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(folder):
+    command = f'{sys.executable} -c "import sys; from quire.cli import main; sys.exit(main())"'
+    line = f"{command} inspect {folder} --cache.memory 1MiB --json | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_serving_answers_and_ends_on_sigterm(folder):
+    command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", "serve", folder]
+    settings = ["--port", "0", "--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2"]
+    process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = process.stdout.readline()
+        assert "ready" in ready, process.stderr.read()
+        url = ready.split()[-1]
+        answer = httpx.post(f"{url}/completions", json={"prompt": "abc", "max_tokens": 3}, timeout=30)
+        assert answer.status_code == 200 and Path(answer.json()["model"]) == Path(folder)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,144 @@
+"""`quire chat`: turns, commands, and stopping an answer."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from quire.cli import main
+from tests.server.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """Runs a chat of the given lines on the fake engine; returns what it printed."""
+
+    def run(*lines, words=(), engine=None):
+        engine = FakeEngine() if engine is None else engine
+
+        @asynccontextmanager
+        async def loaded(_):
+            yield engine
+
+        monkeypatch.setattr("quire.cli.shared.engine", loaded)
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        assert main(["chat", "fake", *words]) == 0
+        assert not engine.live
+        return capsys.readouterr()
+
+    return run
+
+
+def test_the_conversation_grows(chat):
+    out = chat("hello", "more").out
+    # The fake answers with all that it was given.
+    assert out == ("user: hello\nassistant:\nuser: hello\nassistant: user: hello\nassistant:\nuser: more\nassistant:\n")
+
+
+def test_reset_and_system(chat):
+    found = chat("/system Be brief.", "a", "/reset", "b", "/system", "c", words=["--system", "old"])
+    assert "old" not in found.out
+    assert found.out.count("system: Be brief.\n") == 2
+    assert found.out.endswith("user: c\nassistant:\n")
+
+
+def test_exit_ends_at_once(chat):
+    assert chat("/exit", "never").out == ""
+    assert chat("/quit", "never").out == ""
+
+
+def test_unknown_commands_are_explained(chat):
+    error = chat("/rest").err
+    assert "there is no command /rest" in error and "/reset" in error
+
+
+def test_a_backslash_continues_the_line(chat):
+    assert chat("one\\", "two").out == "user: one\ntwo\nassistant:\n"
+
+
+def test_save_writes_what_generate_reads(chat, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    error = chat("hi", f"/save {file}", "/save /no/such/folder/x", "/save").err
+    saved = json.loads(file.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
+    assert "2 messages" in error and "cannot write" in error and "needs the name" in error
+
+
+def test_a_conversation_too_long_can_be_reset(chat):
+    found = chat("x" * 300, "/reset", "short", engine=FakeEngine(max_context=250))
+    assert "too long" in found.err
+    assert found.out == "user: short\nassistant:\n"
+
+
+SCRIPT = """
+import sys
+from contextlib import asynccontextmanager
+from quire.cli import main, shared
+from tests.server.fake_engine import FakeEngine
+
+@asynccontextmanager
+async def loaded(_):
+    yield FakeEngine(step_seconds=0.02, max_context=10**6)
+
+shared.engine = loaded
+sys.exit(main(["chat", "fake"]))
+"""
+
+
+def test_on_a_terminal_ctrl_c_stops_the_answer_and_the_chat_goes_on():
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C goes to whom the terminal belongs
+        env=os.environ | {"TERM": "dumb"},
+    )
+    os.close(slave)
+    seen = ""
+
+    def expect(text):
+        nonlocal seen
+        until = time.monotonic() + 15
+        while text not in seen:
+            ready, _, _ = select.select([master], [], [], 0.2)
+            if ready:
+                seen += os.read(master, 4096).decode(errors="replace")
+            assert time.monotonic() < until, seen
+        seen = seen[seen.index(text) + len(text) :]
+
+    try:
+        expect("/help")
+        expect("›")
+        os.write(master, b"a long message that takes a while to repeat because every letter is slow\n")
+        expect("user: a long")
+        os.write(master, b"\x03")
+        expect("…")
+        expect("tokens/s")
+        expect("›")
+        os.write(master, b"/reset\n")
+        expect("forgotten")
+        os.write(master, b"hi\n")
+        expect("user: hi")
+        expect("first after")
+        os.write(master, b"\x04")
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

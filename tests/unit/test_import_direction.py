@@ -1,0 +1,71 @@
+"""Imports point downwards: the package passes, and the check finds made-up offenders."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "check_imports.py"
+
+
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True)
+
+
+def test_the_package_keeps_the_order():
+    done = check(ROOT / "src" / "quire")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "complaint"),
+    [
+        (
+            "cache/page.py",
+            "from quire.engine.scheduler import Scheduler",
+            "quire.cache imports quire.engine, which lies above it",
+        ),
+        ("cache/page.py", "import quire.attention.plan", "quire.cache imports quire.attention"),
+        ("models/decoder.py", "from quire import attention", "quire.models imports quire.attention"),
+        ("models/decoder.py", "from ..attention.plan import Plan", "quire.models imports quire.attention"),
+        ("models/sub/deep.py", "from ...cache import page", "quire.models imports quire.cache"),
+        ("models/decoder.py", "def f():\n    from quire.cache import page", "quire.models imports quire.cache"),
+        ("errors.py", "from quire.config import EngineConfig", "quire.errors imports quire.config"),
+        ("cache/new/thing.py", "import quire.novelty", "quire.novelty has no place in the import order"),
+        ("engine/engine.py", "from quire import __version__", "import __version__ from quire.version"),
+        ("__init__.py", "from quire.llm import LLM", "public names are loaded when used"),
+        ("models/tokenizer.py", "import transformers", "transformers is imported when the module is"),
+        ("engine/engine.py", "class A:\n    from fastapi import FastAPI", "fastapi is imported when the module is"),
+        ("config.py", "def f():\n    import torch", "config.py must do without torch"),
+        ("engine/scheduler.py", "from time import monotonic", "engine/scheduler.py must do without time"),
+    ],
+)
+def test_an_offender_is_found(module, code, complaint, tmp_path):
+    path = tmp_path / module
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    done = check(tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1)
+    assert complaint in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("engine/engine.py", "from quire.cache.page import PagePool\nfrom . import scheduler\nimport torch"),
+        ("server/app.py", "import fastapi\nfrom quire.llm import AsyncLLM"),
+        ("attention/triton.py", "import triton"),
+        ("models/tokenizer.py", "def f():\n    import transformers"),
+        ("__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from quire.llm import LLM"),
+    ],
+)
+def test_what_is_in_order_passes(module, code, tmp_path):
+    path = tmp_path / module
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    done = check(tmp_path)
+    assert done.returncode == 0, done.stdout

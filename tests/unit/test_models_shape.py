@@ -1,0 +1,225 @@
+"""Sizes, rotation tables and what the settings of a checkpoint may say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ModelError
+from quire.models.families import shape_from_config, shape_from_gguf
+from quire.models.shape import ModelShape, Rope
+from tests.tiny_models import RandomWeights, tiny_shape
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 7,
+}
+
+
+def shape_of(generation: dict[str, Any] | None = None, **changes: Any) -> ModelShape:
+    return shape_from_config(LLAMA | changes, generation or {})
+
+
+def test_importing_shape_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, quire.models.families; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm", "opt"])
+def test_parameters_are_counted_from_the_tensors(family: str) -> None:
+    shape = tiny_shape(family)
+    weights = RandomWeights(shape)
+    total = sum(weights.tensor(name).numel() for name in shape.tensor_shapes)
+    assert shape.num_parameters == total
+    assert shape.weight_bytes("bfloat16") == 2 * total and shape.weight_bytes("float32") == 4 * total
+
+
+def test_cache_bytes_of_a_token() -> None:
+    shape = tiny_shape(num_layers=3, num_kv_heads=2, num_q_heads=4, head_dim=12)
+    assert shape.kv_bytes_per_token(2) == 3 * 2 * 2 * 12 * 2
+
+
+def test_tables_are_the_cosines_and_sines_of_position_times_frequency() -> None:
+    cos, sin = Rope(theta=10000.0, dim=8).tables(10_000)  # more than one block of rows
+    assert cos.shape == sin.shape == (10_000, 4) and cos.dtype == np.float32
+    for position in (0, 1, 4095, 4096, 9999):
+        for pair in range(4):
+            angle = position * 10000.0 ** (-2 * pair / 8)
+            assert cos[position, pair] == np.float32(math.cos(angle))
+            assert sin[position, pair] == np.float32(math.sin(angle))
+
+
+def test_linear_rope_is_the_plain_one_at_a_fraction_of_the_position() -> None:
+    plain, stretched = Rope(theta=100.0, dim=8), Rope(theta=100.0, dim=8, kind="linear", factor=4.0)
+    np.testing.assert_allclose(stretched.tables(41)[0][40], plain.tables(11)[0][10], atol=1e-6)
+
+
+def test_dynamic_rope_depends_on_the_engine_and_not_on_a_request() -> None:
+    rope = Rope(theta=10000.0, dim=16, kind="dynamic", factor=2.0, original_context=64)
+    plain = Rope(theta=10000.0, dim=16)
+    np.testing.assert_array_equal(rope.frequencies(10), plain.frequencies(10))
+    np.testing.assert_array_equal(rope.frequencies(64), plain.frequencies(64))
+    beyond = rope.frequencies(128)
+    assert beyond[0] == 1.0 and (beyond[1:] < plain.frequencies(0)[1:]).all()
+    np.testing.assert_array_equal(rope.tables(128)[0][:64], np.cos(np.outer(np.arange(64), beyond)).astype(np.float32))
+
+
+def test_llama3_frequencies_agree_with_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters = {**scaling, "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, max_position_embeddings=131072, rope_parameters=parameters
+    )
+    theirs, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    ours = Rope(
+        theta=500000.0,
+        dim=128,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_context=8192,
+    )
+    assert attention_factor == 1.0
+    np.testing.assert_allclose(ours.frequencies(0), theirs.numpy(), rtol=1e-6)
+
+
+def test_frequency_factors_divide() -> None:
+    rope = Rope(theta=100.0, dim=4, kind="factors", factors=(1.0, 8.0))
+    np.testing.assert_allclose(rope.frequencies(0), [1.0, 100.0**-0.5 / 8])
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind", "max_context", "limit"),
+    [
+        (None, "default", 128, 128),
+        ({"type": "linear", "factor": 4.0}, "linear", 512, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic", 128, 256),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 32,
+            },
+            "llama3",
+            128,
+            128,
+        ),
+    ],
+)
+def test_rope_scaling_and_the_context_it_gives(scaling: Any, kind: str, max_context: int, limit: int) -> None:
+    shape = shape_of(rope_scaling=scaling, rope_theta=5000.0)
+    assert shape.rope is not None and shape.rope.kind == kind and shape.rope.theta == 5000.0
+    assert shape.max_context == max_context and shape.context_limit == limit
+
+
+def test_rope_parameters_are_the_newer_form_of_rope_scaling() -> None:
+    shape = shape_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0})
+    assert shape.rope == Rope(theta=77.0, dim=16, kind="linear", factor=2.0)
+
+
+def test_end_of_text_ids_come_from_both_files_without_repetition() -> None:
+    assert shape_of(generation={"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
+    assert shape_of().eos_token_ids == (7,) and shape_of(eos_token_id=None).eos_token_ids == ()
+
+
+def test_windows() -> None:
+    assert shape_of(sliding_window=32).sliding_window is None  # llama has none, whatever its file says
+    assert shape_of(model_type="mistral", sliding_window=32).sliding_window == 32
+    assert shape_of(model_type="mistral", sliding_window=None).sliding_window is None
+    assert shape_of(model_type="qwen2", sliding_window=32, use_sliding_window=False).sliding_window is None
+    assert (
+        shape_of(model_type="qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=0).sliding_window
+        == 32
+    )
+    assert (
+        shape_of(model_type="qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=2).sliding_window
+        is None
+    )
+    assert (
+        shape_of(
+            model_type="qwen2", sliding_window=32, use_sliding_window=True, layer_types=["full_attention"] * 2
+        ).sliding_window
+        is None
+    )
+    with pytest.raises(ModelError, match="1 of 2 layers have a sliding window"):
+        shape_of(model_type="qwen2", sliding_window=32, use_sliding_window=True, max_window_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox' is not supported"),
+        (
+            {"model_type": None, "architectures": ["MambaForCausalLM"]},
+            "architecture 'MambaForCausalLM' is not supported",
+        ),
+        ({"hidden_size": None}, "setting hidden_size is missing"),
+        ({"num_hidden_layers": "many"}, "setting num_hidden_layers is 'many'"),
+        ({"num_hidden_layers": 0}, "setting num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot be shared among 3"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "setting factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
+        ({"head_dim": 15}, "rope needs an even dim"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        shape_of(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "gemma"}, "GGUF architecture 'gemma' is not supported"),
+        ({"llama.expert_count": 8}, "mixtures of experts"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported in a GGUF"),
+        ({"llama.rope.dimension_count": 8}, "rope rotates 8 of 16 channels"),
+        ({"llama.attention.value_length": 8}, "different head size"),
+        (
+            {"llama.attention.head_count_kv": (2, 1)},
+            "attention.head_count_kv is (2, 1)".replace("(", r"\(").replace(")", r"\)"),
+        ),
+        ({"llama.block_count": None}, "block_count is missing"),
+    ],
+)
+def test_gguf_metadata_that_cannot_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.embedding_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.feed_forward_length": 96,
+        "llama.context_length": 128,
+    }
+    with pytest.raises(ModelError, match=message):
+        shape_from_gguf(metadata | changes, (), 100, ())

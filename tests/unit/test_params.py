@@ -1,0 +1,144 @@
+"""Request parameters: every accepted value is kept, every other one is refused by the name of its field."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from quire.engine.params import MAX_LOGPROBS, SamplingParams
+from quire.errors import RequestError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_the_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_k, params.top_p, params.min_p) == (1, 1.0, -1, 1.0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.prompt_logprobs) == (16, 0, None, None)
+    assert (params.stop, params.stop_token_ids, params.seed, params.logit_bias) == ((), (), None, None)
+    assert params.detokenize and params.skip_special_tokens
+    assert not params.ignore_eos and not params.include_stop_str_in_output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("n", value) for value in (0, -1, 129, 1.0, True, "1", None, NAN)],
+        *[("temperature", value) for value in (-0.1, NAN, INF, -INF, "hot", None, True, 1e300, 10**400, [1.0])],
+        *[("top_k", value) for value in (-2, 1.5, None, True, "5")],
+        *[("top_p", value) for value in (0, 0.0, -0.1, 1.0001, NAN, INF, None, "1")],
+        *[("min_p", value) for value in (-0.01, 1.01, NAN, None)],
+        *[("repetition_penalty", value) for value in (0, 0.0, -1.0, NAN, INF, None, 1e6)],
+        *[("presence_penalty", value) for value in (-2.01, 2.01, NAN, None, "0")],
+        *[("frequency_penalty", value) for value in (-2.01, 2.01, NAN, None)],
+        *[("seed", value) for value in (1.0, "1", True, 2**64, -(2**63) - 1)],
+        *[("logit_bias", value) for value in ([1], {"1": 1.0}, {1: 101}, {1: NAN}, {1: "a"}, {-1: 0}, {1: None})],
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        *[("stop", value) for value in ("", [""], ["a", 1], 5, b"a", {"a": 1}, ["x"] * 17, "y" * 1025)],
+        *[("stop_token_ids", value) for value in ([-1], [1.0], [True], 3, "3", ["3"], [2] * 1025)],
+        *[("max_tokens", value) for value in (0, -1, 1.0, True, "16")],
+        *[("min_tokens", value) for value in (-1, 17, None, 1.5)],
+        *[("logprobs", value) for value in (-1, MAX_LOGPROBS + 1, 1.0, True)],
+        *[("prompt_logprobs", value) for value in (-1, MAX_LOGPROBS + 1, "1", False)],
+        *[
+            (name, value)
+            for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+            for value in (1, 0, None, "yes")
+        ],
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("temperature", 0, 0.0),
+        ("temperature", np.float32(0.5), 0.5),
+        ("n", np.int64(3), 3),
+        ("seed", -(2**63), -(2**63)),
+        ("seed", 2**64 - 1, 2**64 - 1),
+        ("top_k", 0, 0),
+        ("stop", "end", ("end",)),
+        ("stop", ["a", "b", "a"], ("a", "b")),
+        ("stop", None, ()),
+        ("stop_token_ids", [5, 6, 5], (5, 6)),
+        ("logit_bias", {np.int64(3): -100}, {3: -100.0}),
+        ("max_tokens", None, None),
+        ("logprobs", 0, 0),
+        ("logprobs", MAX_LOGPROBS, MAX_LOGPROBS),
+    ],
+)
+def test_a_value_in_range_is_kept_in_its_plain_type(name, value, kept):
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert found == kept and type(found) is type(kept)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(stop="a", detokenize=False)
+    assert caught.value.param == "stop"
+
+
+def test_any_minimum_goes_with_an_open_maximum():
+    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("settings", "greedy", "processed"),
+    [
+        ({}, False, False),
+        ({"temperature": 0}, True, False),
+        ({"temperature": 1e-6}, True, False),
+        ({"top_k": 1}, True, False),
+        ({"temperature": 0, "top_p": 0.5, "min_p": 0.5}, True, False),
+        ({"temperature": 0, "logprobs": 3}, True, False),
+        ({"temperature": 0, "logit_bias": {}}, True, False),
+        ({"temperature": 0, "logit_bias": {1: 1.0}}, True, True),
+        ({"temperature": 0, "min_tokens": 1}, True, True),
+        ({"repetition_penalty": 1.1}, False, True),
+        ({"presence_penalty": -0.1}, False, True),
+        ({"frequency_penalty": 0.1}, False, True),
+    ],
+)
+def test_the_fast_path_is_told_apart(settings, greedy, processed):
+    params = SamplingParams(**settings)
+    assert params.greedy is greedy
+    assert params.needs_logits_processing is processed
+
+
+def test_parameters_are_frozen_and_replaced():
+    params = SamplingParams(stop=["a"], temperature=0)
+    assert params.greedy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 1.0
+    warmer = dataclasses.replace(params, temperature=0.7)
+    assert not warmer.greedy and warmer.stop == ("a",)
+    with pytest.raises(RequestError):
+        dataclasses.replace(params, n=0)
+
+
+def test_ids_outside_the_vocabulary_are_refused_by_name():
+    for settings in ({"logit_bias": {50: 1.0}}, {"stop_token_ids": [50]}):
+        params = SamplingParams(**settings)
+        params.check_vocabulary(51)
+        with pytest.raises(RequestError, match="50") as caught:
+            params.check_vocabulary(50)
+        assert caught.value.param in settings
+
+
+def test_parameters_and_stops_need_neither_torch_nor_numpy():
+    program = (
+        "import sys, quire.engine.params, quire.engine.outputs, quire.engine.stops\n"
+        "print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "set()"

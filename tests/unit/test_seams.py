@@ -1,0 +1,160 @@
+"""The plainest implementation of each seam: codec, tree, retention, tier, mover, transport. Later ones must pass the
+same tests."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from quire.attention.partial import Partial, merge
+from quire.attention.reference import attend_dense
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.page import PagePool
+from quire.cache.retention import FULL, KeepAll
+from quire.cache.segment import ChunkTable, Path, Segment
+from quire.cache.tree import PrefixTree
+from quire.cluster.transport import LocalTransport, Offer
+from quire.errors import CacheFullError
+from quire.tiers.mover import Mover
+from quire.tiers.tier import ArenaTier
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_kv(dim: int, dtype: torch.dtype, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(dim)
+    k, v = torch.randn(2, count, 64, dim, generator=generator).to(dtype)
+    return k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [8, 12, 64, 80, 128])
+def test_dense_pages_give_back_what_they_were_given(dim: int, dtype: torch.dtype) -> None:
+    codec = DenseCodec(dim, dtype)
+    k, v = random_kv(dim, dtype)
+    pages = codec.encode(k, v, torch.arange(64).expand(3, -1))
+    assert pages.shape == (3, codec.page_bytes)
+    assert codec.page_bytes % 128 == 0
+    back = codec.decode(pages, torch.arange(64).expand(3, -1))
+    assert torch.equal(back[0], k.float())
+    assert torch.equal(back[1], v.float())
+
+
+def test_the_dense_page_format_is_what_it_was() -> None:
+    """docs/page-format.md: K rows, then V rows. A change of these bytes is a change of the format version."""
+    k = torch.arange(64 * 4, dtype=torch.float32).view(1, 64, 4)
+    page = DenseCodec(4, torch.bfloat16).encode(k, -k, torch.zeros(1, 64, dtype=torch.int64))
+    assert page.shape == (1, 1024)
+    assert bytes(page[0, :16].tolist()).hex() == "0000803f004040408040a040c040e040"
+    assert bytes(page[0, 512:528].tolist()).hex() == "008080bf00c040c080c0a0c0c0c0e0c0"
+    assert hashlib.sha256(bytes(page[0].tolist())).hexdigest()[:16] == "3b9a28ffdc1f75c0"
+
+
+def table_of(chunks: int = 4) -> ChunkTable:
+    codec = DenseCodec(16, torch.float32)
+    return ChunkTable(PagePool(chunks * 6 * codec.page_bytes, slab_bytes=codec.page_bytes), 2, 3, codec)
+
+
+def test_chunks_are_taken_whole_or_not_at_all() -> None:
+    table = table_of(4)
+    taken = table.take(3, table.open_codec)
+    assert len(np.unique(table.pages[taken])) == 3 * 6
+    with pytest.raises(CacheFullError):
+        table.take(2, table.open_codec)
+    table.check()
+    assert table.available(table.open_codec) == 1
+    table.give(taken)
+    table.check()
+    assert table.pool.bytes_out == 0
+
+
+def test_the_plain_tree_matches_nothing_and_keeps_nothing() -> None:
+    tree = PrefixTree()
+    locks = np.zeros((2, 3), np.int32)
+    segment = Segment(np.arange(64, dtype=np.int32), np.array([1], np.int32), 0, locks)
+    assert not tree.publish("model", Path(), segment)
+    assert tree.match("model", list(range(200))).num_chunks == 0
+    assert list(tree.evictable()) == []
+    path = Path([segment])
+    tree.lock(path)
+    assert (locks == 1).all()
+    tree.unlock(path)
+    with pytest.raises(AssertionError, match="unlocked"):
+        tree.unlock(path)
+
+
+def test_a_segment_holds_whole_chunks_from_a_chunk_boundary() -> None:
+    for tokens, start in ((63, 0), (64, 1)):
+        with pytest.raises(AssertionError):
+            Segment(np.zeros(tokens, np.int32), np.array([1], np.int32), start, np.zeros((1, 1), np.int32))
+
+
+def test_keeping_all_is_the_policy_full_everywhere() -> None:
+    policy = KeepAll(2, 3)
+    policy.observe(0, slice(0, 4), torch.zeros(4, 3, 1))
+    assert policy.decide().tolist() == [[FULL] * 3] * 2
+    policy.reseal(0)
+
+
+def test_the_arena_tier_stores_and_loads_page_images_verbatim() -> None:
+    table = table_of()
+    tier = ArenaTier(table.pool)
+    images = torch.randint(0, 256, (5, table.open_codec.page_bytes), dtype=torch.uint8)
+    ids, stored = tier.store(images, table.open_codec)
+    stored.wait()
+    into = torch.empty_like(images)
+    tier.load(ids, table.open_codec, into).wait()
+    assert torch.equal(into, images)
+    assert tier.attend(ids, torch.zeros(1), 0) is None
+    mover = Mover(tier)
+    mover.prepare([Path()])
+    assert not mover.demote(Segment(np.zeros(64, np.int32), np.array([0], np.int32), 0, np.zeros((1, 1), np.int32)))
+
+
+def test_a_pulled_chunk_is_bit_equal_and_what_is_resident_is_not_sent() -> None:
+    table = table_of()
+    chunks = table.take(2, table.open_codec)
+    images = torch.randint(0, 256, (12, table.open_codec.page_bytes), dtype=torch.uint8)
+    table.pool.store(table.pages[chunks].reshape(-1), table.open_codec, images)
+    transport = LocalTransport(table, resident={"a"})
+    assert transport.offer([Offer("a", int(chunks[0])), Offer("b", int(chunks[1]))]) == ["b"]
+    pulled = torch.cat([transport.pull("b", layer, slice(1, 3)) for layer in range(2)])
+    assert torch.equal(pulled, images[6:].view(2, 3, -1)[:, 1:].reshape(4, -1))
+    transport.ack(["b"])
+    with pytest.raises(KeyError):
+        transport.pull("b", 0, slice(0, 1))
+    assert transport.offer([Offer("b", int(chunks[1]))]) == []
+
+
+def test_partials_merge_to_attention_over_the_union_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(5, 2, 3, 16, generator=generator)
+    k, v = torch.randn(2, 2, 90, 16, generator=generator)
+    k[:, :30] *= 40  # scores of very different size
+    rows, positions = torch.full((5,), 89), torch.arange(90)
+    whole = attend_dense(q, k, v, rows, positions)
+    cuts = [(0, 30), (30, 31), (31, 90)]
+    parts = [attend_dense(q, k[:, a:b], v[:, a:b], rows, positions[a:b]) for a, b in cuts]
+    nothing = attend_dense(q, k[:, :4], v[:, :4], rows, positions[:4] + 1000)
+    assert (nothing.lse == -torch.inf).all()
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        merged = merge([nothing, *(parts[index] for index in order)])
+        torch.testing.assert_close(merged.o, whole.o, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(merged.lse, whole.lse, atol=1e-5, rtol=1e-6)
+    nested = merge([merge([parts[0], parts[1]]), parts[2]])
+    torch.testing.assert_close(nested.o, whole.o, atol=2e-6, rtol=1e-5)
+    assert (merge([nothing, nothing]).lse == -torch.inf).all()
+
+
+def test_merging_is_not_averaging() -> None:
+    """A worked merge: scores (1, 3) over (1,0), (0,1) and (2, 5) over (2,2), (4,0)."""
+
+    def part(scores: list[float], values: list[list[float]]) -> Partial:
+        s, v = torch.tensor(scores).float(), torch.tensor(values).float()
+        return Partial((s.softmax(0) @ v).view(1, 1, 1, 2), s.logsumexp(0).view(1, 1, 1))
+
+    merged = merge([part([1, 3], [[1, 0], [0, 1]]), part([2, 5], [[2, 2], [4, 0]])])
+    torch.testing.assert_close(merged.o.view(2), torch.tensor([3.421771, 0.195199]), atol=1e-5, rtol=0)

@@ -1,0 +1,188 @@
+"""Folders of safetensors: what is read, and how each kind of damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.errors import ModelError
+from quire.models.decoder import build_model
+from quire.models.layers import TorchOps, torch_dtype
+from quire.models.weights import open_model
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        open_model(folder)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+def test_tensors_come_under_canonical_names(llama: Path) -> None:
+    stored = load_file(llama / "model.safetensors")
+    with open_model(llama) as checkpoint:
+        assert torch.equal(checkpoint.tensor("layers.1.gate.weight"), stored["model.layers.1.mlp.gate_proj.weight"])
+        assert torch.equal(checkpoint.tensor("head.weight"), stored["lm_head.weight"])
+        assert checkpoint.tensor("norm.weight", torch.bfloat16).dtype == torch.bfloat16
+        assert checkpoint.quantized("layers.1.gate.weight") is None
+
+
+def test_tensors_stay_valid_after_the_checkpoint_is_closed(llama: Path) -> None:
+    checkpoint = open_model(llama)
+    tensor = checkpoint.tensor("embed.weight")
+    before = tensor.clone()
+    checkpoint.close()
+    assert torch.equal(tensor, before)
+
+
+def test_a_same_dtype_tensor_is_a_view_of_the_file(llama: Path) -> None:
+    with open_model(llama) as checkpoint:
+        assert checkpoint.tensor("embed.weight").data_ptr() == checkpoint.tensor("embed.weight").data_ptr()
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    import transformers
+
+    whole = save_tiny(tmp_path / "whole", seed=5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(whole)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    with open_model(whole) as one, open_model(tmp_path / "shards") as many:
+        assert one.shape == many.shape
+        for name in one.shape.tensor_shapes:
+            assert torch.equal(one.tensor(name), many.tensor(name)), name
+
+
+def test_files_are_reopened_so_that_read_pages_can_leave(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.models.weights._REOPEN_BYTES", 1)
+    with open_model(llama) as checkpoint:
+        first = checkpoint.tensor("embed.weight")
+        assert torch.equal(first, checkpoint.tensor("embed.weight"))
+
+
+def test_names_without_the_model_prefix_are_understood(copy: Path) -> None:
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    with open_model(copy) as checkpoint:
+        expected = checkpoint.tensor("layers.0.q.weight").clone()
+    edit_tensors(copy, strip)
+    with open_model(copy) as checkpoint:
+        assert torch.equal(checkpoint.tensor("layers.0.q.weight"), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_builds(llama: Path, dtype: str) -> None:
+    with open_model(llama) as checkpoint:
+        model = build_model(checkpoint.shape, checkpoint, TorchOps(), torch_dtype(dtype))
+    assert model.head(torch.zeros(1, 48, dtype=torch_dtype(dtype))).dtype == torch_dtype(dtype)
+
+
+def test_the_checkpoints_own_dtype_is_known(copy: Path) -> None:
+    edit_config(copy, dtype="bfloat16")
+    assert open_model(copy).shape.dtype == "bfloat16"
+    edit_config(copy, dtype=None)
+    assert open_model(copy).shape.dtype == "float32"
+    edit_tensors(copy, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    assert open_model(copy).shape.dtype == "float16"
+
+
+def test_a_tied_model_may_carry_its_head_twice(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, tie_word_embeddings=True)
+    edit_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
+    assert open_model(folder).shape.tied_embeddings
+
+
+def test_a_missing_tensor_is_named(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "tensor model.layers.1.mlp.up_proj.weight is missing" in refusal(copy)
+
+
+def test_a_wrong_shape_is_named(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
+    assert "tensor model.norm.weight has shape [47], expected [48]" in refusal(copy)
+
+
+def test_a_tensor_the_decoder_would_ignore_is_refused(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}))
+    assert "tensor model.layers.0.self_attn.q_proj.bias is not part of a llama model" in refusal(copy)
+
+
+def test_an_unreadable_dtype_is_named(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int32)}))
+    assert "tensor model.norm.weight has dtype I32" in refusal(copy)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, 5000])
+def test_a_truncated_file_is_named(copy: Path, kept: int) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "model.safetensors: truncated or not a safetensors file" in refusal(copy)
+
+
+def test_a_missing_shard_is_named(copy: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors is missing" in refusal(copy)
+
+
+def test_pickles_are_never_loaded(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "no .safetensors file" in refusal(copy)
+    (copy / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    assert "only pickled weights (pytorch_model.bin)" in refusal(copy)
+
+
+def test_an_unknown_architecture_is_named(copy: Path) -> None:
+    edit_config(copy, model_type="rwkv")
+    assert "architecture 'rwkv' is not supported" in refusal(copy)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])
+def test_a_broken_config_is_named(copy: Path, content: str) -> None:
+    (copy / "config.json").write_bytes(content.encode("latin-1"))
+    assert "config.json" in refusal(copy)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    assert "config.json is missing" in refusal(tmp_path)
+
+
+def test_paths_that_are_no_models_are_named(tmp_path: Path) -> None:
+    other = tmp_path / "model.bin"
+    other.write_bytes(b"")
+    assert "neither a folder" in refusal(other)
+    assert "no such file or folder" in refusal(tmp_path / "absent")
