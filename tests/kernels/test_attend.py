@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import lay_out
+from quire.attention.reference import ReferenceAttention
+from quire.kernels import load, runtime
+from quire.kernels.levels import supported_levels
 
 from .harness import Shape, assert_equals_reference, make_spec, slices_of
 
@@ -73,10 +76,19 @@ def test_any_ragged_step_attends_like_the_reference(lengths, heads, group, dim, 
     check(Shape(heads=heads, group=group, dim=dim, dtype=dtype, window=window), lengths, seed)
 
 
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_every_cpu_level_attends_like_the_reference(
+    level: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = runtime.prepare(load(level))
+    monkeypatch.setattr(runtime, "kernels", lambda: library)
+    check(Shape(dim=dim, group=3, dtype=dtype, window=90), EDGES)
+
+
 @pytest.mark.parametrize("offset", [80.0, -80.0])
 def test_large_scores_neither_overflow_nor_vanish(offset: float) -> None:
-    from quire.attention.reference import ReferenceAttention
-
     outputs = []
     for make in (ReferenceAttention, CpuAttention):
         spec = make_spec(Shape(layers=1, heads=1, group=1, rotate=False), 4)

@@ -71,7 +71,8 @@ def attention(
 
 
 def describe(compiled: Compiled) -> str:
-    return f"{compiled.registers} registers, {compiled.stack_bytes} bytes of local memory, {compiled.shared_bytes} of shared"
+    c = compiled
+    return f"{c.registers} registers, {c.stack_bytes} bytes of local memory, {c.shared_bytes} of shared"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,7 @@
 """Runs the tests of `triton_interpreter/` in a process of their own.
 
-Triton decides between interpreter and compiler when a kernel is decorated, its own library's included, so one process has either; this one
-keeps the compiler, for `test_triton_compile.py` and for GPUs.
+Triton decides between interpreter and compiler when a kernel is decorated, its own library's included, so one process
+has either. This one keeps the compiler, for `test_triton_compile.py` and for GPUs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Triton backend: attention on pages in GPU memory, planned on the host and ready for CUDA graphs.
 
 A decode step's arrays lie in buffers whose addresses and shapes depend on its padded batch size alone, so a graph
-captured once reads the
-plan of every later step. All arrays of a step travel in one copy; page ids are mirrored on the device, a row when its chunk is new.
+captured once reads the plan of every later step. All arrays of a step travel in one copy; page ids are mirrored on the
+device, a row when its chunk is new.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Launch:
 def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
     """The launches of (short, tall) blocks: tiles of query rows x G.
 
-    Chosen by registers and shared memory (tests/kernels/test_triton_compile.py prints them); `scripts/gpu.sh attention` measures.
+    Chosen by registers and shared memory (tests/kernels/test_triton_compile.py prints them); `scripts/gpu.sh attention`
+    measures them against others.
     """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
@@ -117,9 +118,10 @@ class TritonAttention:
 class TritonPlan:
     """One step of the Triton backend.
 
-    batch_size  padded rows of a decode step, or None for a step that is no decode step or too large: it cannot be a
-                graph. Keys, values and
-                queries of a decode step have either its own number of rows or batch_size of them; rows past its own give zeros
+    num_rows    R
+    batch_size  padded rows of a decode step; None for a step that is none or too large, which cannot be a graph. Keys,
+                values and queries have either R rows or batch_size of them; rows past R give zeros
+    is_decode   every slice has one row
     """
 
     def __init__(self, backend: TritonAttention, layout: TileLayout, batch_size: int | None) -> None:
@@ -181,9 +183,9 @@ class TritonPlan:
         write[(spec.num_kv_heads, triton.cdiv(self.num_rows, WRITE_ROWS))](
             k, v, backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.write_chunk,
             self.num_rows, layer, k.stride(0), v.stride(0),
-            L=spec.num_layers, H=spec.num_kv_heads, D=spec.head_dim, P=PAGE_TOKENS, DP=triton.next_power_of_2(spec.head_dim),
-            ROWS=WRITE_ROWS, UNIT=UNIT // spec.dtype.itemsize, ROTATE=spec.cos is not None,
-            num_warps=4, enable_fp_fusion=True,
+            L=spec.num_layers, H=spec.num_kv_heads, D=spec.head_dim, P=PAGE_TOKENS,
+            DP=triton.next_power_of_2(spec.head_dim), ROWS=WRITE_ROWS, UNIT=UNIT // spec.dtype.itemsize,
+            ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -257,7 +259,7 @@ class Partials:
     lse       f32 [tiles, H, ROWS]
     arrivals  int32 [tiles, H], zero between launches
 
-    The short kind is allocated once at its largest, because graphs hold its addresses; the tall kind when a step first needs it.
+    The short kind is allocated once at its largest, because graphs hold its addresses; the tall kind when first needed.
     """
 
     def __init__(self, backend: TritonAttention, rows: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import sys
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without Unicode shows question marks instead of ending the answer.
+        sys.stdout.reconfigure(errors="replace")
     level = os.environ.get("QUIRE_LOG", "info" if args.command == "serve" else "warning").upper()
     logging.basicConfig(format="quire: %(message)s", level=logging.getLevelNamesMapping().get(level, logging.INFO))
     try:

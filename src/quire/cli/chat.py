@@ -179,7 +179,7 @@ class Terminal:
     def read(self) -> str | None:
         """The next message, or None at the end."""
         lines: list[str] = []
-        prompt = "\001\033[1;36m\002›\001\033[0m\002 " if self.interactive else ""
+        prompt = "\001\033[1;36m\002>\001\033[0m\002 " if self.interactive else ""
         while True:
             try:
                 line = input(prompt)

@@ -5,6 +5,7 @@ chose.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
 from quire.models.layers import Ops, torch_dtype
+from quire.models.loading import FourBit
 from quire.models.plan import Model
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
@@ -74,8 +76,11 @@ def available_memory(device: torch.device) -> int:
     )
 
 
-def resolve(config: EngineConfig, shape: ModelShape) -> tuple[EngineConfig, Sizes]:
-    """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be."""
+def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = None) -> tuple[EngineConfig, Sizes]:
+    """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be.
+
+    native_bytes  bytes of the checkpoint's files: what model.weights native holds, to within the embedding
+    """
     device_type = config.runtime.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,14 +96,19 @@ def resolve(config: EngineConfig, shape: ModelShape) -> tuple[EngineConfig, Size
             f" use {'cpu' if device_type == 'cpu' else 'triton'}"
         )
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
-    if config.model.weights == "native":
-        raise ConfigError("model.weights native is not available yet; use dequantized")
+    if config.model.weights == "native" and (backend != "cpu" or dtype == "float16"):
+        raise ConfigError(
+            f"model.weights native runs on the cpu backend in bfloat16 or float32, not on {backend} in {dtype};"
+            " use model.weights dequantized"
+        )
     limit = shape.context_limit
     if config.model.max_context is not None and config.model.max_context > limit:
         raise ConfigError(f"model.max_context is {config.model.max_context}; this model serves at most {limit}")
     context = config.model.max_context or shape.max_context
     max_running = config.scheduler.max_running
     weight_bytes = shape.weight_bytes(dtype)
+    if config.model.weights == "native" and native_bytes is not None:
+        weight_bytes = native_bytes
     available = available_memory(device)
     itemsize = torch_dtype(dtype).itemsize
     wanted = config.cache.memory
@@ -153,14 +163,13 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
-        resolved, fits = resolve(config, checkpoint.shape)
+        resolved, fits = resolve(config, checkpoint.shape, _file_bytes(path))
         device = torch.device(resolved.runtime.device)
         if device.type == "cpu":
             assert resolved.runtime.threads is not None
             runtime.set_num_threads(resolved.runtime.threads)
-        engine_model = build_model(
-            checkpoint.shape, checkpoint, _ops(resolved), torch_dtype(resolved.model.dtype), device
-        )
+        dtype = torch_dtype(resolved.model.dtype)
+        engine_model = build_model(checkpoint.shape, checkpoint, _ops(resolved), dtype, device, _four_bit(resolved))
         shape = checkpoint.shape
     tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
     name = resolved.model.name or model
@@ -220,6 +229,11 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
     )
 
 
+def _file_bytes(path: Path) -> int:
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
 def _ops(config: EngineConfig) -> Ops:
     if config.attention.backend == "cpu":
         from quire.models.cpu_ops import CpuOps
@@ -232,6 +246,14 @@ def _ops(config: EngineConfig) -> Ops:
     from quire.models.layers import TorchOps
 
     return TorchOps()
+
+
+def _four_bit(config: EngineConfig) -> FourBit | None:
+    if config.model.weights == "dequantized":
+        return None
+    from quire.models.cpu_ops import FourBitLinear
+
+    return functools.partial(FourBitLinear, dtype=torch_dtype(config.model.dtype))
 
 
 def _attention(config: EngineConfig, spec: AttentionSpec) -> AttentionBackend:

@@ -69,10 +69,12 @@ void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t width
 }
 
 template <class T>
-void add_norm(const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows, int64_t width, void* out) {
-    parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
-        T* res = residual ? static_cast<T*>(residual) + r * width : nullptr;
-        norm_row(static_cast<const T*>(x) + r * x_stride, res, static_cast<const T*>(weight), eps, width, static_cast<T*>(out) + r * width);
+void add_norm(const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows, int64_t heads, int64_t width,
+              void* out) {
+    parallel_for(rows * heads, grain_for(rows * heads, width), [&](int64_t i) {
+        const T* source = static_cast<const T*>(x) + i / heads * x_stride + i % heads * width;
+        T* res = residual ? static_cast<T*>(residual) + i * width : nullptr;
+        norm_row(source, res, static_cast<const T*>(weight), eps, width, static_cast<T*>(out) + i * width);
     });
 }
 
@@ -107,12 +109,13 @@ QUIRE_API void quire_threads(void* parallel, int count) {
     num_threads = count;
 }
 
-// residual may be null: then y is the norm of x alone. x has its own row stride; residual and out are dense.
+// x: `rows` rows x_stride apart, each of `heads` adjacent vectors of `width`, normalised one by one. residual, dense like out, may be null: then y
+// is the norm of x alone.
 QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
-                              int64_t width, void* out) {
-    if (kind == DENSE_BF16) add_norm<bf16>(x, x_stride, residual, weight, eps, rows, width, out);
-    else if (kind == DENSE_F32) add_norm<float>(x, x_stride, residual, weight, eps, rows, width, out);
-    else add_norm<f16>(x, x_stride, residual, weight, eps, rows, width, out);
+                              int64_t heads, int64_t width, void* out) {
+    if (kind == DENSE_BF16) add_norm<bf16>(x, x_stride, residual, weight, eps, rows, heads, width, out);
+    else if (kind == DENSE_F32) add_norm<float>(x, x_stride, residual, weight, eps, rows, heads, width, out);
+    else add_norm<f16>(x, x_stride, residual, weight, eps, rows, heads, width, out);
 }
 
 // gate_up [rows, 2 * width] -> out [rows, width]

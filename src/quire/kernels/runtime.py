@@ -20,7 +20,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _I32],
     "quire_write": [_PTR, _I32, _PTR, _I64, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
-    "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _PTR],
+    "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
 

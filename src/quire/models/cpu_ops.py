@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels import runtime
 from quire.models.layers import Linear, TorchLinear
+from quire.models.quants import QuantizedTensor
 
 KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 """What the kernels call each dtype; the same as for dense pages."""
@@ -34,6 +35,29 @@ class PackedLinear:
         return out
 
 
+class FourBitLinear:
+    """A matrix of 4-bit codes in groups of 32, as GGUF's Q4_0 and Q4_1 hold it, through torch's own int4 product.
+
+    Batch 1 is bound by weight bytes: SmolLM2's products take 2.6 ms a step against 6.1 in bfloat16; from 8 rows on the
+    dequantized ones win (6.3 against 7.8 ms, at 32 rows 21.7 against 14.9). In float32 the product is exact to 1e-6; in
+    bfloat16 scales and offsets are rounded once more, which costs a fifth on top of bfloat16's own error.
+    """
+
+    __slots__ = ("bias", "codes", "scales")
+
+    def __init__(self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.codes.int(), 1)
+        # The product computes (code - 8) * scale + offset.
+        offset = matrix.mins + 8 * matrix.scales
+        self.scales = torch.stack([matrix.scales, offset], -1).transpose(0, 1).to(dtype).contiguous()  # [K / 32, N, 2]
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [R, K] -> [R, N]."""
+        out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, 32, self.scales)
+        return out if self.bias is None else out.add_(self.bias)
+
+
 class CpuOps:
     """See `models.layers.Ops`. float16 products stay with torch: oneDNN packs none for these CPUs."""
 
@@ -50,45 +74,17 @@ class CpuOps:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """One pass over x [R, E], or over a view [R, h, D] whose heads are adjacent."""
-        out = torch.empty(x.shape, dtype=x.dtype)
-        width = x.shape[-1]
-        if x.dim() == 2:
-            self._add_norm(
-                KINDS[x.dtype], x.data_ptr(), x.stride(0), None, weight.data_ptr(), eps, len(x), width, out.data_ptr()
-            )
-            return out
-        for head in range(x.shape[1]):  # each head is a strided column of rows
-            part = x[:, head]
-            packed = torch.empty(part.shape, dtype=x.dtype)
-            self._add_norm(
-                KINDS[x.dtype],
-                part.data_ptr(),
-                part.stride(0),
-                None,
-                weight.data_ptr(),
-                eps,
-                len(x),
-                width,
-                packed.data_ptr(),
-            )
-            out[:, head] = packed
-        return out
+        return self._norms(x, None, weight, eps)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Residual sum and norm in one pass."""
-        out = torch.empty_like(x)
-        rows, width = x.shape
-        self._add_norm(
-            KINDS[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            rows,
-            width,
-            out.data_ptr(),
-        )
+        return self._norms(x, residual.data_ptr(), weight, eps)
+
+    def _norms(self, x: torch.Tensor, residual: int | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        heads = x.shape[1] if x.dim() == 3 else 1
+        source, target, stride, width = x.data_ptr(), out.data_ptr(), x.stride(0), x.shape[-1]
+        self._add_norm(KINDS[x.dtype], source, stride, residual, weight.data_ptr(), eps, len(x), heads, width, target)
         return out
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -10,31 +10,28 @@ Knows rows, not requests; neither rotates nor masks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from quire.models.loading import WeightSource
 from quire.models.opt import OptDecoder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Linear, Ops
+    from quire.models.loading import FourBit
     from quire.models.plan import Model, StepPlan
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
 # Below this one thread loads in about a second, and more threads are a risk: decoding is thousands of short operations,
-# and on a
-# busy machine each waits for all threads to be scheduled. Embedded model, two cores: 0.25 s with one thread, 0.18 s
-# with two;
-# with four other processes running 0.6 s and 20 s.
+# and on a busy machine each waits for all threads to be scheduled. Embedded model, two cores: 0.25 s with one thread,
+# 0.18 s with two; with four other processes running 0.6 s and 20 s.
 _ONE_THREAD_PARAMETERS = 500_000_000
-
-TensorSource = Callable[[str], "Tensor"]
-"""Canonical name -> tensor in the dtype and on the device the model is to run in."""
 
 
 class _Layer(NamedTuple):
@@ -51,37 +48,27 @@ class _Layer(NamedTuple):
 class Decoder:
     """A gated decoder; its weights are packed once by `ops` and never change."""
 
-    def __init__(self, shape: ModelShape, tensor: TensorSource, ops: Ops) -> None:
+    def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
         self.shape = shape
         self._ops = ops
         self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
         self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
-        self._embed = tensor("embed.weight")
-        norms = [tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
-        self._first_norm, *next_norms = [*norms, tensor("norm.weight")]
-        self._layers = [self._load_layer(index, tensor, norm) for index, norm in enumerate(next_norms)]
-        head = self._embed if shape.tied_embeddings else tensor("head.weight")
-        self._head = ops.linear(head, None)
+        self._embed = weights.tensor("embed.weight")
+        norms = [weights.tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
+        self._first_norm, *next_norms = [*norms, weights.tensor("norm.weight")]
+        self._layers = [self._load_layer(f"layers.{index}", weights, norm) for index, norm in enumerate(next_norms)]
+        self._head = ops.linear(self._embed, None) if shape.tied_embeddings else weights.linear("head", bias=False)
 
-    def _load_layer(self, index: int, tensor: TensorSource, next_norm: Tensor) -> _Layer:
-        shape, ops, prefix = self.shape, self._ops, f"layers.{index}."
-
-        def fused(names: tuple[str, ...], has_bias: bool) -> Linear:
-            weight = torch.cat([tensor(f"{prefix}{name}.weight") for name in names])
-            bias = torch.cat([tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-            return ops.linear(weight, bias)
-
-        def single(name: str, has_bias: bool) -> Linear:
-            return ops.linear(tensor(f"{prefix}{name}.weight"), tensor(f"{prefix}{name}.bias") if has_bias else None)
-
+    def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> _Layer:
+        shape = self.shape
         return _Layer(
-            qkv=fused(("q", "k", "v"), shape.qkv_bias),
-            q_norm=tensor(f"{prefix}q_norm.weight") if shape.qk_norm else None,
-            k_norm=tensor(f"{prefix}k_norm.weight") if shape.qk_norm else None,
-            o=single("o", shape.o_bias),
-            mlp_norm=tensor(f"{prefix}mlp_norm.weight"),
-            gate_up=fused(("gate", "up"), shape.mlp_bias),
-            down=single("down", shape.mlp_bias),
+            qkv=weights.linear(f"{at}.q", f"{at}.k", f"{at}.v", bias=shape.qkv_bias),
+            q_norm=weights.tensor(f"{at}.q_norm.weight") if shape.qk_norm else None,
+            k_norm=weights.tensor(f"{at}.k_norm.weight") if shape.qk_norm else None,
+            o=weights.linear(f"{at}.o", bias=shape.o_bias),
+            mlp_norm=weights.tensor(f"{at}.mlp_norm.weight"),
+            gate_up=weights.linear(f"{at}.gate", f"{at}.up", bias=shape.mlp_bias),
+            down=weights.linear(f"{at}.down", bias=shape.mlp_bias),
             next_norm=next_norm,
         )
 
@@ -108,18 +95,21 @@ class Decoder:
 
 
 def build_model(
-    shape: ModelShape, weights: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str = "cpu"
+    shape: ModelShape,
+    weights: Checkpoint,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    four_bit: FourBit | None = None,
 ) -> Model:
     """Load every tensor once, convert it to `dtype`, move it to `device`, pack it; the checkpoint may be closed then.
 
     Tensors are fetched one weight at a time, so that at no moment more than one of them exists both plain and packed.
+    `four_bit` keeps 4-bit matrices as they are stored; see WeightSource.
     """
-
-    def tensor(name: str) -> Tensor:
-        return weights.tensor(name, dtype).to(device)
-
+    source = WeightSource(weights, ops, dtype, device, four_bit)
     with _load_threads(shape.num_parameters):
-        return OptDecoder(shape, tensor, ops) if shape.architecture == "opt" else Decoder(shape, tensor, ops)
+        return OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Linear, Ops
+    from quire.models.loading import WeightSource
     from quire.models.plan import StepPlan
     from quire.models.shape import ModelShape
 
@@ -44,38 +45,34 @@ class _Layer(NamedTuple):
 class OptDecoder:
     """OPT in both its orders: norms before the sublayers (most sizes) or after the residual sum (350m)."""
 
-    def __init__(self, shape: ModelShape, tensor: Callable[[str], Tensor], ops: Ops) -> None:
+    def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
         self.shape = shape
         self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
         self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self._activation = _ACTIVATIONS[shape.activation]
-        self._embed = tensor("embed.weight")
+        self._embed = weights.tensor("embed.weight")
         # The two padding rows are cut off once, so that a position indexes its own row.
-        self._positions = tensor("positions.weight")[OPT_POSITION_OFFSET:]
+        self._positions = weights.tensor("positions.weight")[OPT_POSITION_OFFSET:]
 
         def norm(name: str) -> _Norm:
-            return _Norm(tensor(f"{name}.weight"), tensor(f"{name}.bias"))
-
-        def linear(names: tuple[str, ...], has_bias: bool) -> Linear:
-            bias = torch.cat([tensor(f"{name}.bias") for name in names]) if has_bias else None
-            return ops.linear(torch.cat([tensor(f"{name}.weight") for name in names]), bias)
+            return _Norm(weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias"))
 
         self._layers = [
             _Layer(
-                attn_norm=norm(f"{prefix}.attn_norm"),
-                qkv=linear((f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"), shape.qkv_bias),
-                o=linear((f"{prefix}.o",), shape.o_bias),
-                mlp_norm=norm(f"{prefix}.mlp_norm"),
-                up=linear((f"{prefix}.up",), shape.mlp_bias),
-                down=linear((f"{prefix}.down",), shape.mlp_bias),
+                attn_norm=norm(f"{at}.attn_norm"),
+                qkv=weights.linear(f"{at}.q", f"{at}.k", f"{at}.v", bias=shape.qkv_bias),
+                o=weights.linear(f"{at}.o", bias=shape.o_bias),
+                mlp_norm=norm(f"{at}.mlp_norm"),
+                up=weights.linear(f"{at}.up", bias=shape.mlp_bias),
+                down=weights.linear(f"{at}.down", bias=shape.mlp_bias),
             )
-            for prefix in (f"layers.{index}" for index in range(shape.num_layers))
+            for at in (f"layers.{index}" for index in range(shape.num_layers))
         ]
         self._norm = norm("norm") if shape.final_norm else None
         projected = "project_in.weight" in shape.tensor_shapes
-        self._project_in = linear(("project_in",), False) if projected else None
-        self._project_out = linear(("project_out",), False) if projected else None
-        self._head = ops.linear(self._embed if shape.tied_embeddings else tensor("head.weight"), None)
+        self._project_in = weights.linear("project_in", bias=False) if projected else None
+        self._project_out = weights.linear("project_out", bias=False) if projected else None
+        self._head = ops.linear(self._embed, None) if shape.tied_embeddings else weights.linear("head", bias=False)
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`."""

@@ -1,11 +1,11 @@
-"""The operations of a decoder on a GPU: fused element-wise kernels in Triton, matrix products by torch, and its own product for one row.
+"""A decoder's operations on a GPU: fused element-wise kernels, torch's matrix products, and its own for a single row.
 
     norm(x) = x / sqrt(mean(x^2) + eps) * weight            add_norm(x, r): r += x, then norm(r)
     gated(g, u) = g / (1 + exp(-g)) * u                     linear(x) = x weight^T + bias
 
 Sums in float32. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
-"""Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers. An H200 at copy
-speed needs about 35 KiB a multiprocessor in flight; 4,096 rows are 512 programs, one wave."""
+"""Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
+An H200 at copy speed needs about 35 KiB a multiprocessor in flight; 4,096 rows are 512 programs, one wave."""
 
 NORM_ELEMENTS = 4096
 """Elements a program of a norm holds, as whole rows: 32 a thread."""
@@ -74,7 +74,8 @@ def _vector_linear(
     weight,        # [N, K], dense
     bias,          # [N] or None
     out,           # [N]
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     # grid: [ceil(N / ROWS)]
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -82,7 +83,8 @@ def _vector_linear(
     k = tl.arange(0, COLUMNS)
     rows = weight + n.to(tl.int64)[:, None] * K
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Through shared memory, several tiles ahead: loads to registers are sunk to their uses by the assembler, one in flight a thread.
+    # Through shared memory, several tiles ahead: the assembler sinks loads to registers to their uses, one in flight a
+    # thread.
     for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
         in_k = first + k < K
         tile = tl.load(
@@ -107,6 +109,7 @@ class TritonLinear:
         self._vector = vector and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See layers.Linear."""
         if len(x) != 1 or not self._vector:
             return functional.linear(x, self._weight, self._bias)
         n, k = self._weight.shape

@@ -4,13 +4,11 @@ launch.
     o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
 
 A program computes one piece (see `layout`) for one kv head: its rows x G queries are one tile of the tensor cores. A
-split block's
-programs leave (o, lse) partials; whichever arrives last merges them all, so there is no second launch. In a decode step (APPEND) the
-program that holds a row's open chunk also rotates and stores the row's new key and value and takes them from registers,
-so there is no
-launch for the write either and nothing is read back from memory it has just written.
+split block's programs leave (o, lse) partials; whichever arrives last merges them all, so there is no second launch. In
+a decode step (APPEND) the program that holds a row's open chunk also rotates and stores the row's new key and value and
+takes them from registers, so there is no launch for the write either, and nothing is read back that was just written.
 
-Defined by attention.reference; tests/kernels/triton_interpreter, tests/gpu and tests/kernels/test_triton_compile.py hold it to that.
+Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -69,7 +67,7 @@ def attend(
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
-    # grid: [H, n]. Heads vary fastest, so that the no-op pieces of a padded plan come last.
+    """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
     head = tl.program_id(0)
     piece = pieces + tl.program_id(1).to(tl.int64) * 8
     first_row = tl.load(piece)
@@ -141,10 +139,7 @@ def attend(
         written = (at < end)[:, None] & in_row[None, :]
         keys = tl.load(base, mask=written, other=0.0)
         score = tl.dot(query, keys.T, input_precision="ieee")
-        if APPEND:
-            visible = at[None, :] < position[:, None]
-        else:
-            visible = at[None, :] <= position[:, None]
+        visible = at[None, :] < position[:, None] if APPEND else at[None, :] <= position[:, None]
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
         score = tl.where(visible, score, float("-inf"))

@@ -134,8 +134,8 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None) -> Til
 def _split(blocks: NDArray[np.int64], share: int) -> NDArray[np.int32]:
     """Blocks [n, 5] (a piece's first columns, the position still in chunks) -> pieces.
 
-    A block of c chunks becomes c / share pieces, rounded. A sum over blocks is thus at most n + budget pieces; a split block has
-    c >= 1.5 share and at most 4/3 c / share parts, so there are fewer than 2 budget partial tiles.
+    A block of c chunks becomes c / share pieces, rounded. A sum over blocks is thus at most n + budget pieces; a split
+    block has c >= 1.5 share and at most 4/3 c / share parts, so there are fewer than 2 budget partial tiles.
     """
     chunks = blocks[:, 3]
     parts = np.maximum(1, (2 * chunks + share) // (2 * share))

@@ -24,7 +24,7 @@ def write(
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    # grid: [H, ceil(R / ROWS)]
+    """Grid [H, ceil(R / ROWS)]."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < num_rows

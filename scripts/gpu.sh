@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The checks and measurements that need a GPU, run from the working tree; nothing is installed.
+#
+#     scripts/gpu.sh tests|attention|decode [ARGUMENT...]
+#
+# tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 6 minutes
+# attention  benchmarks/gpu_attention.py: attention on pages against torch's (--sweep tries launches)    about 2 minutes
+# decode     benchmarks/gpu_decode.py: the Llama-3-8B shape against copy speed and transformers          about 4 minutes
+#
+# Needs torch with CUDA, triton, numpy, pytest; `decode` also transformers. Says so and succeeds where there is no GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+PYTHON="${PYTHON:-python3}"
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu.sh: skipped, torch sees no CUDA device on this machine"
+    exit 0
+fi
+
+stage="${1:-}"
+[ $# -eq 0 ] || shift
+case "$stage" in
+    # The settings of pyproject.toml name plugins that need not be there.
+    tests)
+        exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
+            -o "markers=gpu: needs a CUDA device" tests/gpu tests/kernels/test_triton_compile.py "$@"
+        ;;
+    attention) exec timeout 540 "$PYTHON" benchmarks/gpu_attention.py "$@" ;;
+    decode) exec timeout 540 "$PYTHON" benchmarks/gpu_decode.py "$@" ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac

@@ -1,0 +1,101 @@
+"""The CPU kernels between matrix products, and the packed products, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.kernels import runtime
+from quire.models.cpu_ops import CpuOps, FourBitLinear
+from quire.models.layers import TorchOps
+from quire.models.quants import QuantizedTensor
+
+from .harness import relative_rms
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# A sixteen-bit result is within one rounding of another order of the same operations.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+SIZES = [(1, 576), (3, 17), (32, 64), (65, 1536), (2, 1)]
+
+
+def random(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_norms_equal_torch(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype, seed=1)
+    assert relative_rms(CpuOps().norm(x, weight, 1e-5), TorchOps().norm(x, weight, 1e-5)) < TOLERANCE[dtype]
+    ours, theirs = random(rows, width, dtype=dtype, seed=2), random(rows, width, dtype=dtype, seed=2)
+    got, expected = CpuOps().add_norm(x, ours, weight, 1e-5), TorchOps().add_norm(x, theirs, weight, 1e-5)
+    assert torch.equal(ours, theirs), "the residual sum itself is one rounding"
+    assert relative_rms(got, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_heads_inside_a_wider_row(dtype: torch.dtype) -> None:
+    fused = random(5, 12 * 16, dtype=dtype)
+    heads = fused.view(5, 12, 16)[:, 3:7]
+    weight = random(16, dtype=dtype, seed=1)
+    got = CpuOps().norm(heads, weight, 1e-6)
+    assert got.is_contiguous()
+    assert relative_rms(got, TorchOps().norm(heads, weight, 1e-6)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_gated_equals_torch(rows: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = random(rows, 2 * width, dtype=dtype) * 4
+    expected = TorchOps().gated(gate_up.float())
+    assert relative_rms(CpuOps().gated(gate_up), expected) < TOLERANCE[dtype]
+
+
+def test_gated_is_zero_and_finite_for_huge_gates() -> None:
+    gate_up = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, -1e30] * 4 + [2.0] * 32])
+    got = CpuOps().gated(gate_up)
+    torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_products_equal_torch(rows: int, dtype: torch.dtype, biased: bool) -> None:
+    weight = random(97, 80, dtype=dtype)
+    bias = random(97, dtype=dtype, seed=1) if biased else None
+    x = random(rows, 80, dtype=dtype, seed=2)
+    expected = TorchOps().linear(weight.float(), bias.float() if bias is not None else None)(x.float())
+    assert relative_rms(CpuOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_four_bit_products_equal_the_dequantized_ones(dtype: torch.dtype, tolerance: float, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (96, 128), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(96, 4, generator=generator) + 0.1
+    mins = -8 * scales + torch.randn(96, 4, generator=generator)
+    weight = (codes.view(96, 4, 32) * scales[..., None] + mins[..., None]).view(96, 128)
+    bias = random(96, dtype=dtype) if biased else None
+    for rows in (1, 5, 40):
+        x = random(rows, 128, dtype=dtype, seed=3)
+        got = FourBitLinear(QuantizedTensor(codes, scales, mins), bias, dtype)(x)
+        expected = x.float() @ weight.T + (0 if bias is None else bias.float())
+        assert relative_rms(got, expected) < tolerance
+
+
+def test_one_thread_computes_what_two_do() -> None:
+    gate_up = random(257, 1024, dtype=torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            runtime.set_num_threads(threads)
+            results.append(CpuOps().gated(gate_up))
+    finally:
+        runtime.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_the_kernels_run_on_torch_s_own_threads() -> None:
+    assert runtime._gomp_parallel() is not None
