@@ -4,6 +4,7 @@ Knows the standard library only, so that a script runs under any Python that has
 """
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -19,14 +20,15 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd"
 
 
 def median(values: Iterable[float]) -> float:
-    """The median, or NaN when nothing was measured."""
-    values = list(values)
-    return statistics.median(values) if values else float("nan")
+    """The median of all values that are numbers; NaN when nothing was measured."""
+    values = [value for value in values if not math.isnan(value)]
+    return statistics.median(values) if values else math.nan
 
 
 def spread(values: Sequence[float]) -> float:
     """Largest minus smallest as a share of the median: how far a number moved within one run."""
-    return (max(values) - min(values)) / median(values) if values else float("nan")
+    values = [value for value in values if not math.isnan(value)]
+    return (max(values) - min(values)) / median(values) if values else math.nan
 
 
 def commit() -> str:
@@ -85,7 +87,7 @@ def format_table(head: Sequence[str], rows: Iterable[Sequence[object]], markdown
 
 def format_rate(value: float) -> str:
     """Tokens a second with three digits or more: 8.41, 59.8, 1106; a dash when nothing was measured."""
-    if value != value:
+    if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 200 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 

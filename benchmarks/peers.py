@@ -17,8 +17,8 @@ Cells
 Decode speed is a difference of two whole requests because that needs nothing from an engine but its ordinary call and
 favours no schedule: with first-token timestamps, an engine that decodes early requests while it still prefills late
 ones could not be compared with one that prefills all of them first. The request for one token uses other prompts of
-the same shape, so that a prefix cache cannot shorten either. llama.cpp's program times both phases itself, which
-amounts to the same.
+the same shape, so that a prefix cache cannot shorten either. llama.cpp's program does run all prompts first, for the
+whole batch, and times that phase itself: there the difference is taken within one run.
 
 Each engine is one process, started and warmed up once in every shape, and stopped (SIGSTOP) while it is not its turn:
 some keep threads spinning after a call, which would slow down whoever is next. In a round every cell is measured on
@@ -31,6 +31,7 @@ The exit status is 1 when fewer than three peers could be measured.
 """
 
 import argparse
+import math
 import random
 import signal
 import sys
@@ -136,20 +137,25 @@ def start(engine: Engine, given: argparse.Namespace) -> Worker:
     return Worker(engine.name, command, environment, given.logs / f"{engine.name}.log", START_SECONDS)
 
 
-def call_seconds(worker: Worker, cell: Cell, output: int, seed: int) -> float:
-    """Seconds of one call in the cell's shape with `output` new tokens per request."""
-    return worker.ask(op="run", batch=cell.batch, prompt=cell.prompt, output=output, seed=seed)["seconds"]
+def call(worker: Worker, cell: Cell, output: int, seed: int) -> dict:
+    """One call in the cell's shape with `output` new tokens per request: its `seconds` and `first_seconds`."""
+    return worker.ask(op="run", batch=cell.batch, prompt=cell.prompt, output=output, seed=seed)
 
 
 def measure(worker: Worker, cell: Cell, seed: int) -> tuple[float, float]:
-    """The cell's rate and its whole-request rate, both in tokens a second; the latter 0 for a prefill cell."""
+    """The cell's rate and its whole-request rate, both in tokens a second; NaN where there is none.
+
+    A decode rate is NaN when the request for one token took longer than the whole one, on a machine too busy to tell.
+    """
     if cell.output == 1:
         # Too short to be timed once.
-        seconds = median(call_seconds(worker, cell, 1, seed + repeat) for repeat in range(3))
-        return cell.batch * cell.prompt / seconds, 0.0
-    first = call_seconds(worker, cell, 1, seed)
-    whole = call_seconds(worker, cell, cell.output, seed + 1)
-    return cell.batch * (cell.output - 1) / max(whole - first, 1e-9), cell.batch * cell.output / whole
+        seconds = median(call(worker, cell, 1, seed + repeat)["seconds"] for repeat in range(3))
+        return cell.batch * cell.prompt / seconds, math.nan
+    whole = call(worker, cell, cell.output, seed)
+    first = whole["first_seconds"] or call(worker, cell, 1, seed + 1)["seconds"]
+    decoding = whole["seconds"] - first
+    rate = cell.batch * (cell.output - 1) / decoding if decoding > 0 else math.nan
+    return rate, cell.batch * cell.output / whole["seconds"]
 
 
 def take_turn(worker: Worker, cell: Cell, seed: int, given: argparse.Namespace, result: Result) -> None:
@@ -158,7 +164,7 @@ def take_turn(worker: Worker, cell: Cell, seed: int, given: argparse.Namespace, 
     worker.resume()
     while len(attempts) <= given.retries and not (attempts and min(attempts)[0] <= given.quiet):
         # Untimed: wakes threads and refills the processor's caches.
-        call_seconds(worker, WAKE, WAKE.output, seed)
+        call(worker, WAKE, WAKE.output, seed)
         meter = Meter(worker)
         rates = measure(worker, cell, seed + 1)
         attempts.append((meter.other_cores(), *rates))
@@ -180,7 +186,7 @@ def start_all(workers: dict[str, Worker], given: argparse.Namespace) -> None:
             worker.resume()
             answers[engine.name] = worker.ask(op="check")["tokens"]
             for cell in cells_of(engine, given.cells):
-                call_seconds(worker, cell, min(cell.output, 8), given.seed - 1)
+                call(worker, cell, min(cell.output, 8), given.seed - 1)
             worker.pause()
         except WorkerError as error:
             leave_out(workers, engine.name, error)
@@ -263,12 +269,14 @@ def report(workers: dict[str, Worker], results: Results, given: argparse.Namespa
         for name, worker in workers.items()
     ]
     others = [cores for result in results.values() for cores in result.other_cores]
+    noisy = sum(cores > given.quiet for cores in others) > len(others) // 4
     moved = median(spread(result.rates) for result in results.values())
     paragraphs = [
         format_table(["tokens/s", *(heading for heading, _ in columns)], rows, given.markdown),
         f"{hardware_line(hardware())}; {given.threads} threads; commit {commit()}; {time.strftime('%Y-%m-%d')}; "
-        f"median of {given.rounds} rounds.\nOther processes kept {median(others):.2f} cores busy (at worst "
-        f"{max(others, default=0.0):.2f}); between rounds a cell moved by {moved:.0%} of its median.",
+        f"rounds: {given.rounds}, medians shown.\nOther processes kept {median(others):.2f} cores busy (at worst "
+        f"{max(others, default=0.0):.2f}); between rounds a cell moved by {moved:.0%} of its median."
+        + ("\nTHE MACHINE WAS NOT QUIET: these numbers are not for publication." if noisy else ""),
         format_table(["engine", "started in", "settings"], notes, given.markdown),
     ]
     return "\n\n".join(paragraphs)

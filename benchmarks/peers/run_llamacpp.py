@@ -23,7 +23,7 @@ def start() -> Engine:
     programs = Path(given.programs)
     common = ["-m", given.model, "-t", str(given.threads)]
 
-    def seconds(batch: int, prompt: int, output: int, seed: int) -> float:
+    def run(batch: int, prompt: int, output: int, seed: int) -> tuple[float, float]:
         # The prompts' own pass gives the first token, so `output` tokens take one decoding step fewer. Token ids are
         # the program's own random ones: a fresh process has no cache in which an earlier prompt could be found.
         steps = max(1, output - 1)
@@ -34,14 +34,14 @@ def start() -> Engine:
         measured = json.loads([line for line in printed.splitlines() if line.startswith("{")][-1])
         if (measured["pp"], measured["tg"], measured["pl"]) != (prompt, steps, batch):
             raise RuntimeError(f"llama-batched-bench measured another shape: {measured}")
-        return measured["t_pp"] + (measured["t_tg"] if output > 1 else 0.0)
+        return measured["t_pp"] + (measured["t_tg"] if output > 1 else 0.0), measured["t_pp"]
 
     printed = subprocess.run([programs / "llama-bench", "--version"], capture_output=True, text=True)
     version = [word.strip("()") for word in (printed.stdout + printed.stderr).split("\n")[0].split()]
     settings = "4-bit weights" if given.native else "bf16"
     return Engine(
         lambda: _continue_check_prompt([programs / "llama-server", *common]),
-        seconds,
+        run,
         f"{version[1]} ({version[-1]})",
         f"{settings}, f16 cache, llama-batched-bench",
     )

@@ -3,7 +3,7 @@
 Runs in the engine's own virtual environment, so it knows the standard library only. The engine logs what it likes:
 file descriptor 1 is given to standard error first, and answers leave through a private copy of it.
 
-    {"op": "run", "batch": 8, "prompt": 128, "output": 128, "seed": 3}  ->  {"seconds": 1.23}
+    {"op": "run", "batch": 8, "prompt": 128, "output": 128, "seed": 3}  ->  {"seconds": 1.23, "first_seconds": null}
     {"op": "check"}                                                     ->  {"tokens": [284, ...]}
     {"op": "quit"}
 """
@@ -32,8 +32,9 @@ class Engine:
 
     check: Callable[[], list[int]]
     """Greedy continuation of CHECK_PROMPT by CHECK_TOKENS tokens."""
-    seconds: Callable[[int, int, int, int], float]
-    """(batch, prompt tokens, output tokens, seed) -> seconds from token ids to all new token ids."""
+    run: Callable[[int, int, int, int], tuple[float, float | None]]
+    """(batch, prompt tokens, output tokens, seed) -> seconds from token ids to all new token ids, and of these the
+    seconds of a prompt phase that ends, for the whole batch at once, with the first tokens; None if there is none."""
     version: str
     settings: str
 
@@ -55,7 +56,7 @@ def library(generate: Callable[[list[list[int]], int], list[list[int]]], version
     generate  (prompts, output tokens) -> the new token ids of every prompt; greedy, not stopping at an end token
     """
 
-    def seconds(batch: int, prompt: int, output: int, seed: int) -> float:
+    def run(batch: int, prompt: int, output: int, seed: int) -> tuple[float, None]:
         source = random.Random(seed)
         prompts = [[source.choice(TEXT_TOKENS) for _ in range(prompt)] for _ in range(batch)]
         began = time.perf_counter()
@@ -64,9 +65,9 @@ def library(generate: Callable[[list[list[int]], int], list[list[int]]], version
         if [len(answer) for answer in answers] != [output] * batch:
             lengths = sorted({len(answer) for answer in answers})
             raise RuntimeError(f"asked for {batch} x {output} tokens, got {len(answers)} x {lengths}")
-        return elapsed
+        return elapsed, None
 
-    return Engine(lambda: generate([CHECK_PROMPT], CHECK_TOKENS)[0], seconds, version, settings)
+    return Engine(lambda: generate([CHECK_PROMPT], CHECK_TOKENS)[0], run, version, settings)
 
 
 def serve(start: Callable[[], Engine]) -> None:
@@ -89,7 +90,8 @@ def serve(start: Callable[[], Engine]) -> None:
             if operation == "check":
                 answer(tokens=engine.check())
             else:
-                answer(seconds=engine.seconds(**request))
+                seconds, first_seconds = engine.run(**request)
+                answer(seconds=seconds, first_seconds=first_seconds)
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}".splitlines()[0])

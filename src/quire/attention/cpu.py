@@ -82,6 +82,7 @@ class CpuPlan:
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self._plan = plan
+        self._num_rows = plan.num_rows
         self._address = ctypes.addressof(plan)
         self._write = backend.kernels.quire_write
         self._attend = backend.kernels.quire_attend
@@ -93,6 +94,8 @@ class CpuPlan:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""
-        out = torch.empty(len(q), self._width, dtype=q.dtype)
+        # Rows past the step's own are padding: nothing is attended for them, but what stands there goes through the model.
+        make = torch.empty if len(q) == self._num_rows else torch.zeros
+        out = make(len(q), self._width, dtype=q.dtype)
         self._attend(self._address, layer, q.data_ptr(), q.stride(0), out.data_ptr())
         return out

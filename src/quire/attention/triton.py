@@ -76,9 +76,8 @@ class TritonAttention:
         )
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"
         for angles in (spec.cos, spec.sin):
-            assert angles is None or (
-                angles.device == device and angles.dtype == torch.float32 and angles.is_contiguous()
-            )
+            if angles is not None:
+                assert angles.device.type == device.type and angles.dtype == torch.float32 and angles.is_contiguous()
         self.spec = spec
         self.device = device
         self.batch_sizes = BATCH_SIZES

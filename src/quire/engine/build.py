@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,7 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,
+        padded_rows=_padded_rows(config),
     )
 
 
@@ -246,6 +248,14 @@ def _ops(config: EngineConfig) -> Ops:
     from quire.models.layers import TorchOps
 
     return TorchOps()
+
+
+def _padded_rows(config: EngineConfig) -> Callable[[int], int]:
+    if config.attention.backend == "cpu":
+        from quire.models.cpu_ops import padded_rows
+
+        return padded_rows
+    return lambda rows: rows
 
 
 def _four_bit(config: EngineConfig) -> FourBit | None:

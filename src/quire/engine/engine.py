@@ -40,7 +40,8 @@ class Engine:
     """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
 
-    clock  seconds, monotonic; only measures, decides nothing
+    padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
+    clock        seconds, monotonic; only measures, decides nothing
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        padded_rows: Callable[[int], int] = lambda rows: rows,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -66,6 +68,7 @@ class Engine:
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.device = device
+        self.padded_rows = padded_rows
         self.clock = clock
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
@@ -141,8 +144,7 @@ class Engine:
         if not sampling:
             self.scheduler.commit(batch, ())
             return []
-        rows = torch.tensor([row for _, row in sampling], device=self.device)
-        logits = self.model.head(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+        logits = self._logits(hidden, [row for _, row in sampling])
         sampled = self.sampler.sample(logits, [sequence.sample_row for sequence, _ in sampling])
         return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors)
 
@@ -163,7 +165,7 @@ class Engine:
             assert not self._answers, "answers of finished requests are kept"
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Token ids and positions of all rows, int64 [R] each, and the index of each slice's last row."""
+        """Token ids and positions of all rows and the padding, int64 each, and the index of each slice's last row."""
         tokens: list[int] = []
         last_rows = []
         positions = []
@@ -175,10 +177,20 @@ class Engine:
                 tokens.extend(piece.sequence.token_ids[piece.start : piece.start + piece.count])
                 positions.extend(range(piece.start, piece.start + piece.count))
             last_rows.append(len(tokens) - 1)
+        padding = [0] * (self.padded_rows(len(tokens)) - len(tokens))
+        tokens += padding
+        positions += padding
         both = torch.tensor([tokens, positions])
         if self.device.type != "cpu":
             both = both.pin_memory().to(self.device, non_blocking=True)
         return both[0], both[1], last_rows
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Logits [len(rows), V] of some rows of `hidden`."""
+        padded = rows + rows[:1] * (self.padded_rows(len(rows)) - len(rows))
+        if padded != list(range(len(hidden))):
+            hidden = hidden.index_select(0, torch.tensor(padded, device=self.device))
+        return self.model.head(hidden)[: len(rows)]
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> None:
         row = 0
@@ -191,7 +203,7 @@ class Engine:
                 stop = min(piece.start + piece.count, len(request.prompt_ids) - 1)
                 for start in range(piece.start, stop, LOGIT_ROWS):
                     end = min(start + LOGIT_ROWS, stop)
-                    logits = self.model.head(hidden[row + start - piece.start : row + end - piece.start])
+                    logits = self._logits(hidden, list(range(row + start - piece.start, row + end - piece.start)))
                     found = self.sampler.prompt_logprobs(
                         logits, request.prompt_ids[start + 1 : end + 1], request.params.prompt_logprobs or 0
                     )

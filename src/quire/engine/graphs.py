@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: captured once per padded batch size, replayed with one launch a step. GPU only.
 
-    static   tokens, positions and logits (here); plan arrays, page-id mirror and partials (the backend's); arena, weights
+    static   tokens, positions, logits (here); plan arrays, page-id mirror, partials (the backend's); arena; weights
     moving   their contents alone
 
 A graph reads whatever its addresses hold when it is replayed, so a step is: plan (one copy), inputs (two), replay.

@@ -92,15 +92,27 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None) -> Til
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read."""
     starts = np.array([piece.start for piece in slices], np.int64)
     counts = np.array([piece.num_rows for piece in slices], np.int64)
+    is_decode = bool((counts == 1).all())
     ends = starts + counts
-    lengths = np.where(counts > 0, -(-ends // PAGE_TOKENS), 0)
+    lengths = -(-ends // PAGE_TOKENS)
     paths = np.cumsum(lengths) - lengths
-    indices = _concatenate([piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)])
+    runs = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
+    indices = np.concatenate(runs, dtype=np.int32) if runs else np.empty(0, np.int32)
+    if is_decode:
+        # The general case below, less what does not differ: a decode step waits for its plan.
+        low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
+        chunks = lengths - low
+        write_chunk = indices[paths + starts // PAGE_TOKENS]
+        blocks = np.empty((len(starts), 5), np.int64)
+        blocks[:, 0], blocks[:, 1], blocks[:, 2] = np.arange(len(starts)), 1, paths + low
+        blocks[:, 3], blocks[:, 4] = chunks, low
+        pieces = _split(blocks, _share(chunks, tiles))
+        return TileLayout(starts.astype(np.int32), write_chunk, indices, pieces, _NO_PIECES, True)
+
     first_rows = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(slices)), counts)
     positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
     write_chunk = indices[paths[owner] + positions // PAGE_TOKENS]
-
     is_tall = counts > tiles.short_rows
     # A short slice is one block: the height of its blocks is taken so large that none ends inside it.
     height = np.where(is_tall, tiles.tall_rows, np.int64(1) << 40)
@@ -119,16 +131,18 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None) -> Til
         (first_rows[owner] + low_row - starts[owner], high_row - low_row, paths[owner] + low, chunks, low), 1
     )
 
-    share = max(MIN_SHARE, -(-int(chunks.sum()) // tiles.budget))
+    share = _share(chunks, tiles)
     tall = is_tall[owner]
-    return TileLayout(
-        positions.astype(np.int32),
-        write_chunk,
-        indices,
-        _split(blocks[~tall], share),
-        _split(blocks[tall], share),
-        bool((counts == 1).all()),
-    )
+    short_pieces, tall_pieces = _split(blocks[~tall], share), _split(blocks[tall], share)
+    return TileLayout(positions.astype(np.int32), write_chunk, indices, short_pieces, tall_pieces, False)
+
+
+_NO_PIECES = np.empty((0, PIECE_INTS), np.int32)
+
+
+def _share(chunks: NDArray[np.int64], tiles: Tiles) -> int:
+    """Chunks of an even share of a step whose blocks read so many."""
+    return max(MIN_SHARE, -(-int(chunks.sum()) // tiles.budget))
 
 
 def _split(blocks: NDArray[np.int64], share: int) -> NDArray[np.int32]:
@@ -139,22 +153,26 @@ def _split(blocks: NDArray[np.int64], share: int) -> NDArray[np.int32]:
     """
     chunks = blocks[:, 3]
     parts = np.maximum(1, (2 * chunks + share) // (2 * share))
-    owner = np.repeat(np.arange(len(blocks)), parts)
-    ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    bound = chunks[owner] * ordinal // parts[owner]
-    tiles_of = np.where(parts > 1, parts, 0)
-    first_tile = (np.cumsum(tiles_of) - tiles_of)[owner]
-    pieces = np.empty((len(owner), PIECE_INTS), np.int32)
-    pieces[:, :2] = blocks[owner, :2]
-    pieces[:, 2] = blocks[owner, 2] + bound
-    pieces[:, 3] = chunks[owner] * (ordinal + 1) // parts[owner] - bound
-    pieces[:, 4] = (blocks[owner, 4] + bound) * PAGE_TOKENS
-    pieces[:, 5] = np.where(parts[owner] > 1, first_tile + ordinal, 0)
-    pieces[:, 6] = np.where(parts[owner] > 1, first_tile, 0)
-    pieces[:, 7] = parts[owner]
+    if len(blocks) == 0 or parts.max() == 1:
+        pieces = np.zeros((len(blocks), PIECE_INTS), np.int32)
+        pieces[:, :5] = blocks
+        pieces[:, 4] *= PAGE_TOKENS
+        pieces[:, 7] = 1
+    else:
+        owner = np.repeat(np.arange(len(blocks)), parts)
+        ordinal = np.arange(len(owner)) - (np.cumsum(parts) - parts)[owner]
+        blocks, num_parts = blocks[owner], parts[owner]
+        bound = blocks[:, 3] * ordinal // num_parts
+        num_tiles = np.where(parts > 1, parts, 0)
+        first_tile = (np.cumsum(num_tiles) - num_tiles)[owner]
+        is_split = num_parts > 1
+        pieces = np.empty((len(owner), PIECE_INTS), np.int32)
+        pieces[:, :2] = blocks[:, :2]
+        pieces[:, 2] = blocks[:, 2] + bound
+        pieces[:, 3] = blocks[:, 3] * (ordinal + 1) // num_parts - bound
+        pieces[:, 4] = (blocks[:, 4] + bound) * PAGE_TOKENS
+        pieces[:, 5] = (first_tile + ordinal) * is_split
+        pieces[:, 6] = first_tile * is_split
+        pieces[:, 7] = num_parts
     # Longest first: pieces are handed out in order, and a long one begun last would be waited for.
     return pieces[np.argsort(-pieces[:, 3], kind="stable")]
-
-
-def _concatenate(runs: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-    return np.concatenate(runs).astype(np.int32, copy=False) if runs else np.empty(0, np.int32)
