@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 
 @dataclass(frozen=True)
 class Compiled:
-    ptx: str
-    sass: str
+    ptx: str = field(repr=False)
+    sass: str = field(repr=False)
     registers: int
     stack_bytes: int  # local memory: arrays the compiler could not keep in registers, and spills
     shared_bytes: int

@@ -46,14 +46,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the sizes."""
     if shared.printed_config(args):
         return 0
-    from quire.engine.build import resolve
+    from quire.engine.build import resolve, stored_bytes
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
     given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
-    with open_model(resolve_model(args.model)) as checkpoint:
+    path = resolve_model(args.model)
+    with open_model(path) as checkpoint:
         shape = checkpoint.shape
-    config, sizes = resolve(given, shape)
+    config, sizes = resolve(given, shape, stored_bytes(path))
     lengths = sorted({length for length in args.length if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
         print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))

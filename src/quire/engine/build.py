@@ -24,7 +24,7 @@ from quire.cache.segment import ChunkTable
 from quire.cache.sizes import Sizes, sizes
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
-from quire.engine.engine import Engine
+from quire.engine.engine import Decode, Engine
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError
@@ -164,7 +164,7 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
-        resolved, fits = resolve(config, checkpoint.shape, _file_bytes(path))
+        resolved, fits = resolve(config, checkpoint.shape, stored_bytes(path))
         device = torch.device(resolved.runtime.device)
         if device.type == "cpu":
             assert resolved.runtime.threads is not None
@@ -212,10 +212,11 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None
+    attention = _attention(config, spec)
     return Engine(
         model,
         tokenizer,
-        _attention(config, spec),
+        attention,
         Scheduler(
             CacheManager(table, PrefixTree()),
             config.scheduler.token_budget,
@@ -227,11 +228,13 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,
+        decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
     )
 
 
-def _file_bytes(path: Path) -> int:
+def stored_bytes(path: Path) -> int:
+    """Bytes of a model's weight files."""
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
 
@@ -248,6 +251,16 @@ def _ops(config: EngineConfig) -> Ops:
     from quire.models.layers import TorchOps
 
     return TorchOps()
+
+
+def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> Decode | None:
+    if device.type != "cuda" or isinstance(attention, ReferenceAttention):
+        return None
+    from quire.attention.triton import TritonAttention
+    from quire.engine.graphs import DecodeGraphs
+
+    assert isinstance(attention, TritonAttention)
+    return DecodeGraphs(model, attention, attention.batch_sizes).replay
 
 
 def _padded_rows(config: EngineConfig) -> Callable[[int], int]:

@@ -22,13 +22,11 @@ from quire.models.plan import Model
 from quire.tiers.mover import Mover
 
 
-class Runner(Protocol):
-    """Runs the model on a step's rows."""
+class Decode(Protocol):
+    """Runs a step in which every row decodes."""
 
-    def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slices: list[RowSlice], logit_rows: torch.Tensor
-    ) -> torch.Tensor:
-        """tokens, positions int64 [R]; returns logits [n, V] of the wanted rows."""
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        """tokens, positions int64 [R], plan the backend's newest; returns logits [R, V]."""
         ...
 
 
@@ -40,6 +38,7 @@ class Engine:
     """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
 
+    decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
     clock        seconds, monotonic; only measures, decides nothing
     """
@@ -56,6 +55,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        decode: Decode | None = None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +68,7 @@ class Engine:
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.device = device
+        self.decode = decode
         self.padded_rows = padded_rows
         self.clock = clock
         self._requests: dict[str, Request] = {}
@@ -138,13 +139,17 @@ class Engine:
         self.mover.prepare([piece.sequence.path for piece in batch.slices])
         slices = [RowSlice(piece.start, piece.count, piece.sequence.path.chunks) for piece in batch.slices]
         tokens, positions, last_rows = self._rows(batch)
-        hidden = self.model.hidden(tokens, positions, self.attention.plan(slices))
+        plan = self.attention.plan(slices)
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
-        self._prompt_logprobs(batch, hidden)
-        if not sampling:
-            self.scheduler.commit(batch, ())
-            return []
-        logits = self._logits(hidden, [row for _, row in sampling])
+        if self.decode is not None and all(piece.count == 1 and piece.sequence.num_generated for piece in batch.slices):
+            logits = self.decode(tokens, positions, plan)
+        else:
+            hidden = self.model.hidden(tokens, positions, plan)
+            self._prompt_logprobs(batch, hidden)
+            if not sampling:
+                self.scheduler.commit(batch, ())
+                return []
+            logits = self._logits(hidden, [row for _, row in sampling])
         sampled = self.sampler.sample(logits, [sequence.sample_row for sequence, _ in sampling])
         return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors)
 

@@ -118,15 +118,28 @@ void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, i
 
 // ---- scratch tiles of a page ----------------------------------------------------------------------------------------------------------
 
+// A page a thread will read: its image, its format, and how many of its slots are written.
+struct Page {
+    const uint8_t* image;
+    int kind, valid;
+};
+
 // Brings the next page near while this one is computed. Without it a decode step waits for memory and computes in turn: 254 us a layer for 32
-// sequences of 192 tokens, of which 114 are the bytes at reading speed and 85 the arithmetic on cached pages.
+// sequences of 192 tokens, of which 114 are the bytes at reading speed and 65 the arithmetic on cached pages; with it, 140.
 struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
     void step(int lines) {
-        for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 2);
+        for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 3);
     }
 };
+
+// The written keys (which = 0) or values (1) of a page.
+inline Prefetcher prefetch(const Page& page, int D, int which) {
+    const int row = D * (page.kind == DENSE_F32 ? 4 : 2);
+    const uint8_t* at = page.image + which * P * row;
+    return {at, at + page.valid * row};
+}
 
 // VL x VL transpose of 32-bit elements.
 inline void transpose(vu (&x)[VL]) {
@@ -188,11 +201,12 @@ inline vu key_part(const T* row, int d, int D) {
     else return (vu)load(source);
 }
 
-// K [P, D] -> out [steps, P], steps of PAIR columns, padded with zeros to whole blocks of VL.
+// K [P, D] -> out [steps, P], steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left as they are or
+// garbage: their scores are hidden.
 template <class Math, class T>
-void keys_from(const T* k, int D, uint32_t* out, Prefetcher& ahead) {
-    for (int d = 0; d < D; d += VL * Math::PAIR) {
-        for (int t = 0; t < P; t += VL) {
+void keys_from(const T* k, int D, int valid, uint32_t* out, Prefetcher& ahead) {
+    for (int t = 0; t < valid; t += VL) {
+        for (int d = 0; d < D; d += VL * Math::PAIR) {
             ahead.step(VL * VL * Math::PAIR * static_cast<int>(sizeof(T)) / 64);
             vu block[VL];
             for (int i = 0; i < VL; i++) block[i] = key_part<Math>(k + (t + i) * D, d, D);
@@ -253,26 +267,27 @@ void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Pr
 
 // What a codec supplies: the two scratch tiles of one page. A new codec is a case here.
 template <class Math>
-void load_keys(int kind, const uint8_t* page, int D, uint32_t* out, Prefetcher& ahead) {
+void load_keys(const Page& page, int D, uint32_t* out, Prefetcher& ahead) {
     if constexpr (Math::PAIR == 2) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page), D, out, ahead);
-    } else if (kind == DENSE_BF16) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page), D, out, ahead);
-    } else if (kind == DENSE_F32) {
-        keys_from<Math>(reinterpret_cast<const float*>(page), D, out, ahead);
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ahead);
+    } else if (page.kind == DENSE_BF16) {
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ahead);
+    } else if (page.kind == DENSE_F32) {
+        keys_from<Math>(reinterpret_cast<const float*>(page.image), D, page.valid, out, ahead);
     } else {
-        keys_from<Math>(reinterpret_cast<const f16*>(page), D, out, ahead);
+        keys_from<Math>(reinterpret_cast<const f16*>(page.image), D, page.valid, out, ahead);
     }
 }
 
 template <class Math>
-void load_values(int kind, const uint8_t* page, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+void load_values(const Page& page, int D, int columns, uint32_t* out, Prefetcher& ahead) {
+    const int valid = page.valid;
 #if defined(__AVX512BF16__)
-    if constexpr (Math::PAIR == 2) return values_bf16(reinterpret_cast<const bf16*>(page) + P * D, D, columns, valid, out, ahead);
+    if constexpr (Math::PAIR == 2) return values_bf16(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
 #endif
-    if (kind == DENSE_BF16) values_f32(reinterpret_cast<const bf16*>(page) + P * D, D, columns, valid, out, ahead);
-    else if (kind == DENSE_F32) values_f32(reinterpret_cast<const float*>(page) + P * D, D, columns, valid, out, ahead);
-    else values_f32(reinterpret_cast<const f16*>(page) + P * D, D, columns, valid, out, ahead);
+    if (page.kind == DENSE_BF16) values_f32(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
+    else if (page.kind == DENSE_F32) values_f32(reinterpret_cast<const float*>(page.image) + P * D, D, columns, valid, out, ahead);
+    else values_f32(reinterpret_cast<const f16*>(page.image) + P * D, D, columns, valid, out, ahead);
 }
 
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
@@ -351,13 +366,17 @@ inline void hide(float* s, int low, int high) {
     for (int t = high; t < P; t++) s[t] = -INFINITY;
 }
 
-inline const uint8_t* page_of(const Plan& plan, int layer, int head, int32_t chunk) {
-    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+// Chunk c of a piece, for one layer and head.
+inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
+    const int32_t chunk = plan.indices[piece.first_index + c];
+    const int32_t id = plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
+    const int written = plan.positions[piece.first_row + piece.num_rows - 1] + 1 - piece.start - c * P;
+    return {plan.arena + static_cast<int64_t>(id) * UNIT, plan.kinds[chunk], written < P ? written : P};
 }
 
-// next: the page this thread needs after this item, or null.
+// next: the page this thread needs after this item; its `valid` is 0 if there is none.
 template <class Math, class T>
-void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const uint8_t* next) {
+void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int tile = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
@@ -400,18 +419,14 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     for (int m = 0; m < padded; m++) top[m] = UNSEEN, total[m] = 0;
     std::memset(scores, 0, static_cast<size_t>(tile) * P * 4);
 
-    const int first = plan.positions[piece.first_row], last = plan.positions[piece.first_row + piece.num_rows - 1];
-    const int page_bytes = 2 * P * D * (plan.kind == DENSE_F32 ? 4 : 2);
-    const int32_t* chunks = plan.indices + piece.first_index;
+    const int first = plan.positions[piece.first_row];
     for (int c = 0; c < piece.num_chunks; c++) {
         const int start = piece.start + c * P;
-        const int valid = last + 1 - start < P ? last + 1 - start : P;
-        const uint8_t* page = page_of(plan, layer, head, chunks[c]);
-        const int kind = plan.kinds[chunks[c]];
-        const uint8_t* after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, chunks[c + 1]) : next;
-        Prefetcher ahead{after, after ? after + page_bytes : after};
-        load_keys<Math>(kind, page, D, keys, ahead);
-        load_values<Math>(kind, page, D, columns, valid, values, ahead);
+        const Page page = page_of(plan, layer, head, piece, c);
+        const Page after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
+        Prefetcher keys_ahead = prefetch(after, D, 0), values_ahead = prefetch(after, D, 1);
+        load_keys<Math>(page, D, keys, keys_ahead);
+        load_values<Math>(page, D, columns, values, values_ahead);
         const bool partly_hidden = first < start + P - 1 || plan.window;
         for (int at = 0; at < rows; at += BLOCK) {
             const int count = rows - at < BLOCK ? rows - at : BLOCK;
@@ -475,9 +490,9 @@ template <class Math, class T>
 void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
     const int H = plan.H;
     parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
-        const Piece& piece = plan.pieces[i / H];
-        const uint8_t* next = then < 0 ? nullptr : page_of(plan, layer, static_cast<int>(then % H), plan.indices[plan.pieces[then / H].first_index]);
-        attend_item<Math>(plan, layer, piece, static_cast<int>(i % H), q, q_stride, out, next);
+        Page next{plan.arena, DENSE_BF16, 0};
+        if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
+        attend_item<Math>(plan, layer, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
     });
     const int heads = H * plan.G;
     if (plan.num_merges)
