@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out
-from quire.cache.codecs.dense import KERNEL_IDS
 from quire.kernels import runtime
 
 _POINTERS = (
@@ -49,7 +48,7 @@ class CpuAttention:
             G=spec.group_size,
             D=spec.head_dim,
             window=spec.window or 0,
-            kind=KERNEL_IDS[spec.dtype],
+            kind=runtime.DTYPE_IDS[spec.dtype],
         )
 
     def plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
@@ -94,7 +93,7 @@ class CpuPlan:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""
-        # Rows past the step's own are padding: nothing is attended for them, but what stands there goes through the model.
+        # Rows past the step's own are padding: they attend to nothing, but what stands there goes through the model.
         make = torch.empty if len(q) == self._num_rows else torch.zeros
         out = make(len(q), self._width, dtype=q.dtype)
         self._attend(self._address, layer, q.data_ptr(), q.stride(0), out.data_ptr())

@@ -16,11 +16,15 @@ log = logging.getLogger("quire")
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
+DTYPE_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+"""What the kernels call each dtype, of tensors and of dense pages; `common.h` has the same numbers."""
+
 SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _I32],
     "quire_write": [_PTR, _I32, _PTR, _I64, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
+    "quire_argmax": [_I32, _PTR, _I64, _I64, _I64, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
 

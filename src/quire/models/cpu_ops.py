@@ -10,9 +10,6 @@ from quire.kernels import runtime
 from quire.models.layers import Linear, TorchLinear
 from quire.models.quants import QuantizedTensor
 
-KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-"""What the kernels call each dtype; the same as for dense pages."""
-
 _ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
@@ -98,12 +95,14 @@ class CpuOps:
         out = torch.empty(x.shape, dtype=x.dtype)
         heads = x.shape[1] if x.dim() == 3 else 1
         source, target, stride, width = x.data_ptr(), out.data_ptr(), x.stride(0), x.shape[-1]
-        self._add_norm(KINDS[x.dtype], source, stride, residual, weight.data_ptr(), eps, len(x), heads, width, target)
+        self._add_norm(
+            runtime.DTYPE_IDS[x.dtype], source, stride, residual, weight.data_ptr(), eps, len(x), heads, width, target
+        )
         return out
 
     def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up in one pass."""
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
-        self._gated(KINDS[gate_up.dtype], gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+        self._gated(runtime.DTYPE_IDS[gate_up.dtype], gate_up.data_ptr(), rows, width // 2, out.data_ptr())
         return out

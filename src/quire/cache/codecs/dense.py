@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.cache.page import PAGE_TOKENS, UNIT
-
-KERNEL_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-"""What the kernels call each dtype of a dense page; `kernels/common.h` has the same numbers."""
+from quire.kernels.runtime import DTYPE_IDS
 
 
 class DenseCodec:
@@ -19,7 +17,7 @@ class DenseCodec:
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         self.name = "dense"
-        self.kernel_id = KERNEL_IDS[dtype]
+        self.kernel_id = DTYPE_IDS[dtype]
         self.head_dim = head_dim
         self.dtype = dtype
         self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
