@@ -62,7 +62,7 @@ def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlic
                 for part in fused.split([n * spec.head_dim for n in (queries, heads, heads)], 1)
             )
             plan.write(layer, k, v)
-            layers.append(plan.attend(layer, q))
+            layers.append(plan.attend(layer, q).clone())
         outputs.append(torch.stack(layers))
     return outputs
 

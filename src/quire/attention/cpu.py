@@ -11,18 +11,25 @@ import numpy as np
 import torch
 
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out
+from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
 
-_POINTERS = (
-    "arena table kinds cos sin positions write_chunk indices pieces merges merge_parts partial_o partial_lse".split()
-)
-_INTS = "num_pieces num_merges num_rows L H G D window kind".split()
+_FIELDS: list[tuple[str, type]] = [
+    *(
+        (name, ctypes.c_void_p)
+        for name in ("arena", "table", "kinds", "cos", "sin", "positions", "write_chunk", "indices")
+    ),
+    *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
+    *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
+    *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows")),
+    *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "kind", "decode")),
+]
 
 
 class _Plan(ctypes.Structure):
     """Mirror of `Plan` in kernels/attention.cpp."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int32) for name in _INTS]
+    _fields_ = _FIELDS
 
 
 class CpuAttention:
@@ -34,6 +41,8 @@ class CpuAttention:
         assert ctypes.sizeof(_Plan) == self.kernels.quire_plan_bytes(), (
             "the kernels were built from another version of attention.cpp"
         )
+        self.plans_built = 0
+        self._last: CpuPlan | None = None
         # A tall piece reuses each page's scratch tiles; more than about 192 query rows of it leave the second-level
         # cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
@@ -52,7 +61,9 @@ class CpuAttention:
         )
 
     def plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
-        """See AttentionBackend."""
+        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+        if self._last is not None and self._last.moves_on_to(slices):
+            return self._last
         spec = self.spec
         layout = lay_out(
             slices,
@@ -61,40 +72,66 @@ class CpuAttention:
             workers=runtime.num_threads(),
             window=spec.window,
         )
-        return CpuPlan(self, layout)
+        self.plans_built += 1
+        self._last = CpuPlan(self, layout, slices)
+        return self._last
 
 
 class CpuPlan:
     """One step of the CPU backend. Keeps the layout's arrays alive for as long as the kernels may read them."""
 
-    def __init__(self, backend: CpuAttention, layout: Layout) -> None:
+    def __init__(self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice]) -> None:
         spec = backend.spec
         self._layout = layout
-        self._backend = backend
+        self._slices = slices
+        self._is_decode = all(piece.num_rows == 1 for piece in slices)
         plan = _Plan.from_buffer_copy(backend._fixed)
         for name in ("positions", "write_chunk", "indices", "pieces", "merges", "merge_parts"):
             setattr(plan, name, getattr(layout, name).ctypes.data)
         plan.num_pieces, plan.num_merges, plan.num_rows = len(layout.pieces), len(layout.merges), len(layout.positions)
+        plan.decode = self._is_decode
         if layout.num_partials:
             heads = spec.num_kv_heads * spec.group_size
             self._partial_o = np.empty((layout.num_partials, heads, spec.head_dim), np.float32)
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self._plan = plan
-        self._num_rows = plan.num_rows
         self._address = ctypes.addressof(plan)
-        self._write = backend.kernels.quire_write
         self._attend = backend.kernels.quire_attend
         self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
+        self._window = spec.window
+        self._out: torch.Tensor | None = None
+
+    def moves_on_to(self, slices: Sequence[RowSlice]) -> bool:
+        """Whether the slices are this plan's, each one position on in the same chunks; if so, it is their plan now."""
+        if not self._is_decode or len(slices) != len(self._slices) or self._window is not None:
+            return False
+        for new, old in zip(slices, self._slices, strict=True):
+            # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
+            if (
+                new.chunks.base is not old.chunks.base
+                or new.chunks.base is None
+                or len(new.chunks) != len(old.chunks)
+                or new.start != old.start + 1
+                or new.num_rows != 1
+                or new.start % PAGE_TOKENS == 0
+            ):
+                return False
+        positions = self._layout.positions
+        positions += 1
+        self._slices = slices
+        return True
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Rotates keys and stores them and the values, [R, H, D] each, rows strided."""
-        self._write(self._address, layer, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
+        """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` rotates and stores them."""
+        plan = self._plan
+        plan.k, plan.k_stride, plan.v, plan.v_stride = k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""
-        # Rows past the step's own are padding: they attend to nothing, but what stands there goes through the model.
-        make = torch.empty if len(q) == self._num_rows else torch.zeros
-        out = make(len(q), self._width, dtype=q.dtype)
+        """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D], which the next call overwrites."""
+        out = self._out
+        if out is None or len(out) != len(q):
+            # Rows past the step's own are padding: they attend to nothing, but go through the model.
+            out = self._out = torch.zeros(len(q), self._width, dtype=q.dtype)
         self._attend(self._address, layer, q.data_ptr(), q.stride(0), out.data_ptr())
         return out

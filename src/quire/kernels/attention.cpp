@@ -47,10 +47,14 @@ struct Plan {
     const int32_t* merge_parts;   // partial rows
     float* partial_o;             // [partials, H * G, D]
     float* partial_lse;           // [partials, H * G]
+    const void* k;                // [R, H, D] of the layer at hand, with row strides in elements
+    const void* v;
+    int64_t k_stride, v_stride;
     int32_t num_pieces, num_merges, num_rows;
     int32_t L, H, G, D;
     int32_t window;               // 0: none
     int32_t kind;                 // format of q, k, v and the output
+    int32_t decode;               // every sequence has one row: its pieces read no other row's keys, so they write their own
 };
 
 // ---- inner products -------------------------------------------------------------------------------------------------------------------
@@ -376,9 +380,27 @@ inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, i
     return {plan.arena + static_cast<int64_t>(id) * UNIT, plan.kinds[chunk], written < P ? written : P};
 }
 
+// The key, rotated, and the value of one row and head into their slot. Pages of open chunks are dense in the step's own format.
+template <class T>
+void write_row(const Plan& plan, int layer, int row, int head) {
+    const int D = plan.D, position = plan.positions[row], slot = position % P;
+    const int64_t angle = static_cast<int64_t>(position) * (D / 2);
+    const int32_t id = plan.table[(static_cast<int64_t>(plan.write_chunk[row]) * plan.L + layer) * plan.H + head];
+    T* key = reinterpret_cast<T*>(plan.arena + static_cast<int64_t>(id) * UNIT) + slot * D;
+    auto* rotated = static_cast<float*>(thread_scratch(D * 4));
+    const T* k = static_cast<const T*>(plan.k) + row * plan.k_stride + head * D;
+    const T* v = static_cast<const T*>(plan.v) + row * plan.v_stride + head * D;
+    rotate(k, plan.cos ? plan.cos + angle : nullptr, plan.cos ? plan.sin + angle : nullptr, D, 1.0f, rotated);
+    int d = 0;
+    for (; d + VL <= D; d += VL) store(key + d, load(rotated + d));
+    for (; d < D; d++) narrow(key + d, rotated[d]);
+    std::memcpy(key + P * D, v, D * sizeof(T));
+}
+
 // next: the page this thread needs after this item; its `valid` is 0 if there is none.
 template <class Math, class T>
 void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
+    if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int tile = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
@@ -491,6 +513,12 @@ void merge_row(const Plan& plan, const Merge& merge, int head, T* out) {
 template <class Math, class T>
 void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
     const int H = plan.H;
+    if (!plan.decode) {
+        const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + num_threads - 1) / num_threads;
+        parallel_for(plan.num_rows, grain, [&](int64_t row) {
+            for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
+        });
+    }
     parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
         Page next{plan.arena, DENSE_BF16, 0};
         if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
@@ -502,42 +530,12 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
                      [&](int64_t i) { merge_row(plan, plan.merges[i / heads], static_cast<int>(i % heads), out); });
 }
 
-// k and v of every row into its slot of its open chunk, keys rotated. Pages of open chunks are dense in the step's own format.
-template <class T>
-void write(const Plan& plan, int layer, const T* k, int64_t k_stride, const T* v, int64_t v_stride) {
-    const int H = plan.H, D = plan.D;
-    const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + num_threads - 1) / num_threads;
-    parallel_for(plan.num_rows, grain, [&](int64_t r) {
-        const int position = plan.positions[r], slot = position % P;
-        const float* cos = plan.cos ? plan.cos + static_cast<int64_t>(position) * (D / 2) : nullptr;
-        const float* sin = plan.cos ? plan.sin + static_cast<int64_t>(position) * (D / 2) : nullptr;
-        const int32_t* ids = plan.table + (static_cast<int64_t>(plan.write_chunk[r]) * plan.L + layer) * H;
-        auto* rotated = static_cast<float*>(thread_scratch(D * 4));
-        for (int h = 0; h < H; h++) {
-            T* page = reinterpret_cast<T*>(plan.arena + static_cast<int64_t>(ids[h]) * UNIT);
-            T* key = page + slot * D;
-            rotate(k + r * k_stride + h * D, cos, sin, D, 1.0f, rotated);
-            int d = 0;
-            for (; d + VL <= D; d += VL) store(key + d, load(rotated + d));
-            for (; d < D; d++) narrow(key + d, rotated[d]);
-            std::memcpy(page + (P + slot) * D, v + r * v_stride + h * D, D * sizeof(T));
-        }
-    });
-}
-
 }  // namespace
 }  // namespace quire
 
 using namespace quire;
 
-// k, v: [R, H, D] with a row stride in elements.
-QUIRE_API void quire_write(const Plan* plan, int layer, const void* k, int64_t k_stride, const void* v, int64_t v_stride) {
-    if (plan->kind == DENSE_BF16) write(*plan, layer, static_cast<const bf16*>(k), k_stride, static_cast<const bf16*>(v), v_stride);
-    else if (plan->kind == DENSE_F32) write(*plan, layer, static_cast<const float*>(k), k_stride, static_cast<const float*>(v), v_stride);
-    else write(*plan, layer, static_cast<const f16*>(k), k_stride, static_cast<const f16*>(v), v_stride);
-}
-
-// q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
+// Writes the plan's keys and values, then attends. q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
 QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t q_stride, void* out) {
     if (plan->kind == DENSE_BF16) {
 #if defined(__AVX512BF16__)

@@ -31,7 +31,7 @@ void* thread_scratch(size_t bytes) {
 namespace {
 
 // Below this many elements a second thread costs more than it brings: waking it takes about 5 us between two products of torch's.
-constexpr int64_t ELEMENTS_PER_THREAD = 32768;
+constexpr int64_t ELEMENTS_PER_THREAD = 8192;
 
 int64_t grain_for(int64_t rows, int64_t width) {
     if (rows * width < 2 * ELEMENTS_PER_THREAD) return rows;

@@ -17,14 +17,15 @@ class StepPlan(Protocol):
     """Attention of one step over all its R rows.
 
     k and q are not rotated: rotation belongs to the plan. They may be views into a wider tensor: the last dimension is
-    contiguous, the row stride arbitrary, and they are only valid until the call returns.
+    contiguous, the row stride arbitrary. Keys and values stay valid until `attend` of their layer returns, for a plan
+    may store them only then.
     """
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values of the step's rows, [R, H, D] each; called before `attend` of the same layer."""
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of q [R, H*G, D] over everything each row may see; returns [R, H*G*D]."""
+        """Attention of q [R, H*G, D] over all each row may see; [R, H*G*D], which the next call may overwrite."""
 
 
 class Model(Protocol):
