@@ -11,9 +11,12 @@ def start() -> Engine:
     cores = sorted(os.sched_getaffinity(0))[: given.threads]
     os.environ |= {
         "OMP_NUM_THREADS": str(given.threads),
-        # Left to itself vLLM keeps one core free for its front end, which on two cores halves its speed.
+        # One OpenMP thread on each core we may use.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
+        # Its engine normally runs in a second process, which on two cores competes with its own front end: with both in
+        # one process it is 1.6 times as fast at batch 1 and 1.45 times at batch 8.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
@@ -27,7 +30,7 @@ def start() -> Engine:
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
-    return library(generate, vllm.__version__, "bf16, offline LLM, prefix caching")
+    return library(generate, vllm.__version__, "bf16, one process, prefix caching")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class CpuPlan:
         plan.k, plan.k_stride, plan.v, plan.v_stride = k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D], which the next call overwrites."""
+        """Attention of un-rotated queries [R, H * G, D], rows strided; overwritten by the next call."""
         out = self._out
         if out is None or len(out) != len(q):
             # Rows past the step's own are padding: they attend to nothing, but go through the model.
