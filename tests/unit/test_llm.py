@@ -1,0 +1,162 @@
+"""The library: names, shapes of results, counters, progress, closing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.errors import ConfigError, ModelError, QuireError, RequestError
+
+from ..tiny_models import save_tiny
+
+OPTIONS = {
+    "model.dtype": "float32",
+    "cache.memory": "8MiB",
+    "runtime.threads": 2,
+    "runtime.device": "cpu",
+    "scheduler.max_running": 4,
+    "scheduler.max_queue": 3,
+}
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), OPTIONS) as made:
+        yield made
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_prompts_may_be_texts_ids_or_dicts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello")
+    outputs = llm.generate(["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}], GREEDY)
+    assert len({tuple(row) for row in tokens(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["hello", None, "hello", None]
+    assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
+    assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate("hello", GREEDY)) == tokens(outputs[:1])
+
+
+def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:
+    prompts = [f"prompt {index}" for index in range(12)]
+    params = [SamplingParams(max_tokens=1 + index % 5, temperature=0.0, ignore_eos=True) for index in range(12)]
+    outputs = llm.generate(prompts, params, use_tqdm=True)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(row) for row in tokens(outputs)] == [1 + index % 5 for index in range(12)]
+
+
+def test_one_params_each_or_one_for_all(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling_params for 1"):
+        llm.generate(["x"], [GREEDY, GREEDY])
+    assert len(llm.generate("x")[0].outputs[0].token_ids) <= 16
+
+
+def test_logprobs_and_prompt_logprobs_have_vllm_s_form(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate(["abcdef"], params)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert entry is not None
+        assert token in entry
+        assert entry[token].decoded_token == llm.tokenizer.decode([token], skip_special=False)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids) == 3
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert entry[token].rank == 1
+        assert entry[token].logprob <= 0
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+
+
+def test_text_is_what_the_tokens_decode_to_and_stop_strings_cut_it(llm: LLM) -> None:
+    (output,) = llm.generate(["some text"], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
+    answer = output.outputs[0]
+    whole = answer.text
+    assert whole == llm.tokenizer.decode(answer.token_ids)
+    stop = whole[3:5]
+    (cut,) = llm.generate(["some text"], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop=[stop]))
+    assert cut.outputs[0].text == whole[: whole.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt == llm.tokenizer.chat(messages)
+    assert len(llm.chat([messages, messages], GREEDY)) == 2
+
+
+def test_stats_count_what_happened_and_bytes_add_up(folder: Path) -> None:
+    with LLM(str(folder), OPTIONS) as llm:
+        llm.generate([[1] * 70, [2] * 5], GREEDY)
+        stats = llm.stats()
+        assert stats["prefill_tokens_computed"] == 75
+        assert stats["prefill_tokens_cached"] == 0
+        assert stats["decode_tokens"] == 10
+        assert stats["preemptions"] == stats["running"] == stats["waiting"] == 0
+        cache = stats["cache"]
+        assert cache["bytes_total"] == cache["bytes_free"] + cache["bytes_used"] + cache["bytes_cached"]
+        assert cache["bytes_used"] == 0 < cache["bytes_peak"]
+
+
+def test_a_request_that_cannot_run_stops_the_call_before_anything_runs(llm: LLM) -> None:
+    steps = llm.stats()["steps"]
+    for prompt in ([], [10**6], "", {"prompt": "x", "image": 1}, 7):
+        with pytest.raises(RequestError):
+            llm.generate(["fine", prompt], GREEDY)  # type: ignore[list-item]
+    assert llm.stats()["steps"] == steps
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = llm.engine.step, 0
+
+    def interrupted() -> object:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc"] * 6, GREEDY)
+    monkeypatch.undo()
+    llm.engine.check()
+    assert llm.stats()["cache"]["bytes_used"] == 0
+    assert len(llm.generate("abc", GREEDY)) == 1
+
+
+def test_a_closed_llm_says_so(folder: Path) -> None:
+    llm = LLM(str(folder), OPTIONS)
+    llm.close()
+    llm.close()
+    with pytest.raises(QuireError, match="closed"):
+        llm.generate("x")
+
+
+def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) -> None:
+    for options, word in [
+        ({"cache.memory": "1KiB"}, r"cache\.memory"),
+        ({"cache.memry": 1}, r"cache\.memory"),
+        ({"model.max_context": 10**9}, "at most 512"),
+        ({"attention.backend": "triton"}, "use cpu"),
+        ({"runtime.device": "cuda"}, "no GPU"),
+        ({"model.weights": "native", "attention.backend": "reference"}, "dequantized"),
+    ]:
+        with pytest.raises(ConfigError, match=word):
+            LLM(str(folder), {**OPTIONS, **options})
+    with pytest.raises(ModelError, match="nowhere"):
+        LLM("nowhere/at-all", OPTIONS)
