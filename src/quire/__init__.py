@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
-    from quire.llm import LLM, AsyncLLM
+    from quire.llm import LLM
 
 __all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "quire.llm",
-    "AsyncLLM": "quire.llm",
+    "AsyncLLM": "quire.async_llm",
     "EngineConfig": "quire.config",
     "RequestOutput": "quire.engine.outputs",
     "SamplingParams": "quire.engine.params",

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from quire.async_llm import AsyncLLM
 from quire.config import ServeConfig
 from quire.engine.params import SamplingParams
-from quire.llm import LLM, AsyncLLM
+from quire.llm import LLM
 from quire.server.app import create_app
 from tests.server.harness import RawCall, events
 from tests.tiny_models import save_tiny

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.async_llm import AsyncLLM
 from quire.config import ServeConfig
 from quire.engine.params import SamplingParams
-from quire.llm import AsyncLLM
 from quire.models.cpu_ops import padded_rows
 from quire.server.app import create_app
 from tests.server.harness import RawCall, events

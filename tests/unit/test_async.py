@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.async_llm import AsyncLLM
 from quire.engine.params import SamplingParams
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import LLM, AsyncLLM
+from quire.llm import LLM
 
 from ..tiny_models import save_tiny
 

@@ -57,7 +57,7 @@ def test_an_offender_is_found(module, code, complaint, tmp_path):
     ("module", "code"),
     [
         ("engine/engine.py", "from quire.cache.page import PagePool\nfrom . import scheduler\nimport torch"),
-        ("server/app.py", "import fastapi\nfrom quire.llm import AsyncLLM"),
+        ("server/app.py", "import fastapi\nfrom quire.async_llm import AsyncLLM"),
         ("attention/triton.py", "import triton"),
         ("models/tokenizer.py", "def f():\n    import transformers"),
         ("__init__.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from quire.llm import LLM"),

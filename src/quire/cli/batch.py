@@ -20,7 +20,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import CacheFullError, ConfigError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
-    from quire.llm import AsyncLLM
+    from quire.async_llm import AsyncLLM
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"detokenize"}

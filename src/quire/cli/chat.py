@@ -21,8 +21,8 @@ from quire.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quire.async_llm import AsyncLLM
     from quire.engine.params import SamplingParams
-    from quire.llm import AsyncLLM
 
 HELP = "talk with a model in the terminal"
 

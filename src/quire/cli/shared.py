@@ -14,7 +14,7 @@ from quire.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     import asyncio
 
-    from quire.llm import AsyncLLM
+    from quire.async_llm import AsyncLLM
 
 ENGINE_SECTIONS = ("model", "cache", "attention", "scheduler", "runtime")
 
@@ -44,7 +44,7 @@ def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
 @asynccontextmanager
 async def engine(args: argparse.Namespace) -> AsyncIterator[AsyncLLM]:
     """The model of the command line, loaded and running; closed at the end."""
-    from quire.llm import AsyncLLM
+    from quire.async_llm import AsyncLLM
 
     llm = AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
     await llm.start()

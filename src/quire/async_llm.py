@@ -1,0 +1,230 @@
+"""The library for servers: `AsyncLLM`, an async iterator per request, with the engine on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.build import Loaded, load_engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.errors import QueueFullError, QuireError, RequestError
+from quire.llm import Prompt, read_prompt
+
+log = logging.getLogger("quire")
+
+
+class AsyncLLM:
+    """A model and its engine for an event loop. The engine runs on one thread of its own, which alone touches the model
+    and the cache.
+
+    Callers and engine exchange two things: a queue of commands, read before every step, and deltas, posted to the loop
+    once per step.
+    """
+
+    def __init__(
+        self, model: str, options: Mapping[str, Any] | None = None, config_file: str | Path | None = None
+    ) -> None:
+        self._config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
+        self._model = model
+        self._loaded: Loaded | None = None
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake = threading.Event()
+        self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._ids = itertools.count()
+        self._queued = 0
+
+    @property
+    def _parts(self) -> Loaded:
+        if self._loaded is None:
+            raise QuireError("this AsyncLLM was not started; await start() first")
+        return self._loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._parts.tokenizer
+
+    @property
+    def shape(self) -> Any:
+        """The model's shape."""
+        return self._parts.shape
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration with every automatic value filled in."""
+        return self._parts.config
+
+    @property
+    def model_name(self) -> str:
+        """The name requests ask for."""
+        return self._parts.model_name
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and output together one request may have."""
+        return self._parts.sizes.max_context
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be worked on."""
+        return self._thread is not None and not self._closing and self._failure is None
+
+    async def start(self) -> None:
+        """Loads the model and starts the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        started: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="quire-engine", daemon=True)
+        self._thread.start()
+        await started
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """The token ids of a prompt; raises RequestError or QueueFullError, before a byte is streamed, for what
+        `generate` would refuse.
+        """
+        parts = self._parts
+        if self._failure is not None or self._closing:
+            raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        _, ids = read_prompt(prompt, parts.tokenizer.encode)
+        parts.engine.check_request(ids, params)
+        waiting = len(parts.engine.scheduler.waiting) + self._queued
+        limit = parts.config.scheduler.max_queue
+        if waiting + params.n > limit:
+            raise QueueFullError(
+                f"{waiting} sequences wait and scheduler.max_queue is {limit}; try again later", retry_after=1.0
+            )
+        return ids
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Deltas of one request as they come; the last has finished set. Closing the generator, or cancelling its task,
+        aborts the request.
+        """
+        params = sampling_params or SamplingParams()
+        ids = self.prepare(prompt, params)
+        text = prompt if isinstance(prompt, str) else None
+        request_id = request_id or f"request-{next(self._ids)}"
+        if request_id in self._streams:
+            raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
+        stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        self._streams[request_id] = stream
+        self._queued += params.n
+        engine = self._parts.engine
+
+        def add() -> None:
+            self._queued -= params.n
+            try:
+                engine.add(request_id, text, ids, params)
+            except QuireError as error:
+                self._post([(request_id, error)])
+
+        self._submit(add)
+        finished = False
+        try:
+            while not finished:
+                item = await stream.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            self._streams.pop(request_id, None)
+            if not finished:
+                self._submit(lambda: engine.abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream gets a last item whose sequences finish with `abort`. Unknown ids are ignored."""
+        engine = self._parts.engine
+
+        def end() -> None:
+            output = engine.abort(request_id)
+            if output is not None:
+                self._post([(request_id, output)])
+
+        self._submit(end)
+
+    def stats(self) -> dict[str, Any]:
+        """See `LLM.stats`."""
+        return self._parts.engine.stats()
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Takes no new requests, lets running ones finish for so long, then aborts them and stops the thread."""
+        self._closing = True
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + drain_seconds
+        while self._streams and self._failure is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._streams):
+            await self.abort(request_id)
+        self._submit(None)
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
+
+    def _submit(self, command: Callable[[], object] | None) -> None:
+        self._commands.append(command if command is not None else self._stop)
+        self._wake.set()
+
+    def _stop(self) -> None:
+        raise _Stopped
+
+    def _main(self, started: asyncio.Future[None]) -> None:
+        """The engine's thread: loads, then commands and steps until it is told to stop."""
+        assert self._loop is not None
+        try:
+            self._loaded = load_engine(self._model, self._config)
+            # What was loaded stays: a full collection would walk it for nothing, with every stream waiting.
+            gc.collect()
+            gc.freeze()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(started.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(started.set_result, None)
+        engine = self._loaded.engine
+        try:
+            while True:
+                if not self._commands and not engine.has_work:
+                    engine.check()
+                    self._wake.wait()
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                outputs = engine.step()
+                if outputs:
+                    self._post([(output.request_id, output) for output in outputs])
+        except _Stopped:
+            return
+        except BaseException as error:
+            log.exception("the engine stopped")
+            self._failure = error
+            self._post([(request_id, QuireError(f"the engine stopped: {error}")) for request_id in list(self._streams)])
+
+    def _post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hand_out, list(items))
+
+    def _hand_out(self, items: list[tuple[str, RequestOutput | BaseException]]) -> None:
+        for request_id, item in items:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put_nowait(item)
+
+
+class _Stopped(Exception):
+    """Ends the engine's thread."""
