@@ -227,19 +227,18 @@ class TableMirror:
 
     def __init__(self, table: ChunkTable) -> None:
         self._table = table
-        self._copy = np.full(table.pages.shape, -1, np.int32)
+        self._seen = np.zeros(table.capacity, np.int64)
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=table.pool.device)
 
     def refresh(self, chunks: NDArray[np.int32]) -> int:
         """Uploads the rows of those chunks that changed since they were last uploaded; returns how many."""
-        rows = self._table.pages[chunks]
-        changed = (self._copy[chunks] != rows).any((1, 2))
-        count = int(changed.sum())
+        ids = chunks[self._seen[chunks] != self._table.takes[chunks]]
+        count = len(ids)
         if count == 0:
             return 0
-        ids, rows = chunks[changed], rows[changed]
-        self._copy[ids] = rows
-        row_ints = self._copy[0].size
+        self._seen[ids] = self._table.takes[ids]
+        rows = self._table.pages[ids]
+        row_ints = self._table.pages_per_chunk
         host = torch.empty(count * (2 + row_ints), dtype=torch.int32, pin_memory=self.pages.device.type == "cuda")
         host[: 2 * count].view(torch.int64).numpy()[:] = ids
         host[2 * count :].numpy()[:] = rows.reshape(-1)

@@ -34,6 +34,7 @@ class ChunkTable:
     codecs      the codecs chunks may have, by kernel id
     pages       int32 [capacity, L, H]; the row of a chunk, valid while the chunk is taken
     kinds       uint8 [capacity]; kernel id of the chunk's codec
+    takes       int64 [capacity]; how often the chunk id was taken: a mirror of `pages` sees by it which rows are new
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ChunkTable:
         self.capacity = pool.num_bytes // (self.pages_per_chunk * min(codec.page_bytes for codec in codecs))
         self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
         self.kinds = np.zeros(self.capacity, np.uint8)
+        self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def take(self, count: int, codec: Codec) -> NDArray[np.int32]:
@@ -59,6 +61,7 @@ class ChunkTable:
         chunks = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.pages[chunks] = pages.reshape(count, *self.pages.shape[1:])
         self.kinds[chunks] = codec.kernel_id
+        self.takes[chunks] += 1
         return chunks
 
     def give(self, chunks: NDArray[np.int32]) -> None:
