@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard build_backend/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format docs bench peers clean
+.PHONY: help install serve test check format docs bench peers clients clean
 
 help:  ## List what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -45,6 +45,9 @@ docs: $(VENV)/.installed-dev  ## Regenerate the parts of docs/ that come from th
 peers: install  ## Compare with the peer engines on this machine (installs them into .peers)
 	@test -x scripts/peers.sh || { echo "scripts/peers.sh is not there: nothing to compare with"; exit 1; }
 	scripts/peers.sh $(ARGS)
+
+clients: install  ## Run real clients (openai, lm-eval, guidellm, vllm bench) against the server
+	scripts/clients.sh $(ARGS)
 
 bench: install  ## Run quire's own benchmarks: ARGS="NAME"
 	$(BIN)/quire bench $(ARGS)

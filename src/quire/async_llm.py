@@ -39,13 +39,13 @@ class AsyncLLM:
         self._loaded: Loaded | None = None
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
-        self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
+        self._streams: dict[str, asyncio.Queue[RequestOutput | BaseException] | None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
         self._failure: BaseException | None = None
         self._ids = itertools.count()
-        self._queued = 0
+        self._unread: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
 
     @property
     def _parts(self) -> Loaded:
@@ -81,7 +81,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be worked on."""
-        return self._thread is not None and not self._closing and self._failure is None
+        return self._loaded is not None and not self._closing and self._failure is None
 
     async def start(self) -> None:
         """Loads the model and starts the engine's thread."""
@@ -100,7 +100,7 @@ class AsyncLLM:
             raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         _, ids = read_prompt(prompt, parts.tokenizer.encode)
         parts.engine.check_request(ids, params)
-        waiting = len(parts.engine.scheduler.waiting) + self._queued
+        waiting = len(parts.engine.scheduler.waiting) + sum(list(self._unread.values()))
         limit = parts.config.scheduler.max_queue
         if waiting + params.n > limit:
             raise QueueFullError(
@@ -122,11 +122,11 @@ class AsyncLLM:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._streams[request_id] = stream
-        self._queued += params.n
+        self._unread[request_id] = params.n
         engine = self._parts.engine
 
         def add() -> None:
-            self._queued -= params.n
+            self._unread.pop(request_id, None)
             try:
                 engine.add(request_id, text, ids, params)
             except QuireError as error:
@@ -143,9 +143,13 @@ class AsyncLLM:
                 finished = item.finished
                 yield item
         finally:
-            self._streams.pop(request_id, None)
-            if not finished:
-                self._submit(lambda: engine.abort(request_id))
+            if finished:
+                del self._streams[request_id]
+            else:
+                # The id stays taken until nothing can arrive for it any more, or the news of this request would reach
+                # the next one that goes by its name.
+                self._streams[request_id] = None
+                self._submit(lambda: self._retire(request_id))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last item whose sequences finish with `abort`. Unknown ids are ignored."""
@@ -157,6 +161,11 @@ class AsyncLLM:
                 self._post([(request_id, output)])
 
         self._submit(end)
+
+    def _retire(self, request_id: str) -> None:
+        """On the engine's thread: ends a request nobody listens to, then frees its id on the loop."""
+        self._parts.engine.abort(request_id)
+        self._on_loop(lambda: self._streams.pop(request_id, None))
 
     def stats(self) -> dict[str, Any]:
         """See `LLM.stats`."""
@@ -199,7 +208,7 @@ class AsyncLLM:
         try:
             while True:
                 if not self._commands and not engine.has_work:
-                    engine.check()
+                    assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
                     self._wake.wait()
                 self._wake.clear()
                 while self._commands:
@@ -212,12 +221,22 @@ class AsyncLLM:
         except BaseException as error:
             log.exception("the engine stopped")
             self._failure = error
-            self._post([(request_id, QuireError(f"the engine stopped: {error}")) for request_id in list(self._streams)])
+            self._on_loop(self._fail_all)
+
+    def _fail_all(self) -> None:
+        """On the loop: every stream gets the failure; `prepare` refuses what comes later."""
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.put_nowait(QuireError(f"the engine stopped: {self._failure}"))
 
     def _post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
+        news = list(items)
+        self._on_loop(lambda: self._hand_out(news))
+
+    def _on_loop(self, call: Callable[[], object]) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._hand_out, list(items))
+            self._loop.call_soon_threadsafe(call)
 
     def _hand_out(self, items: list[tuple[str, RequestOutput | BaseException]]) -> None:
         for request_id, item in items:

@@ -29,7 +29,7 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str
     """The text, if there is one, and the token ids of a prompt. Raises RequestError for anything else."""
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
+        if unknown or all(value is None for value in prompt.values()):
             raise RequestError(
                 f"a prompt given as a dict has the keys prompt or prompt_token_ids, not {sorted(prompt)}", "prompt"
             )
@@ -37,7 +37,7 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str
         prompt = prompt["prompt"] if given is None else given
     if isinstance(prompt, str):
         return prompt, encode(prompt)
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) == len(prompt):
             return None, ids
@@ -167,7 +167,7 @@ class LLM:
         order = [request_id for request_id, *_ in todo]
         collected: dict[str, RequestOutput] = {}
         show = len(todo) > 8 and sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        with _progress(len(todo), show) as advance:
+        with _Progress(len(todo), show) as advance:
             try:
                 while todo or engine.has_work:
                     while todo and engine.scheduler.has_room(todo[0][3].n):
@@ -229,7 +229,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return list(params)
 
 
-class _progress:
+class _Progress:
     """A progress bar over requests, with tokens a second; nothing where it is not wanted."""
 
     def __init__(self, total: int, show: bool) -> None:

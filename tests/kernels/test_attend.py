@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import lay_out
+from quire.attention.plan import RowSlice, lay_out
 from quire.attention.reference import ReferenceAttention
+from quire.cache.segment import Path
 from quire.kernels import load, runtime
 from quire.kernels.levels import supported_levels
 
@@ -101,3 +102,40 @@ def test_large_scores_neither_overflow_nor_vanish(offset: float) -> None:
         outputs.append(plan.attend(0, q))
     # Scores near 115 in base 2 carry 1.4e-5 of rounding each, whoever computes them.
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_key_that_is_visible_poisons_the_row_and_no_other(dtype: torch.dtype, poison: float) -> None:
+    spec = make_spec(Shape(layers=1, heads=1, group=1, dtype=dtype, rotate=False), 4)
+    (piece,) = slices_of(spec, [(0, 130)])
+    q, k, v = torch.randn(3, 130, 1, 64, generator=torch.Generator().manual_seed(0)).abs().to(dtype)
+    k[70] = poison
+    plan = CpuAttention(spec).plan([piece])
+    plan.write(0, k, v)
+    out = plan.attend(0, q)
+    assert out[:70].isfinite().all()
+    assert out[70:].isnan().all(1).all()
+
+
+def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
+    spec = make_spec(Shape(layers=1), 8)
+    backend = CpuAttention(spec)
+    path = Path()
+    path.append(spec.table.take(2, spec.table.open_codec))
+    other = Path()
+    other.append(spec.table.take(2, spec.table.open_codec))
+    first = backend.plan([RowSlice(10, 1, path.chunks), RowSlice(70, 1, other.chunks)])
+    assert backend.plan([RowSlice(11, 1, path.chunks), RowSlice(71, 1, other.chunks)]) is first
+    assert backend.plans_built == 1
+    for slices in (
+        [RowSlice(12, 1, path.chunks)],  # one left
+        [RowSlice(13, 1, other.chunks)],  # another in its place
+        [RowSlice(15, 1, other.chunks)],  # a position was skipped
+        [RowSlice(16, 1, other.chunks[:1])],  # fewer chunks
+        [RowSlice(17, 1, other.chunks[:1].copy())],  # other memory
+        [RowSlice(18, 2, other.chunks)],  # more rows
+    ):
+        built = backend.plans_built
+        backend.plan(slices)
+        assert backend.plans_built == built + 1, slices

@@ -154,6 +154,27 @@ def test_requests_that_cannot_run_are_refused_before_anything_is_streamed(folder
     run(folder, body)
 
 
+def test_an_id_is_free_again_only_when_nothing_can_arrive_for_it(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+        expected = await collect(llm, [9] * 10)
+        for _ in range(20):
+            stream = llm.generate([1, 2, 3], long, "same")
+            await anext(stream)
+            await stream.aclose()
+            while True:
+                try:
+                    items = [item async for item in llm.generate([9] * 10, GREEDY, "same")]
+                    break
+                except RequestError:
+                    await asyncio.sleep(0.001)
+            assert all(item.prompt_token_ids == [9] * 10 for item in items)
+            assert [token for item in items for token in item.outputs[0].token_ids] == expected[1]
+        await idle(llm)
+
+    run(folder, body)
+
+
 def test_close_drains_then_aborts(folder: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(str(folder), OPTIONS)
@@ -172,8 +193,10 @@ def test_close_drains_then_aborts(folder: Path) -> None:
 def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(str(tmp_path / "nothing"), OPTIONS)
+        assert not llm.is_ready
         with pytest.raises(QuireError, match="nothing"):
             await llm.start()
+        assert not llm.is_ready
 
     asyncio.run(main())
 

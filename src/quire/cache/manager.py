@@ -14,8 +14,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import ChunkTable, Path
+from quire.cache.segment import ChunkTable, Path, Segment
 from quire.cache.tree import PrefixTree
 
 
@@ -24,6 +26,12 @@ class Holder(Protocol):
 
     path: Path
     namespace: Hashable
+    """What must be equal for two sequences to share pages."""
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether its prompt may be matched; not if every prompt row is wanted."""
+        ...
 
     @property
     def token_ids(self) -> list[int]:
@@ -59,19 +67,12 @@ class CacheManager:
         self._bytes_used = 0
         self._bytes_peak = 0
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens one sequence can have at most: all of the arena."""
-        return (
-            self.table.pool.num_bytes // (self.table.open_codec.page_bytes * self.table.pages_per_chunk) * PAGE_TOKENS
-        )
-
     def admit(self, holder: Holder) -> Admission | None:
         """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
         wait.
         """
         tokens = holder.token_ids
-        path = self.tree.match(holder.namespace, tokens)
+        path = self.tree.match(holder.namespace, tokens) if holder.reads_cache else Path()
         need = chunks_of(len(tokens)) - path.num_chunks
         growth = len(self._live) + 1 if self._live else 0
         if self.table.available(self.table.open_codec) - self._promised() < need + growth:
@@ -106,7 +107,17 @@ class CacheManager:
             f"{num_tokens} tokens in {path.num_chunks} chunks"
         )
         path.num_tokens = num_tokens
-        path.num_sealed = num_tokens // PAGE_TOKENS
+        if num_tokens // PAGE_TOKENS == path.num_sealed:
+            return
+        first, path.num_sealed = path.num_sealed, num_tokens // PAGE_TOKENS
+        start = first * PAGE_TOKENS
+        tokens = np.array(holder.token_ids[start : path.num_sealed * PAGE_TOKENS], np.int32)
+        locks = np.zeros(self.table.pages.shape[1:], np.int32)
+        segment = Segment(tokens, path.chunks[first : path.num_sealed].copy(), start, locks)
+        if self.tree.publish(holder.namespace, path, segment):
+            self.tree.lock(Path([segment]))
+            path.segments.append(segment)
+            self._bytes_used -= self.table.bytes_of(segment.chunks)
 
     def release(self, holder: Holder) -> None:
         """The sequence ends or is preempted: its locks are undone, its own chunks are free."""

@@ -28,6 +28,10 @@ UNIT = 128
 """Bytes a page id counts by; every page size is a multiple of it."""
 
 
+MAX_ARENA_BYTES = np.iinfo(np.int32).max * UNIT
+"""What page ids reach: 256 GiB."""
+
+
 class Sized(Protocol):
     """All the pool asks of a codec."""
 
@@ -79,7 +83,7 @@ class PagePool:
         if self.num_slabs < 1:
             raise ConfigError(f"a cache of {num_bytes} bytes holds no slab of {slab_bytes} bytes; raise cache.memory")
         self.num_bytes = self.num_slabs * self.slab_bytes
-        if self.num_bytes // UNIT > np.iinfo(np.int32).max:
+        if self.num_bytes > MAX_ARENA_BYTES:
             raise ConfigError(f"an arena holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
         self.device = torch.device(device)
         self.arena = _allocate(self.num_bytes, self.device)

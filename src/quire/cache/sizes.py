@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PAGE_TOKENS = 64
-UNIT = 128
+from quire.cache.page import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,13 @@ class Sizes:
 
 def sizes(
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
+    chunk_bytes: int,
     model_context: int,
     weight_bytes: int,
-    itemsize: int,
     cache_bytes: int,
     available_bytes: int | None = None,
 ) -> Sizes:
-    """The sizes of a model with dense pages of `itemsize` bytes an element in an arena of `cache_bytes`."""
-    page_bytes = -(-2 * PAGE_TOKENS * head_dim * itemsize // UNIT) * UNIT
-    chunk_bytes = page_bytes * num_layers * num_kv_heads
+    """The sizes of a model whose chunks take `chunk_bytes` in an arena of `cache_bytes`."""
     num_chunks = cache_bytes // chunk_bytes
     return Sizes(
         weight_bytes=weight_bytes,

@@ -118,6 +118,8 @@ async def _generate(llm: AsyncLLM, line: Line) -> dict[str, Any]:
                     if output.logprobs is not None:
                         scores = [{str(each): lp.logprob for each, lp in place.items()} for place in output.logprobs]
                         choice["logprobs"] = choice.get("logprobs", []) + scores
+                    if output.finish_reason == "error":
+                        raise RequestError(str(output.stop_reason))
                     if output.finish_reason is not None:
                         choice["finish_reason"] = output.finish_reason
             break

@@ -38,9 +38,9 @@ class Tokenizer(Protocol):
 class Answer:
     """The visible side of one sequence: turns each sampled token into a delta."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, names: Names, eos_token_ids: tuple[int, ...]) -> None:
         params = sequence.request.params
-        self._tokenizer = tokenizer
+        self._names = names
         self._index = sequence.index
         self._stops = StopChecker(params, eos_token_ids)
         self._detokenizer = (
@@ -57,7 +57,7 @@ class Answer:
                 text += self._detokenizer.flush()
         emitted, stop = self._stops.push(text, token_id, at_length)
         if logprobs is not None:
-            name_tokens(logprobs, self._tokenizer)
+            self._names.fill(logprobs)
             assert self._cumulative is not None
             self._cumulative += logprobs[token_id].logprob
         return CompletionOutput(
@@ -70,12 +70,22 @@ class Answer:
             self._cumulative,
         )
 
-    def end(self, reason: FinishReason) -> CompletionOutput:
+    def end(self, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         """The last delta of a sequence that ends without a token of its own: aborted or failed."""
-        return CompletionOutput(self._index, self._stops.flush(), [], None, reason, None, self._cumulative)
+        return CompletionOutput(self._index, self._stops.flush(), [], None, reason, explanation, self._cumulative)
 
 
-def name_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer) -> None:
-    """Fills in the text of each token, special tokens included."""
-    for token_id, entry in logprobs.items():
-        entry.decoded_token = tokenizer.decode([token_id], skip_special=False)
+class Names:
+    """The text of single tokens, special ones included; each is decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._names: dict[int, str] = {}
+
+    def fill(self, logprobs: dict[int, Logprob]) -> None:
+        """Writes each token's text beside its log-probability."""
+        for token_id, entry in logprobs.items():
+            name = self._names.get(token_id)
+            if name is None:
+                name = self._names[token_id] = self._tokenizer.decode([token_id], skip_special=False)
+            entry.decoded_token = name

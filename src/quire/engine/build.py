@@ -19,7 +19,7 @@ from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.manager import CacheManager
-from quire.cache.page import PAGE_TOKENS, PagePool
+from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
 from quire.cache.sizes import Sizes, sizes
 from quire.cache.tree import PrefixTree
@@ -49,6 +49,9 @@ on a GPU."""
 TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 """Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
 waits 0.25 s at most."""
+
+FORMAT_VERSION = 1
+"""Of page images; docs/page-format.md."""
 
 _SLAB_BYTES = 4 << 20
 
@@ -111,26 +114,26 @@ def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = 
     if config.model.weights == "native" and native_bytes is not None:
         weight_bytes = native_bytes
     available = available_memory(device)
-    itemsize = torch_dtype(dtype).itemsize
     wanted = config.cache.memory
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
     chunk_bytes = codec.page_bytes * shape.num_layers * shape.num_kv_heads
     if isinstance(wanted, int):
         memory = wanted
+        if memory > MAX_ARENA_BYTES:
+            raise ConfigError(
+                f"cache.memory is {format_bytes(memory)}; an arena holds at most {format_bytes(MAX_ARENA_BYTES)}"
+            )
     else:
         share = AUTO_MEMORY_SHARE if device_type == "cpu" else 0.9
         useful = max_running * -(-context // PAGE_TOKENS) * chunk_bytes
-        memory = min(int(max(0, available - weight_bytes) * share), useful)
+        memory = min(int(max(0, available - weight_bytes) * share), useful, MAX_ARENA_BYTES)
     # Whole slabs of whole pages: what the arena cannot use is not allocated.
     slab = slab_bytes(codec.page_bytes, memory)
     memory = memory // slab * slab
     fits = sizes(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        chunk_bytes=chunk_bytes,
         model_context=context,
         weight_bytes=weight_bytes,
-        itemsize=itemsize,
         cache_bytes=memory,
         available_bytes=available,
     )
@@ -228,6 +231,7 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,
+        namespace=(shape, config.model.dtype, config.model.weights, codec.name, config.cache.strict, FORMAT_VERSION),
         decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -11,8 +13,8 @@ import numpy as np
 import torch
 
 from quire.attention.plan import AttentionBackend, RowSlice
-from quire.engine.answers import Answer, Tokenizer, name_tokens
-from quire.engine.outputs import CompletionOutput, RequestOutput
+from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence, State
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed
@@ -20,6 +22,8 @@ from quire.engine.scheduler import Batch, Scheduler
 from quire.errors import RequestError
 from quire.models.plan import Model
 from quire.tiers.mover import Mover
+
+log = logging.getLogger("quire")
 
 
 class Decode(Protocol):
@@ -30,6 +34,8 @@ class Decode(Protocol):
         ...
 
 
+NOT_FINITE = "the logits of the prompt hold NaN or infinity"
+
 LOGIT_ROWS = 256
 """Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
 
@@ -38,6 +44,7 @@ class Engine:
     """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
 
+    namespace    what must be equal for two requests to share pages
     decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
     clock        seconds, monotonic; only measures, decides nothing
@@ -55,6 +62,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        namespace: Hashable = (),
         decode: Decode | None = None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
         clock: Callable[[], float] = time.monotonic,
@@ -68,9 +76,11 @@ class Engine:
         self.max_context = max_context
         self.eos_token_ids = eos_token_ids
         self.device = device
+        self.namespace = namespace
         self.decode = decode
         self.padded_rows = padded_rows
         self.clock = clock
+        self.names = Names(tokenizer)
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
@@ -90,13 +100,17 @@ class Engine:
             raise RequestError(
                 f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}", "prompt"
             )
-        if len(prompt_ids) >= self.max_context + (params.max_tokens == 0):
+        if len(prompt_ids) >= self.max_context:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens and the context holds {self.max_context},"
                 " one of which must be generated",
                 "prompt",
             )
         params.check_vocabulary(vocab_size)
+        if params.n > self.scheduler.max_queue:
+            raise RequestError(
+                f"n is {params.n} and at most {self.scheduler.max_queue} sequences may wait (scheduler.max_queue)", "n"
+            )
 
     def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now."""
@@ -115,11 +129,11 @@ class Engine:
             token_ids = list(prompt_ids)
             output_ids: list[int] = []
             row = SampleRow(params, prompt_ids, output_ids, sequence_seed(seed, index))
-            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens))
+            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens, self.namespace))
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
         for sequence in request.sequences:
-            self._answers[sequence] = Answer(sequence, self.tokenizer, self.eos_token_ids)
+            self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
         return request
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -128,7 +142,7 @@ class Engine:
         if request is None:
             return None
         live = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
-        return self._output(request, [self._end(sequence) for sequence in live])
+        return self._output(request, [self._end(sequence, "abort") for sequence in live])
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -145,7 +159,9 @@ class Engine:
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)
-            self._prompt_logprobs(batch, hidden)
+            failed = self._prompt_logprobs(batch, hidden)
+            if failed:
+                return self._fail(batch, failed)
             if not sampling:
                 self.scheduler.commit(batch, ())
                 return []
@@ -162,6 +178,12 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
         }
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether an idle engine's counters say so: a leak shows here at once, and `check` then says where."""
+        cache = self.scheduler.manager.stats()
+        return not self._requests and not self._answers and cache["bytes_used"] == 0
 
     def check(self) -> None:
         """Proves that nothing is leaked: scheduler, manager, table, pool."""
@@ -197,8 +219,10 @@ class Engine:
             hidden = hidden.index_select(0, torch.tensor(padded, device=self.device))
         return self.model.head(hidden)[: len(rows)]
 
-    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[Request]:
+        """Collects what was asked for of the prompts; returns the requests whose logits are not finite."""
         row = 0
+        failed = []
         for piece in batch.slices:
             sequence = piece.sequence
             if sequence.wants_prompt_logprobs:
@@ -212,10 +236,25 @@ class Engine:
                     found = self.sampler.prompt_logprobs(
                         logits, request.prompt_ids[start + 1 : end + 1], request.params.prompt_logprobs or 0
                     )
-                    for entry in found:
-                        name_tokens(entry, self.tokenizer)
                     request.prompt_logprobs.extend(found)
+                    if any(math.isnan(next(iter(entry.values())).logprob) for entry in found):
+                        failed.append(request)
+                        break
+                if stop == len(request.prompt_ids) - 1:
+                    for named in request.prompt_logprobs[1:]:
+                        assert named is not None
+                        self.names.fill(named)
             row += piece.count
+        return failed
+
+    def _fail(self, batch: Batch, failed: list[Request]) -> list[RequestOutput]:
+        """Ends requests whose prompt gives no finite logits; the step is done again without them."""
+        outputs = []
+        for request in failed:
+            log.error("request %s: %s", request.request_id, NOT_FINITE)
+            live = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
+            outputs.append(self._output(request, [self._end(sequence, "error", NOT_FINITE) for sequence in live]))
+        return outputs
 
     def _deliver(
         self, batch: Batch, token_ids: list[int], logprobs: list[dict[int, Any] | None], errors: dict[int, str]
@@ -224,7 +263,8 @@ class Engine:
         deltas: dict[Request, list[CompletionOutput]] = {}
         for row, failed in enumerate(piece.sequence for piece in batch.slices if piece.samples):
             if row in errors:
-                deltas.setdefault(failed.request, []).append(self._end(failed))
+                log.error("request %s: %s", failed.request.request_id, errors[row])
+                deltas.setdefault(failed.request, []).append(self._end(failed, "error", errors[row]))
         now = self.clock()
         extras = {
             id(piece.sequence): entry
@@ -244,9 +284,9 @@ class Engine:
             deltas.setdefault(request, []).append(delta)
         return [self._output(request, outputs) for request, outputs in deltas.items()]
 
-    def _end(self, sequence: Sequence) -> CompletionOutput:
+    def _end(self, sequence: Sequence, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         self.scheduler.finish(sequence)
-        return self._answers.pop(sequence).end("abort")
+        return self._answers.pop(sequence).end(reason, explanation)
 
     def _output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
         finished = request.finished

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""error: no token could be chosen, because the model's numbers are not finite; `stop_reason` says so."""
 
 
 @dataclass(slots=True)

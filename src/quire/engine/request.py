@@ -62,6 +62,11 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether rows of the prompt may be taken from the cache instead of computed."""
+        return self.request.params.prompt_logprobs is None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt rows need logits: only the first sequence of a request computes them, and only once."""
         return self.index == 0 and self.request.params.prompt_logprobs is not None and self.num_generated == 0

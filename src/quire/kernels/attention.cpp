@@ -471,7 +471,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
 
     for (int m = 0; m < rows; m++) {
         const int r = m / G, g = m % G;
-        const bool seen = top[m] > UNSEEN;
+        const bool seen = !(top[m] <= UNSEEN);
         const float inverse = seen ? 1.0f / total[m] : 0.0f;
         const float* o = acc + m * columns;
         if (piece.partial < 0) {

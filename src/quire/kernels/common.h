@@ -110,9 +110,9 @@ inline float largest(vf x) {
 }
 #endif
 
-// 2^x for x up to 126, relative error below 2e-7; everything below -126, -inf too, gives 2^-126.
+// 2^x for x up to 126, relative error below 2e-7; everything below -126, -inf too, gives 2^-126, and NaN gives NaN.
 inline vf exp2(vf x) {
-    x = max(x, splat(-126.0f));
+    x = x < splat(-126.0f) ? splat(-126.0f) : x;
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
     const vf magic = splat(12582912.0f);
     const vf shifted = x + magic;
@@ -124,7 +124,8 @@ inline vf exp2(vf x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    return (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
+    const vf result = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
+    return x == x ? result : x;
 }
 
 // GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.

@@ -42,11 +42,10 @@ async def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
     jobs = []
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False))
     for prompt in body.prompt:
-        if isinstance(prompt, str):
-            text, ids = prompt, await service.encode(prompt, body.add_special_tokens is not False)
-        else:
-            text, ids = None, prompt
+        text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise bad_request("'prompt' is empty: it holds no token", "prompt")
         service.check_tokens(ids, "prompt")

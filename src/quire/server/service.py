@@ -102,10 +102,16 @@ class Service:
 
     async def encode(self, text: str, add_special: bool) -> list[int]:
         """The token ids of `text`."""
+        return (await self.encode_all([text], add_special))[0]
+
+    async def encode_all(self, texts: Sequence[str], add_special: bool) -> list[list[int]]:
+        """The token ids of several texts; on a thread of its own if there is much to do."""
         encode = self.engine.tokenizer.encode
-        ids: list[int]
-        ids = await asyncio.to_thread(encode, text, add_special) if len(text) > LONG_TEXT else encode(text, add_special)
-        return ids
+
+        def run() -> list[list[int]]:
+            return [encode(text, add_special) for text in texts]
+
+        return await asyncio.to_thread(run) if sum(map(len, texts)) > LONG_TEXT else run()
 
     async def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation, by the model's chat template. Raises RequestError if it refuses them."""
@@ -183,8 +189,11 @@ class Service:
             ) as items:
                 async for item in items:
                     timer.saw(item)
-                    if any(output.finish_reason == "abort" for output in item.outputs):
-                        raise self._aborted()
+                    for output in item.outputs:
+                        if output.finish_reason == "abort":
+                            raise self._aborted()
+                        if output.finish_reason == "error":
+                            raise ApiError(500, str(output.stop_reason), code="not_finite")
                     yield item
         except Exception:
             reason = "error"

@@ -1,0 +1,266 @@
+"""The `openai` package, unmodified, against a running server: what it sends, what it gets, what it raises.
+
+    python check_openai.py http://127.0.0.1:8000/v1
+
+Runs in the virtual environment of the clients and knows nothing of Quire. Prints one line of JSON a check,
+{"what", "result", "ok"}; the exit status is 1 when one failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+
+import openai
+
+MODEL = "smollm2"
+MESSAGES = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What is paper made of? 📜"}]
+TEXT = "Paper is made of wood, and a book is made of"
+
+
+class Checks:
+    """The checks, each a method that returns what it found and raises AssertionError for what should not be."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.api = openai.OpenAI(api_key="none", base_url=url, max_retries=0, timeout=120)
+        self.chat = self.api.chat.completions
+
+    def models(self) -> str:
+        """The list, and one by name."""
+        listed = [model.id for model in self.api.models.list()]
+        assert listed == [MODEL], listed
+        assert self.api.models.retrieve(MODEL).id == MODEL
+        return f"serves {MODEL}"
+
+    def chat_whole_and_streamed(self) -> str:
+        """The same greedy answer in one piece, in chunks, and through the package's accumulating helper."""
+        whole = self.chat.create(model=MODEL, messages=MESSAGES, max_completion_tokens=24, temperature=0)
+        text, usage = whole.choices[0].message.content, whole.usage
+        assert text and whole.choices[0].finish_reason in ("stop", "length")
+        assert usage.prompt_tokens + usage.completion_tokens == usage.total_tokens and usage.completion_tokens <= 24
+        options = {"include_usage": True}
+        chunks = list(
+            self.chat.create(
+                model=MODEL,
+                messages=MESSAGES,
+                max_completion_tokens=24,
+                temperature=0,
+                stream=True,
+                stream_options=options,
+            )
+        )
+        assert chunks[0].choices[0].delta.role == "assistant"
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert streamed == text, (streamed, text)
+        assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == usage.completion_tokens
+        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        # The helper raises for answers that max_completion_tokens cuts off, so that one needs a stop string.
+        stop = text[len(text) // 2 :][:3]
+        with self.chat.stream(model=MODEL, messages=MESSAGES, temperature=0, stop=stop) as stream:
+            gathered = stream.get_final_completion().choices[0]
+        assert gathered.message.content == text[: text.index(stop)] and gathered.finish_reason == "stop"
+        return f"{usage.completion_tokens} tokens, the same in {len(chunks)} chunks"
+
+    def chat_goes_on(self) -> str:
+        """A second turn that holds the first answer as the package returned it."""
+        first = self.chat.create(model=MODEL, messages=MESSAGES, max_completion_tokens=8, seed=1)
+        turn = {"role": "user", "content": [{"type": "text", "text": "Say more."}]}
+        more = [*MESSAGES, first.choices[0].message.model_dump(), turn]
+        second = self.chat.create(model=MODEL, messages=more, max_completion_tokens=8)
+        assert second.usage.prompt_tokens > first.usage.total_tokens
+        return f"{second.usage.prompt_tokens} prompt tokens"
+
+    def chat_logprobs(self) -> str:
+        """The bytes of the tokens make the text, and the greedy token leads its alternatives."""
+        answer = self.chat.create(
+            model=MODEL, messages=MESSAGES, max_completion_tokens=12, temperature=0, logprobs=True, top_logprobs=5
+        )
+        choice = answer.choices[0]
+        content = choice.logprobs.content
+        assert len(content) == answer.usage.completion_tokens
+        for token in content:
+            tops = [top.logprob for top in token.top_logprobs]
+            assert len(tops) == 5 and tops == sorted(tops, reverse=True) and token.logprob == tops[0] <= 0
+        text = b"".join(bytes(token.bytes) for token in content).decode(errors="replace")
+        # The end token is counted but not shown.
+        assert text == choice.message.content or choice.finish_reason == "stop", (text, choice.message.content)
+        return f"{len(content)} tokens, 5 alternatives each"
+
+    def several_choices(self) -> str:
+        """Three answers: drawn differently, the same again with the same seed, the same in a stream."""
+        given = {
+            "model": MODEL,
+            "messages": MESSAGES,
+            "max_completion_tokens": 12,
+            "n": 3,
+            "seed": 7,
+            "temperature": 1.0,
+        }
+        first, again = self.chat.create(**given), self.chat.create(**given)
+        texts = [choice.message.content for choice in first.choices]
+        assert [choice.index for choice in first.choices] == [0, 1, 2]
+        assert texts == [choice.message.content for choice in again.choices]
+        assert len(set(texts)) > 1, texts
+        streamed = ["", "", ""]
+        for chunk in self.chat.create(**given, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+        assert streamed == texts, (streamed, texts)
+        return f"{len(set(texts))} different of 3, repeatable"
+
+    def stop_strings(self) -> str:
+        """The text ends before the stop string."""
+        given = {"model": MODEL, "prompt": "1 2 3 4 5 6", "max_tokens": 24, "temperature": 0}
+        full = self.api.completions.create(**given).choices[0].text
+        stop = full[len(full) // 2 :][:2]
+        cut = self.api.completions.create(**given, stop=[stop, "zzz"]).choices[0]
+        assert cut.text == full[: full.index(stop)] and cut.finish_reason == "stop", (full, stop, cut)
+        return f"stopped at {stop!r}"
+
+    def completions(self) -> str:
+        """Text, a list of texts, and a stream: the same continuation."""
+        given = {"model": MODEL, "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        single = self.api.completions.create(prompt=TEXT, **given)
+        both = self.api.completions.create(prompt=[TEXT, "One, two, three"], n=2, **given)
+        chunks = list(self.api.completions.create(prompt=TEXT, stream=True, **given))
+        assert single.choices[0].finish_reason == "length" and single.usage.completion_tokens == 12
+        assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+        assert both.choices[0].text == both.choices[1].text
+        assert both.choices[2].text == both.choices[3].text != both.choices[0].text
+        assert "".join(chunk.choices[0].text for chunk in chunks) == single.choices[0].text
+        return f"12 tokens in {len(chunks)} chunks; 2 prompts x 2 choices"
+
+    def scoring(self) -> str:
+        """Scores without generating, by text and by token ids."""
+        given = {"model": MODEL, "max_tokens": 0, "echo": True, "logprobs": 2}
+        scored = self.api.completions.create(prompt=TEXT, **given)
+        choice = scored.choices[0]
+        lists = choice.logprobs
+        assert choice.text == TEXT == "".join(lists.tokens) and scored.usage.completion_tokens == 0
+        assert lists.token_logprobs[0] is None and all(value <= 0 for value in lists.token_logprobs[1:])
+        starts = [*lists.text_offset, len(TEXT)]
+        assert [TEXT[begin:end] for begin, end in itertools.pairwise(starts)] == lists.tokens
+        for token, logprob, top in zip(lists.tokens[1:], lists.token_logprobs[1:], lists.top_logprobs[1:], strict=True):
+            assert top[token] == logprob and 2 <= len(top) <= 3
+        body = json.dumps({"model": MODEL, "prompt": TEXT}).encode()
+        ids = self._post("/tokenize", body)["tokens"]
+        by_ids = self.api.completions.create(prompt=ids, **given).choices[0]
+        assert by_ids.logprobs.token_logprobs == lists.token_logprobs and by_ids.text == TEXT
+        return f"{len(ids)} tokens, the same by text and by ids"
+
+    def errors(self) -> str:
+        """Refusals arrive as the package's exceptions, streaming or not, with the parameter's name."""
+        good = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 4}
+        tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+        cases: list[tuple[dict, type[openai.APIStatusError], str | None, str]] = [
+            ({"model": "gpt-4"}, openai.NotFoundError, "model", "model_not_found"),
+            ({"tools": [tool]}, openai.BadRequestError, "tools", "unsupported_parameter"),
+            ({"temperature": 9}, openai.BadRequestError, "temperature", "invalid_value"),
+            ({"temperature": "hot"}, openai.BadRequestError, "temperature", "invalid_type"),
+            ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
+            (
+                {"messages": [{"role": "user", "content": "paper " * 20000}]},
+                openai.BadRequestError,
+                "messages",
+                "context_length_exceeded",
+            ),
+        ]
+        for change, kind, param, code in cases:
+            for stream in (False, True):
+                try:
+                    self.chat.create(**(good | change), stream=stream)
+                except kind as error:
+                    assert (error.param, error.code) == (param, code), (error.param, error.code, change)
+                else:
+                    raise AssertionError(f"accepted {list(change)}")
+        try:
+            self.api.embeddings.create(model=MODEL, input="paper")
+        except openai.NotFoundError as error:
+            assert error.code == "unknown_url"
+        else:
+            raise AssertionError("embeddings were answered")
+        return f"{2 * len(cases) + 1} refusals by name"
+
+    def concurrent(self) -> str:
+        """The asynchronous client with twelve requests at once, half of them streams."""
+
+        async def ask(api: openai.AsyncOpenAI, order: int) -> str:
+            given = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 8, "temperature": 0}
+            if order % 2:
+                return (await api.chat.completions.create(**given)).choices[0].message.content
+            stream = await api.chat.completions.create(**given, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        async def all_of_them() -> list[str]:
+            async with openai.AsyncOpenAI(api_key="none", base_url=self.url, max_retries=0, timeout=120) as api:
+                return await asyncio.gather(*[ask(api, order) for order in range(12)])
+
+        texts = asyncio.run(all_of_them())
+        assert all(texts)
+        return "12 at once, 6 of them streams"
+
+    def leaving(self) -> str:
+        """A stream that is closed early is aborted: no request runs on."""
+        given = {"model": MODEL, "prompt": TEXT, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+        stream = self.api.completions.create(**given, stream=True)
+        next(iter(stream))
+        begun = time.monotonic()
+        stream.close()
+        while self._metric("quire_requests_running"):
+            assert time.monotonic() - begun < 10, "still running ten seconds after the client left"
+            time.sleep(0.02)
+        assert self._metric('quire_requests_finished_total{reason="abort"}') >= 1
+        return "aborted"
+
+    def _post(self, path: str, body: bytes) -> dict:
+        request = urllib.request.Request(self._root() + path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def _metric(self, name: str) -> float:
+        with urllib.request.urlopen(self._root() + "/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name + " "))
+
+    def _root(self) -> str:
+        return self.url.removesuffix("/v1")
+
+
+def main() -> int:
+    """Run all checks."""
+    checks = Checks(sys.argv[1])
+    todo: list[tuple[str, Callable[[], str]]] = [
+        ("models", checks.models),
+        ("chat, whole and streamed", checks.chat_whole_and_streamed),
+        ("chat, second turn", checks.chat_goes_on),
+        ("chat logprobs", checks.chat_logprobs),
+        ("n and seed", checks.several_choices),
+        ("stop", checks.stop_strings),
+        ("completions, whole and streamed", checks.completions),
+        ("echo and logprobs", checks.scoring),
+        ("errors", checks.errors),
+        ("async client", checks.concurrent),
+        ("leaving a stream", checks.leaving),
+    ]
+    failed = False
+    for what, check in todo:
+        ok = False
+        try:
+            result, ok = check(), True
+        except Exception as error:
+            traceback.print_exc()
+            result = f"{type(error).__name__}: {error}".replace("\n", " ")[:200]
+        failed |= not ok
+        print(json.dumps({"what": what, "result": result, "ok": ok}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

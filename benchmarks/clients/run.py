@@ -1,0 +1,393 @@
+"""Real clients, unmodified, against `quire serve smollm2`; scripts/clients.sh installs them and runs this.
+
+    python benchmarks/clients/run.py [--clients DIR] [--vllm DIR] [--logs DIR] [--only openai,lm-eval,guidellm,vllm]
+
+openai     the package: chat, completions, streams, logprobs, n, errors, leaving (check_openai.py)
+lm-eval    three small tasks over token-id prompts (tasks/): choices scored with echo and logprobs, whole texts, greedy
+           answers. What it reports must be what `quire.LLM` computes in this process from the same questions.
+guidellm   a short benchmark each of completions and chat: every request succeeds, with the tokens that were asked for
+vllm       the same with `vllm bench serve`; left out where vLLM is not installed
+
+Prints client, what and result; the exit status is 1 when anything failed. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from common import ROOT  # noqa: E402
+
+from quire import LLM, SamplingParams  # noqa: E402
+from quire.models.embedded import cached_path  # noqa: E402
+from quire.models.gguf_file import read_header  # noqa: E402
+from quire.models.vocabulary import from_gguf  # noqa: E402
+
+MODEL = "smollm2"
+TASKS = HERE / "tasks"
+START_SECONDS = 180
+CLIENT_SECONDS = 600
+OPTIONS = {"cache.memory": "512MiB"}
+# One task's requests run in other batches there than here: bf16 products of other shapes round differently.
+MAX_DIFFERENCE = 0.05
+# Of the benchmarks.
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 6, 48, 8
+
+Row = tuple[str, str, str, bool]
+"""Client, what, result, whether it passed."""
+
+
+class ClientError(Exception):
+    """A client failed; one line that says which and where to read more."""
+
+
+def run_client(command: Sequence[object], log: Path, environment: Mapping[str, str], folder: Path = ROOT) -> str:
+    """The standard output of a client, which is written to `log` too. Raises ClientError."""
+    words = [str(word) for word in command]
+    with log.open("w") as errors:
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=CLIENT_SECONDS,
+        )
+    with log.open("a") as file:
+        file.write(done.stdout)
+    if done.returncode:
+        raise ClientError(f"exit code {done.returncode}, see {log}")
+    return done.stdout
+
+
+@contextmanager
+def server(log: Path) -> Iterator[str]:
+    """The address of a server of its own process, which is drained at the end and must leave with exit code 0."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "quire", "serve", MODEL, "--host", "127.0.0.1", "--port", "0", *options]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+    assert process.stdout is not None
+    try:
+        found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+        line = process.stdout.readline() if found else ""
+        if not line.startswith("ready"):
+            raise ClientError(f"the server did not become ready, see {log}")
+        yield line.split()[-1].removesuffix("/v1")
+        process.send_signal(signal.SIGTERM)
+        if process.wait(60):
+            raise ClientError(f"the server ended with exit code {process.returncode}, see {log}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """The embedded model's tokenizer in the form `transformers` reads, for the clients that count or make tokens."""
+    path = cached_path()
+    if path is None:
+        raise ClientError("the embedded model is not there: quire pull smollm2")
+    metadata = read_header(path).metadata
+    folder.mkdir(parents=True, exist_ok=True)
+    from_gguf(metadata, path).save(str(folder / "tokenizer.json"))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {f"{role}_token": tokens[metadata[f"tokenizer.ggml.{role}_token_id"]] for role in ("bos", "eos")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"])
+    # Only the kind is asked for, to choose a class of tokenizer.
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8192}))
+
+
+class Clients:
+    """The clients, each a method that runs it against the server and returns rows."""
+
+    def __init__(self, bin_folder: Path, vllm: Path, logs: Path, url: str) -> None:
+        self.bin, self.vllm, self.logs, self.url = bin_folder, vllm, logs, url
+        self.tokenizer = logs / "tokenizer"
+        self.environment = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(logs / "huggingface"),
+            "OPENAI_API_KEY": "none",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+
+    def openai(self) -> list[Row]:
+        """The package's own checks, one row each."""
+        log = self.logs / "openai.log"
+        command = [self.bin / "python", HERE / "check_openai.py", f"{self.url}/v1"]
+        try:
+            output = run_client(command, log, self.environment)
+        except ClientError:
+            output = log.read_text()
+        rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"what"')]
+        if not rows:
+            raise ClientError(f"no check ran, see {log}")
+        return [("openai", row["what"], row["result"], row["ok"]) for row in rows]
+
+    def lm_eval(self) -> list[Row]:
+        """Runs the tasks; `compare_with_library` judges what it wrote."""
+        arguments = {
+            "model": MODEL,
+            "base_url": f"{self.url}/v1/completions",
+            "tokenizer": self.tokenizer,
+            "tokenizer_backend": "huggingface",
+            "tokenized_requests": True,
+            "num_concurrent": 2,
+            "max_length": 2048,
+        }
+        command = [
+            self.bin / "lm_eval", "run", "--model", "local-completions",
+            "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()),
+            "--include_path", TASKS, "--tasks", "quire_choices,quire_texts,quire_answers",
+            "--output_path", self.logs / "lm_eval", "--log_samples",
+        ]  # fmt: skip
+        # The tasks name their questions relative to their own folder.
+        run_client(command, self.logs / "lm_eval.log", self.environment, TASKS)
+        return []
+
+    def guidellm(self) -> list[Row]:
+        """Both endpoints, a few requests each."""
+        return [self._guidellm(endpoint) for endpoint in ("/v1/completions", "/v1/chat/completions")]
+
+    def _guidellm(self, endpoint: str) -> Row:
+        name = f"guidellm{endpoint.replace('/', '_')}"
+        result = self.logs / f"{name}.json"
+        command = [
+            self.bin / "guidellm", "run",
+            "--backend", f"kind=openai_http,target={self.url},model={MODEL},request_format={endpoint}",
+            "--profile", "kind=concurrent,streams=3",
+            "--constraint", f"kind=max_requests,count={REQUESTS}",
+            "--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}",
+            "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+            "--output", f"kind=json,path={result}", "--disable-progress",
+        ]  # fmt: skip
+        run_client(command, self.logs / f"{name}.log", self.environment)
+        (benchmark,) = json.loads(result.read_text())["benchmarks"]
+        requests = benchmark["requests"]
+        tokens = [request["output_tokens"] for request in requests["successful"]]
+        failed = len(requests["errored"]) + len(requests["incomplete"])
+        ok = not failed and tokens == [OUTPUT_TOKENS] * REQUESTS
+        ok &= _counts_prompts(endpoint, [request["prompt_tokens"] for request in requests["successful"]])
+        return "guidellm", endpoint, f"{len(tokens)} requests, {sum(tokens)} tokens, {failed} failed", ok
+
+    def vllm_bench(self) -> list[Row]:
+        """Both endpoints, a few requests each."""
+        if not (self.vllm / "bin/vllm").exists():
+            return [("vllm bench serve", "-", "left out: scripts/peers.sh installs it", True)]
+        return [
+            self._vllm_bench("openai", "/v1/completions"),
+            self._vllm_bench("openai-chat", "/v1/chat/completions"),
+        ]
+
+    def _vllm_bench(self, backend: str, endpoint: str) -> Row:
+        result = self.logs / f"vllm_{backend}.json"
+        command = [
+            self.vllm / "bin/vllm", "bench", "serve", "--backend", backend, "--base-url", self.url,
+            "--endpoint", endpoint, "--model", MODEL, "--tokenizer", self.tokenizer, "--dataset-name", "random",
+            "--random-input-len", PROMPT_TOKENS, "--random-output-len", OUTPUT_TOKENS, "--num-prompts", REQUESTS,
+            "--max-concurrency", 3, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed",
+            "--result-dir", result.parent, "--result-filename", result.name,
+        ]  # fmt: skip
+        run_client(command, self.logs / f"vllm_{backend}.log", self.environment)
+        found = json.loads(result.read_text())
+        tokens, failed = found["output_lens"], REQUESTS - found["completed"]
+        ok = not failed and tokens == [OUTPUT_TOKENS] * REQUESTS and not any(found["errors"])
+        ok &= _counts_prompts(endpoint, found["input_lens"])
+        return "vllm bench serve", endpoint, f"{found['completed']} requests, {sum(tokens)} tokens, {failed} failed", ok
+
+
+def _counts_prompts(endpoint: str, tokens: list[int]) -> bool:
+    """Whether the server counted the tokens the client made; in a chat the template adds the same number to each."""
+    wanted = PROMPT_TOKENS if endpoint == "/v1/completions" else max(tokens)
+    return tokens == [wanted] * REQUESTS and wanted >= PROMPT_TOKENS
+
+
+def server_rows(url: str, log: Path) -> list[Row]:
+    """What the server itself says about the run."""
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    counts: dict[str, int] = {}
+    for line in lines:
+        if line.startswith("quire_http_responses_total{"):
+            status = line.partition('status="')[2].partition('"')[0]
+            counts[status] = counts.get(status, 0) + int(float(line.split()[-1]))
+    running = [line for line in lines if line.startswith(("quire_requests_running ", "quire_requests_waiting "))]
+    idle = all(float(line.split()[-1]) == 0 for line in running)
+    text = ", ".join(f"{count} x {status}" for status, count in sorted(counts.items()))
+    clean = not any(status.startswith("5") for status in counts) and "Traceback" not in log.read_text()
+    return [("server", "responses", text, clean), ("server", "requests left", "none" if idle else str(running), idle)]
+
+
+def compare_with_library(logs: Path) -> list[Row]:
+    """lm-eval's reports against the library's own probabilities and answers for the same questions."""
+    questions = [json.loads(line) for line in (TASKS / "questions.jsonl").read_text().splitlines()]
+    with LLM(MODEL, options=OPTIONS) as llm:
+        return [
+            _compare_choices(llm, questions, logs),
+            _compare_texts(llm, questions, logs),
+            _compare_answers(llm, questions, logs),
+        ]
+
+
+def _compare_choices(llm: LLM, questions: list[dict], logs: Path) -> Row:
+    samples, report = _lm_eval_results(logs, "quire_choices")
+    worst, hits, hits_norm, same_greedy = 0.0, 0, 0, True
+    for question, sample in zip(questions, samples, strict=True):
+        context = _context(question)
+        scores = []
+        for choice, reply in zip(question["choices"], sample["filtered_resps"], strict=True):
+            whole = llm.tokenizer.encode(f"{context} {choice}", add_special=False)
+            score, greedy = _score(llm, whole, len(llm.tokenizer.encode(context, add_special=False)))
+            scores.append(score)
+            worst = max(worst, abs(score - float(reply[0])))
+            same_greedy &= greedy == _truth(reply[1])
+        by_character = [score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)]
+        hits += scores.index(max(scores)) == question["answer"]
+        hits_norm += by_character.index(max(by_character)) == question["answer"]
+    ours = hits / len(questions), hits_norm / len(questions)
+    theirs = report["acc,none"], report["acc_norm,none"]
+    agrees = all(math.isclose(a, b, abs_tol=1e-9) for a, b in zip(ours, theirs, strict=True))
+    text = (
+        f"acc {theirs[0]:.3f}, ours {ours[0]:.3f}; acc_norm {theirs[1]:.3f}, ours {ours[1]:.3f}; "
+        f"log-probabilities within {worst:.1g}"
+    )
+    return "lm-eval", "multiple_choice", text, agrees and same_greedy and worst <= MAX_DIFFERENCE
+
+
+def _compare_texts(llm: LLM, questions: list[dict], logs: Path) -> Row:
+    samples, report = _lm_eval_results(logs, "quire_texts")
+    worst, total, size = 0.0, 0.0, 0
+    for question, sample in zip(questions, samples, strict=True):
+        text = question["question"]
+        # The first token is predicted from the begin token.
+        whole = [llm.tokenizer.bos_id, *llm.tokenizer.encode(text, add_special=False)]
+        score, _ = _score(llm, whole, 1)
+        worst = max(worst, abs(score - float(sample["filtered_resps"][0])))
+        total, size = total + score, size + len(text.encode())
+    bits = -total / size / math.log(2)
+    theirs = report["bits_per_byte,none"]
+    text = f"bits per byte {theirs:.4f}, ours {bits:.4f}; log-probabilities within {worst:.1g}"
+    return "lm-eval", "loglikelihood_rolling", text, worst <= MAX_DIFFERENCE and abs(bits - theirs) < 0.01
+
+
+def _compare_answers(llm: LLM, questions: list[dict], logs: Path) -> Row:
+    samples, _ = _lm_eval_results(logs, "quire_answers")
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n", "Question:"])
+    same, written = 0, 0
+    for question, sample in zip(questions, samples, strict=True):
+        ids = llm.tokenizer.encode(_context(question), add_special=False)
+        (output,) = llm.generate({"prompt_token_ids": ids}, params)
+        text = output.outputs[0].text
+        same, written = same + (text == sample["resps"][0][0]), written + bool(text.strip())
+    # Some questions this model leaves unanswered.
+    ok = same == len(questions) and written >= 2
+    return "lm-eval", "generate_until", f"{same} of {len(questions)} answers the same, {written} not empty", ok
+
+
+def _context(question: dict) -> str:
+    """As the tasks write it."""
+    return f"Question: {question['question']}\nAnswer:"
+
+
+def _score(llm: LLM, ids: list[int], begin: int) -> tuple[float, bool]:
+    """Log-probability of ids[begin:] after ids[:begin], and whether each of them is the most probable."""
+    (output,) = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    assert output.prompt_logprobs is not None
+    score, greedy = 0.0, True
+    for token, position in zip(ids[begin:], output.prompt_logprobs[begin:], strict=True):
+        assert position is not None
+        score += position[token].logprob
+        greedy &= position[token].logprob == max(entry.logprob for entry in position.values())
+    return score, greedy
+
+
+def _truth(value: object) -> bool:
+    """lm-eval writes replies as text."""
+    return value is True or value == "True"
+
+
+def _lm_eval_results(logs: Path, task: str) -> tuple[list[dict], dict]:
+    """(samples in the order of the questions, metrics) of a task."""
+    (folder,) = {path.parent for path in (logs / "lm_eval").rglob("results_*.json")}
+    (report,) = folder.glob("results_*.json")
+    (samples,) = folder.glob(f"samples_{task}_*.jsonl")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    return sorted(lines, key=lambda line: line["doc_id"]), json.loads(report.read_text())["results"][task]
+
+
+def main() -> int:
+    """Start the server, run the clients in turn, stop it, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=Path, default=ROOT / ".peers/clients", help="their virtual environment")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".peers/vllm", help="vLLM's virtual environment")
+    parser.add_argument("--logs", type=Path, default=ROOT / ".peers/logs/clients", help="emptied first")
+    parser.add_argument("--only", default="openai,lm-eval,guidellm,vllm", help="names with commas between")
+    args = parser.parse_args()
+    shutil.rmtree(args.logs, ignore_errors=True)
+    args.logs.mkdir(parents=True)
+    only = args.only.split(",")
+    rows: list[Row] = []
+
+    def attempt(client: str, work: Callable[[], list[Row]]) -> None:
+        begun = time.monotonic()
+        try:
+            rows.extend(work())
+        except Exception as error:
+            rows.append((client, "-", f"{type(error).__name__}: {error}".replace("\n", " ")[:300], False))
+        print(f"{client}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+
+    def with_server() -> list[Row]:
+        save_tokenizer(args.logs / "tokenizer")
+        with server(args.logs / "server.log") as url:
+            clients = Clients(args.clients / "bin", args.vllm, args.logs, url)
+            table = {
+                "openai": clients.openai,
+                "lm-eval": clients.lm_eval,
+                "guidellm": clients.guidellm,
+                "vllm": clients.vllm_bench,
+            }
+            unknown = set(only) - set(table)
+            if unknown:
+                raise ClientError(f"no client {sorted(unknown)}; there are {list(table)}")
+            for name in only:
+                attempt(name, table[name])
+            rows.extend(server_rows(url, args.logs / "server.log"))
+        return [("server", "drain", "exit code 0", True)]
+
+    attempt("server", with_server)
+    if "lm-eval" in only and not any(client == "lm-eval" for client, *_ in rows):
+        attempt("lm-eval", lambda: compare_with_library(args.logs))
+    print(_table(rows))
+    return 0 if rows and all(ok for *_, ok in rows) else 1
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """All columns to the left."""
+    lines = [("client", "what", "result", ""), *((*row[:3], "ok" if row[3] else "FAILED") for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    lines.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
