@@ -6,7 +6,7 @@
 // Defined by attention.reference; tests/kernels/test_attend.py holds the two together.
 //
 // A piece is a block of query rows of one sequence and a run of its chunks; a work item is a piece and a kv head, with num_rows * G query rows.
-// Of each page the item makes two scratch tiles, K transposed and V, in the shape the inner product wants, once for all its rows; scores,
+// Of each page the item makes two scratch panels, K transposed and V, in the shape the inner product wants, once for all its rows; scores,
 // softmax and the weighted sum are then two matrix products with 32-bit elements: float x float, or on CPUs with bf16 dot products a pair of
 // bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
 // partials, merged at the end.
@@ -89,7 +89,7 @@ struct Page {
 
 // Brings the next page near while this one is computed, a few lines at every step of loads and products alike: a core keeps about two dozen lines
 // under way, so prefetches pay only as long as they never come in a burst nor stop. Us a layer for 32 sequences of 192 tokens, of which 114 are the
-// bytes at reading speed and 65 the arithmetic on cached pages: 289 without, 162 prefetching while tiles are made, 113 like this.
+// bytes at reading speed and 65 the arithmetic on cached pages: 289 without, 162 prefetching while panels are made, 113 like this.
 struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
@@ -145,7 +145,7 @@ void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, i
     for (; n < columns; n += VL) product_rows<Math, 1>(a, lda, b + n, ldb, c + n, ldc, steps, rows, alpha, ahead);
 }
 
-// ---- scratch tiles of a page ----------------------------------------------------------------------------------------------------------
+// ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
 
 // VL x VL transpose of 32-bit elements.
 inline void transpose(vu (&x)[VL]) {
@@ -271,7 +271,7 @@ void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Pr
 }
 #endif
 
-// What a codec supplies: the two scratch tiles of one page. A new codec is a case here.
+// What a codec supplies: the two scratch panels of one page. A new codec is a case here.
 template <class Math>
 void load_keys(const Page& page, int D, uint32_t* out, Prefetcher& ahead) {
     if constexpr (Math::PAIR == 2) {
@@ -403,26 +403,26 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
-    const int tile = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
+    const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
     const int block = VL * Math::PAIR;
     const int steps = (D + block - 1) / block * VL;       // 32-bit elements of a padded query row
     const int columns = (D + VL - 1) / VL * VL;
     constexpr int psteps = P / Math::PAIR;
 
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
-        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(tile) * (P + psteps + 1) + static_cast<size_t>(steps + psteps) * (P + columns) + D) * 4 + 64 * 10));
+        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(held) * (P + psteps + 1) + static_cast<size_t>(steps + psteps) * (P + columns) + D) * 4 + 64 * 10));
     auto carve = [&](size_t elements) {
         uint8_t* at = cursor;
         cursor += (elements * 4 + 63) / 64 * 64;
         return at;
     };
     auto* query = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(rows) * steps));
-    auto* scores = reinterpret_cast<float*>(carve(static_cast<size_t>(tile) * P));
-    auto* probabilities = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(tile) * psteps));
+    auto* scores = reinterpret_cast<float*>(carve(static_cast<size_t>(held) * P));
+    auto* probabilities = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(held) * psteps));
     auto* acc = reinterpret_cast<float*>(carve(static_cast<size_t>(rows) * columns));
     auto* top = reinterpret_cast<float*>(carve(padded));
     auto* total = reinterpret_cast<float*>(carve(padded));
-    auto* factor = reinterpret_cast<float*>(carve(tile));
+    auto* factor = reinterpret_cast<float*>(carve(held));
     auto* keys = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(steps) * P));
     auto* values = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(psteps) * columns));
     auto* rotated = reinterpret_cast<float*>(carve(D));
@@ -441,7 +441,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     }
     std::memset(acc, 0, static_cast<size_t>(rows) * columns * 4);
     for (int m = 0; m < padded; m++) top[m] = UNSEEN, total[m] = 0;
-    std::memset(scores, 0, static_cast<size_t>(tile) * P * 4);
+    std::memset(scores, 0, static_cast<size_t>(held) * P * 4);
 
     const int first = plan.positions[piece.first_row];
     for (int c = 0; c < piece.num_chunks; c++) {
