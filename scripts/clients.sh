@@ -4,7 +4,7 @@
 #
 #     scripts/clients.sh [--only openai,lm-eval,guidellm,vllm] [--logs DIR]        see benchmarks/clients/run.py
 #
-# The clients are installed once into .peers/clients (about 1.5 GB); a changed version below is installed anew. The
+# The clients are installed once into .peers/clients (about 2 GB); a changed version below is installed anew. The
 # server runs with .venv's Python, or with PYTHON. After the installation nothing is fetched. On Linux pip may choose
 # PyTorch's multi-gigabyte CUDA build: to avoid that, point PIP_EXTRA_INDEX_URL at PyTorch's index of CPU builds first.
 set -euo pipefail
