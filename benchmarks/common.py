@@ -41,7 +41,7 @@ def commit() -> str:
 
 
 def hardware() -> dict[str, object]:
-    """Processor, usable cores, features, memory in GiB, accelerators and the versions of kernel and Python."""
+    """Processor, usable cores, features, memory in GiB, accelerators, system and Python version."""
     facts = dict(_facts(Path("/proc/cpuinfo")))
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -51,7 +51,7 @@ def hardware() -> dict[str, object]:
         "features": [feature for feature in FEATURES if feature in flags],
         "memory_gib": round(memory / 2**30),
         "gpus": _gpus(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
     }
 

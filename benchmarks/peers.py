@@ -36,9 +36,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, append_record, commit, format_rate, format_table, hardware, hardware_line, median, spread
 from turns import Meter, Worker, WorkerError
@@ -137,7 +137,7 @@ def start(engine: Engine, given: argparse.Namespace) -> Worker:
     return Worker(engine.name, command, environment, given.logs / f"{engine.name}.log", START_SECONDS)
 
 
-def call(worker: Worker, cell: Cell, output: int, seed: int) -> dict:
+def call(worker: Worker, cell: Cell, output: int, seed: int) -> dict[str, Any]:
     """One call in the cell's shape with `output` new tokens per request: its `seconds` and `first_seconds`."""
     return worker.ask(op="run", batch=cell.batch, prompt=cell.prompt, output=output, seed=seed)
 
@@ -160,7 +160,7 @@ def measure(worker: Worker, cell: Cell, seed: int) -> tuple[float, float]:
 
 def take_turn(worker: Worker, cell: Cell, seed: int, given: argparse.Namespace, result: Result) -> None:
     """Measure one cell on one engine and add it to `result`; of repeated turns the quietest counts."""
-    attempts = []
+    attempts: list[tuple[float, float, float]] = []
     worker.resume()
     while len(attempts) <= given.retries and not (attempts and min(attempts)[0] <= given.quiet):
         # Untimed: wakes threads and refills the processor's caches.
@@ -239,45 +239,42 @@ def run_rounds(workers: dict[str, Worker], given: argparse.Namespace) -> Results
 
 def report(workers: dict[str, Worker], results: Results, given: argparse.Namespace) -> str:
     """Everything that was found, as text or Markdown."""
-    # Columns: a heading, and the samples of an engine.
-    columns = [(cell.name, lambda name, cell=cell: results[name, cell.name].rates) for cell in given.cells]
+    # A heading, the cell, and which of its samples.
+    columns = [(cell.name, cell.name, "rates") for cell in given.cells]
     columns += [
-        (cell.name.replace("decode", "request"), lambda name, cell=cell: results[name, cell.name].request_rates)
-        for cell in given.cells
-        if cell.output > 1
+        (cell.name.replace("decode", "request"), cell.name, "request_rates") for cell in given.cells if cell.output > 1
     ]
 
-    def samples(column: Callable[[str], list[float]], name: str) -> list[float]:
-        try:
-            return column(name)
-        except KeyError:
-            return []
+    def samples(name: str, column: tuple[str, str, str]) -> list[float]:
+        found: list[float] = getattr(results.get((name, column[1]), Result()), column[2])
+        return found
 
     rows = []
-    for name, worker in workers.items():
-        rates = [format_rate(median(samples(column, name))) for _, column in columns]
-        rows.append([f"{BY_NAME[name].title} {worker.ready['version']}", *rates])
+    for name in workers:
+        rates = [format_rate(median(samples(name, column))) for column in columns]
+        rows.append([BY_NAME[name].title, *rates])
     rivals = [name for name in workers if BY_NAME[name].counts]
     if "quire" in workers and rivals:
         ratios = []
-        for _, column in columns:
-            best = max(rivals, key=lambda name: median(column(name)))
-            ratios.append(median(ours / theirs for ours, theirs in zip(column("quire"), column(best), strict=True)))
+        for column in columns:
+            best = max((samples(name, column) for name in rivals), key=median)
+            pairs = zip(samples("quire", column), best, strict=True)
+            ratios.append(median(ours / theirs for ours, theirs in pairs))
         rows.append([f"Quire / best of {len(rivals)} peers", *(f"{ratio:.2f}" for ratio in ratios)])
-    notes = [
-        [BY_NAME[name].title, f"{worker.ready['start_seconds']:.1f} s", worker.ready["settings"]]
-        for name, worker in workers.items()
-    ]
+    notes = []
+    for name, ready in ((name, worker.ready) for name, worker in workers.items()):
+        started = "every run" if BY_NAME[name].programs else f"{ready['start_seconds']:.1f} s"
+        notes.append([BY_NAME[name].title, ready["version"], started, ready["settings"]])
     others = [cores for result in results.values() for cores in result.other_cores]
     noisy = sum(cores > given.quiet for cores in others) > len(others) // 4
     moved = median(spread(result.rates) for result in results.values())
     paragraphs = [
-        format_table(["tokens/s", *(heading for heading, _ in columns)], rows, given.markdown),
+        format_table(["tokens/s", *(heading for heading, _, _ in columns)], rows, given.markdown),
         f"{hardware_line(hardware())}; {given.threads} threads; commit {commit()}; {time.strftime('%Y-%m-%d')}; "
         f"rounds: {given.rounds}, medians shown.\nOther processes kept {median(others):.2f} cores busy (at worst "
         f"{max(others, default=0.0):.2f}); between rounds a cell moved by {moved:.0%} of its median."
         + ("\nTHE MACHINE WAS NOT QUIET: these numbers are not for publication." if noisy else ""),
-        format_table(["engine", "started in", "settings"], notes, given.markdown),
+        format_table(["engine", "version", "started in", "settings"], notes, given.markdown),
     ]
     return "\n\n".join(paragraphs)
 
@@ -333,6 +330,9 @@ def main() -> int:
     workers: dict[str, Worker] = {}
     try:
         start_all(workers, given)
+        if not workers:
+            say("no engine could be started")
+            return 1
         results = run_rounds(workers, given)
         print(report(workers, results, given))
         if given.json:

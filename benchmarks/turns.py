@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class WorkerError(Exception):
@@ -54,7 +55,7 @@ class Worker:
             raise
         self.pause()
 
-    def ask(self, limit_seconds: float = 600, **request: object) -> dict:
+    def ask(self, limit_seconds: float = 600, **request: object) -> dict[str, Any]:
         """Send one request and wait for its answer. Raises WorkerError."""
         assert self.process.stdin is not None
         try:
@@ -83,14 +84,14 @@ class Worker:
             except ProcessLookupError:
                 continue
 
-    def _answer(self, limit_seconds: float) -> dict:
+    def _answer(self, limit_seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], limit_seconds)[0]:
             raise WorkerError(f"{self.name}: no answer within {limit_seconds:.0f} s; see {self.log}")
         line = self.process.stdout.readline()
         if not line:
             raise WorkerError(f"{self.name}: its process ended; see {self.log}")
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"{self.name}: {answer['error']}; see {self.log}")
         return answer

@@ -2,7 +2,7 @@
 # Install the engines that benchmarks/peers.py compares Quire with, one virtual environment each, and the model in the
 # form each of them takes.
 #
-#     scripts/peers.sh [--gguf MODEL.gguf] [DIR]        DIR: default .peers; about 8 GB
+#     scripts/peers.sh [--gguf MODEL.gguf] [DIR]        DIR: default .peers; about 10 GB
 #
 # MODEL.gguf is the embedded model's file; without it `quire pull smollm2` says where it is.
 # What is there already is kept; a changed version below, or a step that failed half-way, is done again.

@@ -12,7 +12,7 @@ def start() -> Engine:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = given.cache_gib
     scheduler.enable_prefix_caching = True
-    # Its default of 256 cuts prompts into pieces too small to fill the processor: 6 to 8 % less prefill here.
+    # Its default of 256 cuts prompts into small pieces; 2048 gave 6 to 13 % more prefill (three quiet pairs).
     scheduler.max_num_batched_tokens = 2048
     properties = {
         "INFERENCE_PRECISION_HINT": "bf16",

@@ -15,7 +15,7 @@ def start() -> Engine:
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
         # Its engine normally runs in a second process, which on two cores competes with its own front end: with both in
-        # one process it is 1.6 times as fast at batch 1 and 1.45 times at batch 8.
+        # one process it was 1.6 times as fast at batch 1 (one quiet pair) and 1.4 to 1.5 times at batch 8 (two).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

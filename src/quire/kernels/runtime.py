@@ -23,6 +23,8 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _I32],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
+    "quire_pack_linear": [_PTR, _I64, _I64, _PTR],
+    "quire_linear": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _PTR],
     "quire_argmax": [_I32, _PTR, _I64, _I64, _I64, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
@@ -33,7 +35,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_plan_bytes.restype = _I64
+    library.quire_plan_bytes.restype = library.quire_has_linear.restype = _I64
     library.quire_threads(_gomp_parallel(), num_threads())
     return library
 
