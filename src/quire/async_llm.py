@@ -18,12 +18,12 @@ from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import Prompt, read_prompt
+from quire.llm import Face, Prompt, read_prompt
 
 log = logging.getLogger("quire")
 
 
-class AsyncLLM:
+class AsyncLLM(Face):
     """A model and its engine for an event loop. The engine runs on one thread of its own, which alone touches the model
     and the cache.
 
@@ -52,31 +52,6 @@ class AsyncLLM:
         if self._loaded is None:
             raise QuireError("this AsyncLLM was not started; await start() first")
         return self._loaded
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._parts.tokenizer
-
-    @property
-    def shape(self) -> Any:
-        """The model's shape."""
-        return self._parts.shape
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration with every automatic value filled in."""
-        return self._parts.config
-
-    @property
-    def model_name(self) -> str:
-        """The name requests ask for."""
-        return self._parts.model_name
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of prompt and output together one request may have."""
-        return self._parts.sizes.max_context
 
     @property
     def is_ready(self) -> bool:

@@ -44,7 +44,41 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str
     raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
 
 
-class LLM:
+class Face:
+    """What `LLM` and `AsyncLLM` both show of what they have loaded."""
+
+    @property
+    def _parts(self) -> Loaded:
+        """What was loaded; raises QuireError while there is nothing."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._parts.tokenizer
+
+    @property
+    def shape(self) -> Any:
+        """The model's shape."""
+        return self._parts.shape
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration with every automatic value filled in."""
+        return self._parts.config
+
+    @property
+    def model_name(self) -> str:
+        """The name the model goes by, and requests ask for."""
+        return self._parts.model_name
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and output together one request may have."""
+        return self._parts.sizes.max_context
+
+
+class LLM(Face):
     """A model and its engine, for lists of prompts.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
@@ -65,26 +99,6 @@ class LLM:
         if self._loaded is None:
             raise QuireError("this LLM is closed")
         return self._loaded
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._parts.tokenizer
-
-    @property
-    def shape(self) -> Any:
-        """The model's shape."""
-        return self._parts.shape
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration with every automatic value filled in."""
-        return self._parts.config
-
-    @property
-    def model_name(self) -> str:
-        """The name the model goes by."""
-        return self._parts.model_name
 
     @property
     def engine(self) -> Any:
