@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,13 +45,13 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str
     raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
 
 
-class Face:
+class Face(ABC):
     """What `LLM` and `AsyncLLM` both show of what they have loaded."""
 
     @property
+    @abstractmethod
     def _parts(self) -> Loaded:
         """What was loaded; raises QuireError while there is nothing."""
-        raise NotImplementedError
 
     @property
     def tokenizer(self) -> Any:

@@ -315,3 +315,20 @@ def test_packed_four_bit_weights_give_the_tokens_of_the_dequantized_ones(tmp_pat
         with LLM(str(path), options) as llm:
             results.append([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3], [7] * 70], GREEDY)])
     assert results[0] == results[1]
+
+
+def test_steps_in_which_every_row_samples_may_run_elsewhere_and_no_others_do() -> None:
+    params = SamplingParams(max_tokens=75, temperature=0.0, ignore_eos=True)
+    prompts = prompts_of([60, 61, 62, 130], 14)
+    expected = generate(make_engine(), prompts, params)
+    engine = make_engine(chunks=7, **{"attention.backend": "reference", "scheduler.token_budget": 72})
+    sizes = []
+
+    def decode(tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return engine.model.head(engine.model.hidden(tokens, positions, plan))  # type: ignore[arg-type]
+
+    engine.decode = decode
+    assert generate(engine, prompts, params) == expected
+    assert engine.stats()["preemptions"] > 0
+    assert sizes and max(sizes) > 1

@@ -40,6 +40,10 @@ LOGIT_ROWS = 256
 """Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
 
 
+def _wants_prompts(batch: Batch) -> bool:
+    return any(piece.sequence.wants_prompt_logprobs for piece in batch.slices)
+
+
 class Engine:
     """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
@@ -155,7 +159,7 @@ class Engine:
         tokens, positions, last_rows = self._rows(batch)
         plan = self.attention.plan(slices)
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
-        if self.decode is not None and all(piece.count == 1 and piece.sequence.num_generated for piece in batch.slices):
+        if self.decode is not None and len(sampling) == len(last_rows) == len(tokens) and not _wants_prompts(batch):
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)

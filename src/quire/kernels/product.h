@@ -6,7 +6,6 @@
 namespace quire {
 
 struct MathF32 {
-    typedef float Act;                                    // of the A operand
     static constexpr int PAIR = 1;                        // summed indices per 32-bit element
     static vf fma(vf acc, uint32_t a, vu b) {
         float x;
