@@ -1,4 +1,4 @@
-"""The embedded model's matrix products on a CPU: plain `F.linear`, oneDNN's packed weights, and our own panels, in one run.
+"""The embedded model's matrix products on a CPU: `F.linear`, oneDNN's packed weights and our own panels.
 
     python benchmarks/linear_cpu.py [--rounds 7] [--threads 2] [--json FILE]
 

@@ -49,8 +49,8 @@ class PackedLinear:
 class PanelLinear:
     """A bfloat16 weight in panels of 64 outputs, for our own product on CPUs with bf16 dot products.
 
-    oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1. `benchmarks/linear_cpu.py` prints both
-    side by side: 7.9 against 9.5 ms at 1 row, 14.2 against 16.5 at 32, 125 against 116 at 512.
+    oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1. `benchmarks/linear_cpu.py` prints
+    both side by side: 7.9 against 9.5 ms at 1 row, 14.2 against 16.5 at 32, 125 against 116 at 512.
     """
 
     __slots__ = ("_apply", "bias", "packed", "shape")
