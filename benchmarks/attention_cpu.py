@@ -2,9 +2,10 @@
 
     python benchmarks/attention_cpu.py [--rounds 5] [--json FILE]
 
-Columns: our kernel on pages; `scaled_dot_product_attention` in bfloat16 and float32 on contiguous keys and values it is
-given for free (no gathering of pages is charged to it); reading the same bytes once (a sum over them), which is the
-floor of decode attention. Median microseconds per layer, interleaved.
+Columns: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention` in
+bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
+reading the same bytes once (a sum over them), which is the floor of decode attention. Median microseconds per layer,
+interleaved.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
     backend = CpuAttention(spec)
     plan = backend.plan([RowSlice(context - rows, rows, table.take(chunks, codec)) for _ in range(batch)])
     q = torch.randn(batch * rows, heads * group, dim).to(dtype)
-    return lambda layer: plan.attend(layer, q)
+    k, v = (torch.randn(batch * rows, heads, dim).to(dtype) for _ in range(2))
+
+    def run(layer: int) -> object:
+        plan.write(layer, k, v)
+        return plan.attend(layer, q)
+
+    return run
 
 
 def torch_attention(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:

@@ -68,6 +68,19 @@ def test_packed_products_equal_torch(rows: int, dtype: torch.dtype, biased: bool
     assert relative_rms(CpuOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 5, 11, 12, 13, 24, 25, 48, 49, 192, 193, 400])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 302), (97, 578), (33, 1540)])
+def test_products_of_every_height_and_depth(rows: int, outputs: int, inputs: int) -> None:
+    """Register blocks and what is left of them, one and several blocks of the summed index, one and several of rows."""
+    weight = random(outputs, inputs, dtype=torch.bfloat16)
+    wider = random(rows, inputs + 6, dtype=torch.bfloat16, seed=2)
+    x = wider[:, :inputs]
+    got = CpuOps().linear(weight, None)(x)
+    assert relative_rms(got, x.float() @ weight.float().T) < TOLERANCE[torch.bfloat16]
+    alone = CpuOps().linear(weight, None)(x[rows // 2 : rows // 2 + 1])
+    assert relative_rms(got[rows // 2 : rows // 2 + 1], alone) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_four_bit_products_equal_the_dequantized_ones(dtype: torch.dtype, tolerance: float, biased: bool) -> None:

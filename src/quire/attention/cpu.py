@@ -78,10 +78,10 @@ class CpuAttention:
 
 
 class CpuPlan:
-    """One step of the CPU backend. Keeps the layout's arrays alive for as long as the kernels may read them."""
+    """One step of the CPU backend. Keeps what the kernels read alive: the layout's arrays, the table and the arena."""
 
     def __init__(self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice]) -> None:
-        spec = backend.spec
+        self._spec = spec = backend.spec
         self._layout = layout
         self._slices = slices
         self._is_decode = all(piece.num_rows == 1 for piece in slices)

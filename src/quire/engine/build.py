@@ -269,9 +269,10 @@ def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> 
 
 def _padded_rows(config: EngineConfig) -> Callable[[int], int]:
     if config.attention.backend == "cpu":
-        from quire.models.cpu_ops import padded_rows
+        from quire.models.cpu_ops import has_panels, padded_rows
 
-        return padded_rows
+        if not has_panels(torch_dtype(config.model.dtype)):
+            return padded_rows
     return lambda rows: rows
 
 

@@ -257,7 +257,7 @@ inline void store_operand(const float* x, int D, uint32_t* out) {
     }
 }
 
-constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of MR and of ROWS
+constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
@@ -282,7 +282,7 @@ void soften(const float* scores, uint32_t* probabilities, float* top, float* tot
         uint32_t* out = probabilities + r * (P / Math::PAIR);
         vf added{};
         for (int t = 0; t < P; t += VL) {
-            const vf p = exp2(load(s + t) - highest[r]);
+            const vf p = exp2<Math::PAIR == 2>(load(s + t) - highest[r]);
             added += p;
             if constexpr (Math::PAIR == 1) store(reinterpret_cast<float*>(out) + t, p);
             else store(reinterpret_cast<bf16*>(out) + t, p);

@@ -23,8 +23,14 @@ struct MathBf16 {
 };
 #endif
 
-constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block: 24 or 12 accumulators fit the registers
-constexpr int MR = 6;
+constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block
+constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: what the registers hold besides a row of columns
+
+// Rows of a register block N vectors wide. More than a dozen streams of rows are more than a core follows.
+template <int N>
+constexpr int block_rows() {
+    return ACCUMULATORS / N < 12 ? ACCUMULATORS / N : 12;
+}
 
 // Brings the next page near while this one is computed, a few lines at every step of loads and products alike: a core keeps about two dozen lines
 // under way, so prefetches pay only as long as they never come in a burst nor stop. Us a layer for 32 sequences of 192 tokens, of which 114 are the
@@ -38,12 +44,30 @@ struct Prefetcher {
     }
 };
 
-// c[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
-template <class Math, int M, int N>
-inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, const float* alpha, Prefetcher& ahead) {
+// Where a product's rows go: back into the float32 sums they started from ...
+struct Sums {
+    float* c;
+    int ldc;
+    Sums from(int m) const { return {c + m * ldc, ldc}; }
+    void put(int m, int n, vf x) const { store(c + m * ldc + n * VL, x); }
+};
+
+// ... or, finished, to 16-bit outputs.
+struct Outputs {
+    bf16* y;
+    int64_t ldy;
+    const bf16* bias;
+    Outputs from(int m) const { return {y + m * ldy, ldy, bias}; }
+    void put(int m, int n, vf x) const { store(y + m * ldy + n * VL, bias ? x + load(bias + n * VL) : x); }
+};
+
+// to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
+template <class Math, int M, int N, class To>
+inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, const float* alpha, const To& to,
+                          Prefetcher& ahead) {
     vf acc[M][N];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c + m * ldc + n * VL) * alpha[m] : vf{};
+        for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
     for (int k = 0; k < steps; k++) {
         ahead.step(ahead.pace);
         vu col[N];
@@ -52,30 +76,41 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
             for (int n = 0; n < N; n++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col[n]);
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) store(c + m * ldc + n * VL, acc[m][n]);
+        for (int n = 0; n < N; n++) to.put(m, n, acc[m][n]);
 }
 
-template <class Math, int N>
-void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, int rows, const float* alpha, Prefetcher& ahead) {
-    int m = 0;
-    for (; m + MR <= rows; m += MR) product_block<Math, MR, N>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, steps, alpha ? alpha + m : nullptr, ahead);
-    a += m * lda, c += m * ldc, alpha = alpha ? alpha + m : nullptr;
-    switch (rows - m) {
-        case 1: product_block<Math, 1, N>(a, lda, b, ldb, c, ldc, steps, alpha, ahead); break;
-        case 2: product_block<Math, 2, N>(a, lda, b, ldb, c, ldc, steps, alpha, ahead); break;
-        case 3: product_block<Math, 3, N>(a, lda, b, ldb, c, ldc, steps, alpha, ahead); break;
-        case 4: product_block<Math, 4, N>(a, lda, b, ldb, c, ldc, steps, alpha, ahead); break;
-        case 5: product_block<Math, 5, N>(a, lda, b, ldb, c, ldc, steps, alpha, ahead); break;
-        default: break;
+// The last rows, fewer than a register block.
+template <class Math, int N, int M, class To>
+void product_rest(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows, const float* alpha, const To& to,
+                  Prefetcher& ahead) {
+    if constexpr (M > 0) {
+        if (rows == M) product_block<Math, M, N>(a, lda, b, ldb, c, steps, alpha, to, ahead);
+        else product_rest<Math, N, M - 1>(a, lda, b, ldb, c, steps, rows, alpha, to, ahead);
     }
 }
 
-// columns is a multiple of VL.
+template <class Math, int N, class To>
+void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows, const float* alpha, const To& to,
+                  Prefetcher& ahead) {
+    constexpr int M = block_rows<N>();
+    int m = 0;
+    for (; m + M <= rows; m += M)
+        product_block<Math, M, N>(a + m * lda, lda, b, ldb, c.from(m), steps, alpha ? alpha + m : nullptr, to.from(m), ahead);
+    product_rest<Math, N, M - 1>(a + m * lda, lda, b, ldb, c.from(m), steps, rows - m, alpha ? alpha + m : nullptr, to.from(m), ahead);
+}
+
+// c = alpha c + a b. columns is a multiple of VL.
 template <class Math>
 void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int steps, int rows, int columns, const float* alpha, Prefetcher& ahead) {
     int n = 0;
-    for (; n + NV * VL <= columns; n += NV * VL) product_rows<Math, NV>(a, lda, b + n, ldb, c + n, ldc, steps, rows, alpha, ahead);
-    for (; n < columns; n += VL) product_rows<Math, 1>(a, lda, b + n, ldb, c + n, ldc, steps, rows, alpha, ahead);
+    for (; n + NV * VL <= columns; n += NV * VL) {
+        const Sums sums{c + n, ldc};
+        product_rows<Math, NV>(a, lda, b + n, ldb, sums, steps, rows, alpha, sums, ahead);
+    }
+    for (; n < columns; n += VL) {
+        const Sums sums{c + n, ldc};
+        product_rows<Math, 1>(a, lda, b + n, ldb, sums, steps, rows, alpha, sums, ahead);
+    }
 }
 
 }  // namespace quire

@@ -27,6 +27,11 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def has_panels(dtype: torch.dtype) -> bool:
+    """Whether matrices of the type become panels on this CPU, which serve any number of rows and need no padding."""
+    return dtype == torch.bfloat16 and bool(runtime.kernels().quire_has_linear())
+
+
 class PackedLinear:
     """A weight in oneDNN's own blocked layout. SmolLM2's products at 1 / 8 / 32 rows: 6.1 / 7.8 / 14.9 ms against 13.5
     / 16.1 / 24.3 for F.linear
@@ -47,10 +52,10 @@ class PackedLinear:
 
 
 class PanelLinear:
-    """A bfloat16 weight in panels of 64 outputs, for our own product on CPUs with bf16 dot products.
+    """A bfloat16 weight in panels of 32 outputs, for our own product on CPUs with bf16 dot products.
 
     oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1. `benchmarks/linear_cpu.py` prints
-    both side by side: 7.9 against 9.5 ms at 1 row, 14.2 against 16.5 at 32, 125 against 116 at 512.
+    both side by side: 7.5 against 8.5 ms at 1 row, 12.4 against 16.3 at 32, 120 against 120 at 512.
     """
 
     __slots__ = ("_apply", "bias", "packed", "shape")
@@ -62,7 +67,7 @@ class PanelLinear:
             f"panels hold pairs of bfloat16, not {weight.dtype} [{n}, {k}]"
         )
         weight = weight.contiguous()
-        self.packed = torch.empty(-(-n // 64) * 64 * k, dtype=torch.bfloat16)
+        self.packed = torch.empty(-(-n // 32) * 32 * k, dtype=torch.bfloat16)
         kernels.quire_pack_linear(weight.data_ptr(), n, k, self.packed.data_ptr())
         self.bias = bias
         self._apply = kernels.quire_linear
@@ -106,11 +111,10 @@ class CpuOps:
         kernels = runtime.kernels()
         self._add_norm = kernels.quire_add_norm
         self._gated = kernels.quire_gated
-        self._has_linear = bool(kernels.quire_has_linear())
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Reorders the weight; the plain copy may be dropped."""
-        if weight.dtype == torch.bfloat16 and self._has_linear and weight.shape[1] % 2 == 0:
+        if has_panels(weight.dtype) and weight.shape[1] % 2 == 0:
             return PanelLinear(weight, bias)
         if weight.dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
             return PackedLinear(weight, bias)
