@@ -3,12 +3,18 @@
 import asyncio
 import json
 
+import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.async_llm import AsyncLLM
+from quire.config import ServeConfig
+from quire.server.app import create_app
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import client, error_of, events
+from tests.server.harness import RawCall, client, error_of, events
+from tests.tiny_models import save_tiny
 
 fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -105,20 +111,25 @@ ENDPOINTS = {
 }
 
 
+async def post(http, path, content):
+    """One answer, which must be whole or a clean error."""
+    async with asyncio.timeout(20):
+        response = await http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404), (response.status_code, response.text)
+    if response.status_code != 200:
+        error_of(response)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        events(response.text)
+    else:
+        json.loads(response.text, parse_constant=lambda name: 1 / 0)
+    return response
+
+
 async def send(path, content):
     engine = FakeEngine(max_context=64)
     async with client(engine) as http:
-        async with asyncio.timeout(20):
-            response = await http.post(path, content=content, headers={"content-type": "application/json"})
-        assert response.status_code in (200, 400, 404), (response.status_code, response.text)
-        if response.status_code != 200:
-            assert engine.started == 0 or response.status_code == 400
-            error_of(response)
-        elif response.headers["content-type"].startswith("text/event-stream"):
-            events(response.text)
-        else:
-            json.loads(response.text, parse_constant=lambda name: 1 / 0)
-    return response.status_code
+        response = await post(http, path, content)
+        assert engine.started == 0 or response.status_code in (200, 400)
 
 
 @fuzz
@@ -146,3 +157,67 @@ def test_any_bytes_are_answered(request, changes):
         at = place % (len(content) + 1)
         content[at : at + len(piece)] = piece
     asyncio.run(send(path, bytes(content)))
+
+
+class RealServer:
+    """A tiny model behind the server, on an event loop of its own."""
+
+    def __init__(self, folder):
+        self.runner = asyncio.Runner()
+        self.llm = self.runner.run(self.start(folder))
+        self.app = create_app(self.llm, ServeConfig())
+        self.at_rest = self.llm.stats()["cache"]
+
+    async def start(self, folder):
+        options = {"model.dtype": "float32", "model.name": "fake", "model.max_context": 64, "cache.memory": "1MiB"}
+        llm = AsyncLLM(folder, options | {"runtime.threads": 1, "runtime.device": "cpu", "scheduler.max_queue": 64})
+        await llm.start()
+        return llm
+
+    def close(self):
+        self.runner.run(self.llm.close())
+        self.runner.close()
+
+    async def send_all(self, requests):
+        """Requests side by side; a client with a patience leaves after so many parts of its answer."""
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=30) as http:
+            await asyncio.gather(*(self.one(http, *request) for request in requests))
+        async with asyncio.timeout(10):
+            while (stats := self.llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
+                await asyncio.sleep(0.001)
+        rest = self.llm.stats()["cache"]
+        assert {**rest, "bytes_peak": 0} == {**self.at_rest, "bytes_peak": 0}
+        self.llm._parts.engine.check()
+
+    async def one(self, http, path, body, patience):
+        if patience is None:
+            await post(http, path, json.dumps(body).encode())
+            return
+        call = RawCall(self.app, path, body)
+        while not call.task.done() and len(call.sent) < patience:
+            await asyncio.sleep(0)
+        call.leave()
+        await call.task
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory):
+    server = RealServer(str(save_tiny(tmp_path_factory.mktemp("tiny"))))
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@settings(fuzz, max_examples=200)
+@given(
+    requests=st.lists(
+        st.sampled_from(sorted(ENDPOINTS)).flatmap(
+            lambda path: st.tuples(st.just(path), bodies(ENDPOINTS[path]), st.none() | st.integers(0, 8))
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_real_engine_answers_side_by_side_and_keeps_no_page(real_server, requests):
+    real_server.runner.run(real_server.send_all(requests))
