@@ -149,7 +149,8 @@ class LLM(Face):
 
         prefill_tokens_computed, prefill_tokens_cached   prompt tokens run through the model, and found in the cache
                                                          instead
-        decode_tokens                                    tokens generated one at a time
+        decode_tokens                                    generated tokens run through the model, one at a time
+        replayed_tokens                                  tokens of either kind computed again after a preemption
         preemptions, steps, running, waiting             of the scheduler
         cache                                            bytes_total = bytes_used by live requests + bytes_cached
                                                          + bytes_free; bytes_peak of used

@@ -151,6 +151,7 @@ class FakeEngine:
             "prefill_tokens_computed": 10,
             "prefill_tokens_cached": 5,
             "decode_tokens": self.decoded,
+            "replayed_tokens": 0,
             "preemptions": 0,
             "running": len(self.live),
             "waiting": 0,

@@ -64,7 +64,10 @@ def test_preempted_requests_resume_with_the_same_tokens() -> None:
     roomy = generate(make_engine(), prompts, params)
     tight = make_engine(chunks=10)
     assert generate(tight, prompts, params) == roomy
-    assert tight.stats()["preemptions"] > 0
+    stats = tight.stats()
+    assert stats["preemptions"] > 0 and stats["replayed_tokens"] > 60
+    assert stats["prefill_tokens_computed"] == 60 + 61 + 62 + 63, "what a preemption recomputes is no new prefill"
+    assert stats["decode_tokens"] == 4 * 149
     assert used_bytes(tight) == 0
 
 

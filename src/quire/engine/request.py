@@ -31,6 +31,7 @@ class Sequence:
     output_ids  generated tokens alone, for the sampler
     max_tokens  generated tokens at which it ends by length
     order       when it was queued; the largest is the youngest
+    high_water  most tokens ever computed; below it, after a preemption, they are computed again
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Sequence:
     state: State = State.WAITING
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    high_water: int = 0
 
     @property
     def num_computed(self) -> int:

@@ -45,11 +45,14 @@ class Sampled:
 
 @dataclass
 class Counters:
-    """What happened since start."""
+    """What happened since start. A token of a sequence counts once as prefilled, cached or decoded; computing it again
+    after a preemption counts as replayed.
+    """
 
     prefill_tokens_computed: int = 0
     prefill_tokens_cached: int = 0
     decode_tokens: int = 0
+    replayed_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
 
@@ -123,8 +126,8 @@ class Scheduler:
             self.running.append(sequence)
             sequence.state = State.RUNNING
             if not sequence.num_preemptions:
-                sequence.num_cached_tokens = admission.cached_tokens
-            self.counters.prefill_tokens_cached += admission.cached_tokens
+                sequence.num_cached_tokens = sequence.high_water = admission.cached_tokens
+                self.counters.prefill_tokens_cached += admission.cached_tokens
             count = self._slice_rows(sequence, budget)
             if count and self._make_room(sequence, sequence.num_computed + count):
                 slices.append(self._slice(sequence, count))
@@ -145,10 +148,7 @@ class Scheduler:
             sequence = piece.sequence
             if sequence.state is not State.RUNNING:
                 continue
-            if piece.count == 1 and sequence.num_generated:
-                self.counters.decode_tokens += 1
-            else:
-                self.counters.prefill_tokens_computed += piece.count
+            self._count(sequence, piece.start + piece.count, piece.count)
             self.manager.commit(sequence, piece.start + piece.count)
             if token_id is not None:
                 sequence.token_ids.append(token_id)
@@ -196,6 +196,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.token_ids.extend([0] * steps)
             self.manager.commit(sequence, sequence.num_computed + steps)
+            sequence.high_water = sequence.num_computed
 
     def check(self) -> None:
         """Proves the invariant, and the manager's."""
@@ -215,6 +216,16 @@ class Scheduler:
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
         return Slice(sequence, sequence.num_computed, count, samples=count == sequence.num_pending)
+
+    def _count(self, sequence: Sequence, end: int, count: int) -> None:
+        new = max(0, end - sequence.high_water)
+        sequence.high_water += new
+        self.counters.replayed_tokens += count - new
+        # Generated tokens are first computed one at a time, prompt tokens before any of them.
+        if sequence.num_generated:
+            self.counters.decode_tokens += new
+        else:
+            self.counters.prefill_tokens_computed += new
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""

@@ -113,6 +113,9 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("quire_preemptions", "Running requests put back in the queue.", stats["preemptions"])
         yield CounterMetricFamily("quire_steps", "Steps of the engine.", stats["steps"])
         yield CounterMetricFamily("quire_decode_tokens", "Tokens decoded by the engine.", stats["decode_tokens"])
+        yield CounterMetricFamily(
+            "quire_replayed_tokens", "Tokens computed again after a preemption.", stats["replayed_tokens"]
+        )
         prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by how they came.", labels=["source"])
         prefill.add_metric(["computed"], stats["prefill_tokens_computed"])
         prefill.add_metric(["cached"], stats["prefill_tokens_cached"])
