@@ -129,13 +129,14 @@ class LLM(Face):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the next message of one conversation, or of each of a list of them, through the model's chat
-        template.
+        template; chat_template_kwargs are further names it may read, such as enable_thinking.
         """
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         texts = [
-            self.tokenizer.chat(conversation, add_generation_prompt=add_generation_prompt)
+            self.tokenizer.chat(conversation, add_generation_prompt, **(chat_template_kwargs or {}))
             for conversation in conversations
         ]
         items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]

@@ -33,6 +33,18 @@ async def test_messages_go_through_the_template():
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_the_template_reads_what_it_is_given():
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    said = (await post(CHAT | extra))["choices"][0]["message"]["content"]
+    assert said.endswith("\nenable_thinking=False\nassistant:")
+    async with client() as http:
+        counts = [(await http.post("/tokenize", json=CHAT | each)).json()["count"] for each in (extra, {})]
+        assert counts[0] - counts[1] == len("enable_thinking=False\n")
+        for wrong in ({"messages": []}, {"self": 1}, [], "x"):
+            refused = await http.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": wrong})
+            assert refused.status_code == 400 and error_of(refused)["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     "limits", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}]
 )

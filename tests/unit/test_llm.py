@@ -97,6 +97,8 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat(messages, GREEDY)
     assert output.prompt == llm.tokenizer.chat(messages)
     assert len(llm.chat([messages, messages], GREEDY)) == 2
+    (other,) = llm.chat(messages, GREEDY, chat_template_kwargs={"bos_token": "<other>"})
+    assert other.prompt == llm.tokenizer.chat(messages, bos_token="<other>")
 
 
 def test_stats_count_what_happened_and_bytes_add_up(folder: Path) -> None:

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from quire.server.errors import json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
-from quire.server.service import Job, Service, Usage
-from quire.server.wire import DONE, EventStream, event, read_json, unless_disconnected
+from quire.server.service import Chunks, Job, Service, Usage
+from quire.server.wire import EventStream, read_json, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput
@@ -26,7 +26,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     body = ChatRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
-    ids = await service.encode_chat(body.messages)
+    ids = await service.encode_chat(body.messages, body.chat_template_kwargs)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
@@ -90,48 +90,29 @@ class Chat:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""
-        options = self.body.stream_options
-        include_usage = options is not None and (options.include_usage or options.continuous_usage_stats)
-        continuous = options is not None and options.continuous_usage_stats
-        head = self.head | {"usage": None} if include_usage else self.head
+        chunks = Chunks(self.head, self.usage, self.body.stream_options)
         opened = False
         async with aclosing(self.service.run([self.job], self.head["id"])) as items:
             async for _, item in items:
-                chunks = b""
+                news = b""
                 if not opened:
                     opened = True
                     self.usage.cached_tokens = item.num_cached_tokens or 0
-                    for index in range(self.job.params.n):
-                        chunks += event(head | {"choices": [_opening(index)]})
+                    opening = {"delta": {"role": "assistant", "content": ""}}
+                    news = b"".join(chunks.chunk(index, opening, None) for index in range(self.job.params.n))
                 for output in item.outputs:
                     self.usage.completion_tokens += len(output.token_ids)
-                    logprobs = self._logprobs(output)
-                    if not (output.text or logprobs or output.finish_reason):
+                    found = self._logprobs(output)
+                    if not (output.text or found or output.finish_reason):
                         continue
-                    choice: dict[str, Any] = {
-                        "index": output.index,
-                        "delta": {"content": output.text} if output.text or logprobs else {},
-                        "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-                        "finish_reason": output.finish_reason,
-                    }
-                    if output.finish_reason:
-                        choice["stop_reason"] = output.stop_reason
-                    chunk = head | {"choices": [choice]}
-                    if continuous:
-                        chunk["usage"] = self.usage.as_dict()
-                    chunks += event(chunk)
-                if chunks:
-                    yield chunks
-        if include_usage:
-            yield event(self.head | {"choices": [], "usage": self.usage.as_dict()})
-        yield DONE
+                    delta = {"delta": {"content": output.text} if output.text or found else {}}
+                    logprobs = {"content": found, "refusal": None} if found else None
+                    news += chunks.chunk(output.index, delta, logprobs, output.finish_reason, output.stop_reason)
+                if news:
+                    yield news
+        yield chunks.end()
 
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
         if not self.body.logprobs or not output.logprobs:
             return []
         return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)
-
-
-def _opening(index: int) -> dict[str, Any]:
-    delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

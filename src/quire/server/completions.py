@@ -15,8 +15,8 @@ from starlette.responses import Response
 from quire.server.errors import bad_request, json_response
 from quire.server.logprobs import LegacyLogprobs, Names, prompt_logprobs
 from quire.server.schema import CompletionRequest
-from quire.server.service import Job, Service, Usage
-from quire.server.wire import DONE, EventStream, event, read_json, unless_disconnected
+from quire.server.service import Chunks, Job, Service, Usage
+from quire.server.wire import EventStream, read_json, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -133,33 +133,19 @@ class Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
-        options = self.body.stream_options
-        include_usage = options is not None and (options.include_usage or options.continuous_usage_stats)
-        continuous = options is not None and options.continuous_usage_stats
-        head = self.head | {"usage": None} if include_usage else self.head
+        chunks = Chunks(self.head, self.usage, self.body.stream_options)
         async with aclosing(self.service.run(self.jobs, self.head["id"])) as items:
             async for job, item in items:
-                chunks = b""
-                for delta in self._deltas(job, item):
-                    if not (delta.text or delta.logprobs or delta.finish_reason):
-                        continue
-                    choice: dict[str, Any] = {
-                        "index": delta.index,
-                        "text": delta.text,
-                        "logprobs": delta.logprobs,
-                        "finish_reason": delta.finish_reason,
-                    }
-                    if delta.finish_reason:
-                        choice["stop_reason"] = delta.stop_reason
-                    chunk = head | {"choices": [choice]}
-                    if continuous:
-                        chunk["usage"] = self.usage.as_dict()
-                    chunks += event(chunk)
-                if chunks:
-                    yield chunks
-        if include_usage:
-            yield event(self.head | {"choices": [], "usage": self.usage.as_dict()})
-        yield DONE
+                news = b"".join(
+                    chunks.chunk(
+                        delta.index, {"text": delta.text}, delta.logprobs, delta.finish_reason, delta.stop_reason
+                    )
+                    for delta in self._deltas(job, item)
+                    if delta.text or delta.logprobs or delta.finish_reason
+                )
+                if news:
+                    yield news
+        yield chunks.end()
 
     def _deltas(self, job: int, item: RequestOutput) -> list[Delta]:
         """What an item of the engine adds to the choices of its prompt."""

@@ -24,6 +24,7 @@ from quire.engine.params import (
 from quire.server.errors import bad_request
 
 INT64 = 2**63 - 1
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "self"})
 
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -68,6 +69,14 @@ def _stops(value: Any) -> list[str] | None:
             f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
         )
     return stops
+
+
+def _template_variables(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or RESERVED_VARIABLES & value.keys():
+        raise ValueError(f"Must be an object without the names {', '.join(sorted(RESERVED_VARIABLES))}")
+    return value
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -119,6 +128,11 @@ _BIAS_SCHEMA = {
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 Stops = Annotated[list[str] | None, PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({"enum": [False, None]})]
+TemplateVariables = Annotated[
+    dict[str, Any] | None,
+    PlainValidator(_template_variables),
+    WithJsonSchema({"type": ["object", "null"], "description": "Extension: names the chat template may read."}),
+]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
@@ -258,6 +272,7 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     tool_choice: Literal["none"] | None = None
+    chat_template_kwargs: TemplateVariables = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse = None
     metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
@@ -294,6 +309,7 @@ class TokenizeRequest(Model):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:

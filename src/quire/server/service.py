@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from quire.engine.params import SamplingParams
 from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import Metrics, RequestTimer
-from quire.server.schema import Message, Sampling
-from quire.server.wire import merge
+from quire.server.schema import Message, Sampling, StreamOptions
+from quire.server.wire import DONE, event, merge
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig
@@ -54,6 +54,39 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+class Chunks:
+    """The chunks of one streamed answer: its head, what is new in one choice, and usage where it was asked for."""
+
+    def __init__(self, head: dict[str, Any], usage: Usage, options: StreamOptions | None) -> None:
+        self._usage = usage
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._include = self._continuous or (options is not None and bool(options.include_usage))
+        self._last_head = head
+        self._head = head | {"usage": None} if self._include else head
+
+    def chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        """What is new in choice `index`."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason:
+            choice["stop_reason"] = stop_reason
+        chunk = self._head | {"choices": [choice]}
+        if self._continuous:
+            chunk["usage"] = self._usage.as_dict()
+        return event(chunk)
+
+    def end(self) -> bytes:
+        """Usage, if it was asked for, and the end of the stream."""
+        usage = event(self._last_head | {"choices": [], "usage": self._usage.as_dict()}) if self._include else b""
+        return usage + DONE
 
 
 class Service:
@@ -113,10 +146,17 @@ class Service:
 
         return await asyncio.to_thread(run) if sum(map(len, texts)) > LONG_TEXT else run()
 
-    async def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """The token ids of a conversation, by the model's chat template. Raises RequestError if it refuses them."""
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation, by the model's chat template, which may read `variables`. Raises
+        RequestError if it refuses them.
+        """
         rendered = [message.for_template() for message in messages]
-        text = self.engine.tokenizer.chat(rendered, add_generation_prompt=add_generation_prompt)
+        text = self.engine.tokenizer.chat(rendered, add_generation_prompt, **(variables or {}))
         return await self.encode(text, add_special=False)
 
     def params(

@@ -18,7 +18,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = TokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
     if body.messages is not None:
-        ids = await service.encode_chat(body.messages, body.add_generation_prompt is not False)
+        ids = await service.encode_chat(
+            body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
+        )
     else:
         ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
