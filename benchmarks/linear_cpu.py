@@ -9,6 +9,7 @@ Panels need a CPU with bf16 dot products and are left out on others.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, format_table, median
 
 from quire.kernels import runtime
+from quire.kernels.memory import Carver
 from quire.models.cpu_ops import PackedLinear, PanelLinear
 from quire.models.layers import TorchLinear
 
@@ -36,9 +38,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     runtime.set_num_threads(args.threads)
+    carver = Carver()
     kinds = {"F.linear": TorchLinear, "oneDNN packed": PackedLinear}
     if runtime.kernels().quire_has_linear():
-        kinds["panels"] = PanelLinear
+        kinds["panels"] = functools.partial(PanelLinear, carver=carver)
     weights = [[torch.randn(size).bfloat16() for size in SHAPES] for _ in range(LAYERS)]
     head = torch.randn(HEAD).bfloat16()
     sides = {

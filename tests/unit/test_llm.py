@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.engine import build
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 
-from ..tiny_models import save_tiny
+from ..tiny_models import save_tiny, save_tokenizer, tiny_shape, write_gguf
 
 OPTIONS = {
     "model.dtype": "float32",
@@ -157,8 +158,33 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) ->
         ({"attention.backend": "triton"}, "use cpu"),
         ({"runtime.device": "cuda"}, "no GPU"),
         ({"model.weights": "native", "attention.backend": "reference"}, "dequantized"),
+        ({"model.weights": "native"}, "no matrix in 4 bits"),
     ]:
         with pytest.raises(ConfigError, match=word):
             LLM(str(folder), {**OPTIONS, **options})
     with pytest.raises(ModelError, match="nowhere"):
         LLM("nowhere/at-all", OPTIONS)
+
+
+def test_a_cache_beyond_the_machines_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "available_memory", lambda device: 4 << 20)
+    with pytest.raises(ConfigError, match=r"need .* and 4MiB are free; lower cache\.memory"):
+        LLM(str(folder), {**OPTIONS, "cache.memory": "16MiB"})
+
+
+def test_matrices_the_four_bit_product_cannot_take_are_dequantized_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = tiny_shape("llama", hidden_size=64, head_dim=16, ffn_size=128, vocab_size=258, tied_embeddings=False)
+    write_gguf(tmp_path / "tiny.gguf", shape, kind="Q4_1")
+    save_tokenizer(tmp_path)
+    texts = []
+    for weights in ("dequantized", "native"):
+        options = {**OPTIONS, "model.weights": weights, "model.tokenizer": str(tmp_path)}
+        with LLM(str(tmp_path / "tiny.gguf"), options) as llm:
+            texts.append(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert [record.message for record in caplog.records if "dequantized" in record.message] == [
+        "model.weights native: 1 of 15 matrices are dequantized, head.weight first: they are not stored as Q4_0 or"
+        " Q4_1, or their outputs are no multiple of 16"
+    ]

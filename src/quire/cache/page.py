@@ -9,7 +9,6 @@ page is given back and another size needs room.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from quire.errors import CacheFullError, ConfigError
+from quire.kernels.memory import huge_pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -206,9 +206,4 @@ class PagePool:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # Anonymous pages of 2 MiB where the system grants them: a decode step touches thousands of scattered pages, and 4
-    # KiB mappings miss the TLB.
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return huge_pages(num_bytes)

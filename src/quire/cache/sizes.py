@@ -7,13 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.cache.page import PAGE_TOKENS
+from quire.options import format_bytes
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Bytes and counts of one model on one cache.
 
-    weight_bytes         all weights in the chosen dtype
+    weight_bytes         all weights in the chosen dtype, as often as the backend holds them
     cache_bytes          the arena, whole slabs
     bytes_per_token      keys and values of one token in all layers and heads, page padding included
     chunk_bytes          64 tokens of them: what is taken and given back at once
@@ -42,12 +43,18 @@ class Sizes:
         return self.num_chunks // -(-length // PAGE_TOKENS)
 
     @property
+    def fit_the_machine(self) -> bool:
+        """Whether weights and arena fit what is free now."""
+        return self.available_bytes is None or self.weight_bytes + self.cache_bytes <= self.available_bytes
+
+    @property
     def fails_first(self) -> str:
         """What runs out first as load grows, in one sentence."""
-        if self.available_bytes is not None and self.weight_bytes + self.cache_bytes > self.available_bytes:
-            need = self.weight_bytes + self.cache_bytes
+        need = self.weight_bytes + self.cache_bytes
+        if self.available_bytes is not None and not self.fit_the_machine:
             return (
-                f"memory: weights and cache need {need} bytes and {self.available_bytes} are free; lower cache.memory"
+                f"memory: weights and cache need {format_bytes(need)}, and {format_bytes(self.available_bytes)}"
+                " are free; lower cache.memory"
             )
         if self.num_chunks * PAGE_TOKENS < self.model_context:
             return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,6 +112,11 @@ def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = 
     context = config.model.max_context or shape.max_context
     max_running = config.scheduler.max_running
     weight_bytes = shape.weight_bytes(dtype)
+    if backend == "cpu" and shape.tied_embeddings:
+        from quire.models.cpu_ops import packs_apart
+
+        if packs_apart(torch_dtype(dtype)):
+            weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
     if config.model.weights == "native" and native_bytes is not None:
         weight_bytes = native_bytes
     available = available_memory(device)
@@ -168,6 +174,8 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
         resolved, fits = resolve(config, checkpoint.shape, stored_bytes(path))
+        if not fits.fit_the_machine:
+            raise ConfigError(fits.fails_first)
         device = torch.device(resolved.runtime.device)
         if device.type == "cpu":
             assert resolved.runtime.threads is not None

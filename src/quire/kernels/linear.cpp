@@ -102,6 +102,16 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, void*
     });
 }
 
+// Rows of the packed weight: out[i] = W[tokens[i]], bf16 [count, K]; what an embedding tied to the output head reads.
+QUIRE_API void quire_packed_rows(const void* packed, int64_t K, const int64_t* tokens, int64_t count, void* out) {
+    const int64_t steps = K / 2;
+    parallel_for(count, count < 32 ? count : 16, [&](int64_t i) {
+        const uint32_t* from = static_cast<const uint32_t*>(packed) + tokens[i] / PANEL * steps * PANEL + tokens[i] % PANEL;
+        uint32_t* row = static_cast<uint32_t*>(out) + i * steps;
+        for (int64_t k = 0; k < steps; k++) row[k] = from[k * PANEL];
+    });
+}
+
 // x bf16 [rows, K], rows x_stride elements apart, an even number; bias bf16 [N] or null; out bf16 [rows, N]
 QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, const void* bias, int64_t N, int64_t K, void* out) {
 #if defined(__AVX512BF16__)

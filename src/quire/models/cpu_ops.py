@@ -4,10 +4,14 @@ between them.
 
 from __future__ import annotations
 
+import functools
+
 import torch
+from torch.nn.functional import embedding
 
 from quire.kernels import runtime
-from quire.models.layers import Linear, TorchLinear
+from quire.kernels.memory import Carver
+from quire.models.layers import Embedding, Linear, TorchLinear
 from quire.models.quants import QuantizedTensor
 
 _ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
@@ -30,6 +34,11 @@ def padded_rows(rows: int) -> int:
 def has_panels(dtype: torch.dtype) -> bool:
     """Whether matrices of the type become panels on this CPU, which serve any number of rows and need no padding."""
     return dtype == torch.bfloat16 and bool(runtime.kernels().quire_has_linear())
+
+
+def packs_apart(dtype: torch.dtype) -> bool:
+    """Whether an output head tied to the embedding is a second copy of it: oneDNN's layout cannot be read by rows."""
+    return dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.is_available() and not has_panels(dtype)
 
 
 class PackedLinear:
@@ -55,29 +64,43 @@ class PanelLinear:
     """A bfloat16 weight in panels of 32 outputs, for our own product on CPUs with bf16 dot products.
 
     oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1. `benchmarks/linear_cpu.py` prints
-    both side by side: 7.5 against 8.5 ms at 1 row, 12.4 against 16.3 at 32, 120 against 120 at 512.
+    both side by side: 7.5 against 8.5 ms at 1 row, 12.4 against 16.3 at 32, 120 against 120 at 512. Few rows are bound
+    by reading the weights, of which pages of 2 MiB save an eighth; `carver` has them.
     """
 
     __slots__ = ("_apply", "bias", "packed", "shape")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, carver: Carver) -> None:
         kernels = runtime.kernels()
         n, k = self.shape = weight.shape
         assert weight.dtype == torch.bfloat16 and k % 2 == 0, (
             f"panels hold pairs of bfloat16, not {weight.dtype} [{n}, {k}]"
         )
         weight = weight.contiguous()
-        self.packed = torch.empty(-(-n // 32) * 32 * k, dtype=torch.bfloat16)
+        self.packed = carver.take(-(-n // 32) * 32 * k * 2)
         kernels.quire_pack_linear(weight.data_ptr(), n, k, self.packed.data_ptr())
         self.bias = bias
         self._apply = kernels.quire_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X [R, K], rows contiguous -> [R, N]."""
+        """X [R, K], bfloat16, rows an even number of elements apart -> [R, N]."""
         n, k = self.shape
-        out = torch.empty(len(x), n, dtype=torch.bfloat16)
+        rows, width = x.shape
+        stride, dense = x.stride()
+        assert width == k and dense == 1 and stride % 2 == 0 and x.dtype is torch.bfloat16, (
+            f"{x.dtype} {list(x.shape)}, strides {x.stride()}, for {k} inputs"
+        )
+        out = torch.empty(rows, n, dtype=torch.bfloat16)
         bias = None if self.bias is None else self.bias.data_ptr()
-        self._apply(x.data_ptr(), x.stride(0), len(x), self.packed.data_ptr(), bias, n, k, out.data_ptr())
+        self._apply(x.data_ptr(), stride, rows, self.packed.data_ptr(), bias, n, k, out.data_ptr())
+        return out
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, as `functional.embedding`: index int64 [R], below N, -> [R, K]."""
+        out = torch.empty(len(index), self.shape[1], dtype=torch.bfloat16)
+        runtime.kernels().quire_packed_rows(
+            self.packed.data_ptr(), self.shape[1], index.data_ptr(), len(index), out.data_ptr()
+        )
         return out
 
 
@@ -111,14 +134,20 @@ class CpuOps:
         kernels = runtime.kernels()
         self._add_norm = kernels.quire_add_norm
         self._gated = kernels.quire_gated
+        self._carver = Carver()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Reorders the weight; the plain copy may be dropped."""
         if has_panels(weight.dtype) and weight.shape[1] % 2 == 0:
-            return PanelLinear(weight, bias)
+            return PanelLinear(weight, bias, self._carver)
         if weight.dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
             return PackedLinear(weight, bias)
         return TorchLinear(weight, bias)
+
+    def tied(self, weight: torch.Tensor) -> tuple[Embedding, Linear]:
+        """One matrix where there are panels or nothing is packed. oneDNN's layout cannot be read by rows: two then."""
+        head = self.linear(weight, None)
+        return (head.rows if isinstance(head, PanelLinear) else functools.partial(embedding, weight=weight)), head
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """One pass over x [R, E], or over a view [R, h, D] whose heads are adjacent."""

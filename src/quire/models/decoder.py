@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from quire.models.loading import WeightSource
 from quire.models.opt import OptDecoder
@@ -53,11 +52,11 @@ class Decoder:
         self._ops = ops
         self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
         self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
-        self._embed = weights.tensor("embed.weight")
+        self._embed, head = weights.embedding("embed", tied=shape.tied_embeddings)
         norms = [weights.tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
         self._first_norm, *next_norms = [*norms, weights.tensor("norm.weight")]
         self._layers = [self._load_layer(f"layers.{index}", weights, norm) for index, norm in enumerate(next_norms)]
-        self._head = ops.linear(self._embed, None) if shape.tied_embeddings else weights.linear("head", bias=False)
+        self._head = head or weights.linear("head", bias=False)
 
     def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> _Layer:
         shape = self.shape
@@ -77,7 +76,7 @@ class Decoder:
         norm, add_norm, gated = self._ops.norm, self._ops.add_norm, self._ops.gated
         write, attend = plan.write, plan.attend
         heads, split, head_dim, eps = self._heads, self._split, self.shape.head_dim, self.shape.norm_eps
-        residual = functional.embedding(tokens, self._embed)
+        residual = self._embed(tokens)
         x = norm(residual, self._first_norm, eps)
         for index, (qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm) in enumerate(self._layers):
             q, k, v = qkv(x).view(-1, heads, head_dim).split_with_sizes(split, 1)
@@ -109,7 +108,9 @@ def build_model(
     """
     source = WeightSource(weights, ops, dtype, device, four_bit)
     with _load_threads(shape.num_parameters):
-        return OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
+        model = OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
+    source.conclude()
+    return model
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ Backends (`CpuOps`, `TritonOps`) implement the same four methods elsewhere and a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,11 +23,18 @@ class Linear(Protocol):
         """`x` [R, K] -> x @ weight.T + bias, [R, N], newly allocated: the caller may write into it."""
 
 
+Embedding = Callable[["Tensor"], "Tensor"]
+"""Token ids int64 [R] -> [R, E]."""
+
+
 class Ops(Protocol):
     """What a backend must offer; R rows, E channels, all in the model's dtype, sums inside in float32."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [N, K] and bias [N] once; the caller keeps no reference, so a packed copy is the only one."""
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        """An embedding and the product over the same matrix [V, E], held once if the backend's layout allows."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows."""
@@ -57,6 +66,10 @@ class TorchOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
         """Keeps the tensors themselves."""
         return TorchLinear(weight, bias)
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, TorchLinear]:
+        """One tensor serves both."""
+        return functools.partial(functional.embedding, weight=weight), self.linear(weight, None)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm; torch accumulates 16-bit inputs in float32."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
+
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.models.layers import Linear, Ops
+    from quire.models.layers import Embedding, Linear, Ops
     from quire.models.quants import QuantizedTensor
     from quire.models.weights import Checkpoint
 
 log = logging.getLogger("quire")
+
+FOUR_BIT_ROWS = 16
+"""The 4-bit product takes outputs by so many; matrices of other sizes are dequantized."""
 
 FourBit = Callable[["QuantizedTensor", "Tensor | None"], "Linear"]
 """Packs a 4-bit matrix as it is stored, with its bias."""
@@ -24,7 +31,7 @@ FourBit = Callable[["QuantizedTensor", "Tensor | None"], "Linear"]
 class WeightSource:
     """Tensors in the dtype and on the device the model runs in, and products over them.
 
-    four_bit  given, matrices the checkpoint holds in 4 bits stay so; others are dequantized, said once in the log
+    four_bit  given, matrices the checkpoint holds in 4 bits stay so; of others `conclude` speaks
     """
 
     def __init__(
@@ -40,11 +47,19 @@ class WeightSource:
         self._dtype = dtype
         self._device = device
         self._four_bit = four_bit
-        self._told = False
+        self._kept = 0
+        self._dequantized: list[str] = []
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its canonical name."""
         return self._weights.tensor(name, self._dtype).to(self._device)
+
+    def embedding(self, name: str, *, tied: bool) -> tuple[Embedding, Linear | None]:
+        """Rows of the matrix `NAME.weight`, and, if it is tied to the output head, the product over it."""
+        weight = self.tensor(f"{name}.weight")
+        if tied:
+            return self._ops.tied(weight)
+        return functools.partial(functional.embedding, weight=weight), None
 
     def linear(self, *names: str, bias: bool) -> Linear:
         """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for."""
@@ -52,11 +67,32 @@ class WeightSource:
         if self._four_bit is not None:
             stored = [self._weights.quantized(f"{name}.weight") for name in names]
             whole = [matrix for matrix in stored if matrix is not None]
-            if len(whole) == len(stored):
+            rows = sum(len(matrix.codes) for matrix in whole)
+            if len(whole) == len(stored) and rows % FOUR_BIT_ROWS == 0:
                 fused = type(whole[0])(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
+                self._kept += len(names)
                 return self._four_bit(fused, offset)
-            if not self._told:
-                log.info("%s.weight and perhaps others are not stored in 4 bits: they are dequantized", names[0])
-                self._told = True
+            self._dequantized += names
         matrices = [self.tensor(f"{name}.weight") for name in names]
         return self._ops.linear(matrices[0] if len(matrices) == 1 else torch.cat(matrices), offset)
+
+    def conclude(self) -> None:
+        """After the last matrix. Raises ConfigError if 4-bit products were asked for and there is none; warns if some
+        matrices have been dequantized.
+        """
+        if self._four_bit is None:
+            return
+        if not self._kept:
+            raise ConfigError(
+                "model.weights is native, but this checkpoint holds no matrix in 4 bits (Q4_0 or Q4_1);"
+                " use model.weights dequantized"
+            )
+        if self._dequantized:
+            log.warning(
+                "model.weights native: %d of %d matrices are dequantized, %s.weight first: they are not stored as Q4_0"
+                " or Q4_1, or their outputs are no multiple of %d",
+                len(self._dequantized),
+                len(self._dequantized) + self._kept,
+                self._dequantized[0],
+                FOUR_BIT_ROWS,
+            )

@@ -50,7 +50,7 @@ class OptDecoder:
         self._heads = shape.num_q_heads + 2 * shape.num_kv_heads
         self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self._activation = _ACTIVATIONS[shape.activation]
-        self._embed = weights.tensor("embed.weight")
+        self._embed, head = weights.embedding("embed", tied=shape.tied_embeddings)
         # The two padding rows are cut off once, so that a position indexes its own row.
         self._positions = weights.tensor("positions.weight")[OPT_POSITION_OFFSET:]
 
@@ -72,13 +72,13 @@ class OptDecoder:
         projected = "project_in.weight" in shape.tensor_shapes
         self._project_in = weights.linear("project_in", bias=False) if projected else None
         self._project_out = weights.linear("project_out", bias=False) if projected else None
-        self._head = ops.linear(self._embed, None) if shape.tied_embeddings else weights.linear("head", bias=False)
+        self._head = head or weights.linear("head", bias=False)
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`."""
         eps, first, activation = self.shape.norm_eps, self.shape.norm_first, self._activation
         heads, split, head_dim = self._heads, self._split, self.shape.head_dim
-        x = functional.embedding(tokens, self._embed)
+        x = self._embed(tokens)
         if self._project_in is not None:
             x = self._project_in(x)
         x = x + functional.embedding(positions, self._positions)

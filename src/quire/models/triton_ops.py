@@ -9,11 +9,17 @@ Sums in float32. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter 
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from quire.models.layers import Embedding
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
 """Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
@@ -137,6 +143,10 @@ class TritonOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> TritonLinear:
         """Keeps the tensors themselves."""
         return TritonLinear(weight, bias, self._vector)
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, TritonLinear]:
+        """One tensor serves both."""
+        return functools.partial(functional.embedding, weight=weight), self.linear(weight, None)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [R, E] or [R, h, D]."""

@@ -1,0 +1,48 @@
+"""Large host memory: anonymous pages of 2 MiB where the system grants them.
+
+Weights and cache are read from end to end every step; with 4 KiB mappings the reads miss the TLB. Needs private
+mappings: shared ones are shmem, for which huge pages are off by default.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from quire.errors import ConfigError
+
+BLOCK_BYTES = 32 << 20
+"""What `Carver` maps at a time; what is never written costs nothing."""
+
+ALIGNMENT = 128
+
+
+def huge_pages(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], zeroed, page-aligned, given back when its last view is gone.
+
+    Raises ConfigError when the system does not have so much address space to give.
+    """
+    flags = {} if not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    try:
+        memory = mmap.mmap(-1, num_bytes, **flags)
+    except OSError as error:
+        raise ConfigError(f"the system does not give {num_bytes} bytes of memory: {error.strerror}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Carver:
+    """Tensors cut one after the other from blocks of huge pages; a block lives as long as any of its tensors."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], zeroed, aligned to 128 bytes."""
+        whole = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if len(self._block) < whole:
+            self._block = huge_pages(max(whole, BLOCK_BYTES))
+        taken, self._block = self._block[:num_bytes], self._block[whole:]
+        return taken
