@@ -55,7 +55,8 @@ class CacheConfig(Group):
     share: bool = False
     """One copy of a prefix for all requests that begin with it. Not available yet: it needs the prefix tree."""
     strict: bool = True
-    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached."""
+    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached. false: not
+    available yet; it needs a codec that stores less than it computes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +64,8 @@ class CacheConfig(Group):
             raise ConfigError(
                 "cache.share is true, but the prefix tree that sharing needs is not built yet; leave it false"
             )
+        if not self.strict:
+            raise ConfigError("cache.strict is false, but dense pages store what was computed; leave it true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,8 @@ class RuntimeConfig(Group):
     key: ClassVar[str] = "runtime"
 
     threads: Count | None = None
-    """CPU threads that compute. auto: one for each core this process may use."""
+    """CPU threads that compute, for the whole process: the engine built last decides. auto: one for each core this
+    process may use."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where weights and cache live. auto: cuda where there is a GPU."""
 

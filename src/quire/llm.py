@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import operator
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -38,11 +39,27 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str
         prompt = prompt["prompt"] if given is None else given
     if isinstance(prompt, str):
         return prompt, encode(prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-        ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
-        if len(ids) == len(prompt):
-            return None, ids
-    raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
+    prompt = _unwrapped(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
+    return None, [_token_id(each) for each in prompt]
+
+
+def _unwrapped(value: Any) -> Any:
+    """An array or tensor as a list; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _token_id(value: Any) -> int:
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        found = f"{value!r:.100} ({type(value).__name__})"
+        raise RequestError(f"a prompt's token ids are integers; it holds {found}", "prompt") from None
 
 
 class Face(ABC):
@@ -232,10 +249,10 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    items = list(_unwrapped(prompts))
+    if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
+        return [items]
+    return items
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

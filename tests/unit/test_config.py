@@ -116,6 +116,7 @@ def test_a_server_setting_is_refused_where_only_an_engine_is_made():
         ("cache.strict", "maybe", "cache.strict is 'maybe'; it must be true or false"),
         ("cache.strict", 1, "cache.strict is 1"),
         ("cache.share", "true", "prefix tree"),
+        ("cache.strict", "off", "dense pages store what was computed"),
         ("model.dtype", "float8", "it must be auto, float32, bfloat16 or float16"),
         ("model.dtype", None, "model.dtype is None"),
         ("runtime.threads", 0, "it must be a whole number of at least 1 or auto"),
@@ -162,12 +163,12 @@ def test_a_printed_configuration_is_a_file_that_gives_it_back(tmp_path):
         "cache.memory": 2**30 + 1,
         "runtime.threads": 1,
         "model.name": 'a "name" \N{SNOWMAN}',
-        "cache.strict": "off",
+        "cache.strict": "on",
     }
     serve_options = {"serve.api_key_file": "keys", "serve.drain_seconds": 0.5}
     config, serve = EngineConfig.from_options(options), ServeConfig.from_options(serve_options)
     text = describe(config, sources(options)) + describe(serve, {})
-    assert tomllib.loads(text)["cache"] == {"codec": "dense", "memory": 2**30 + 1, "share": False, "strict": False}
+    assert tomllib.loads(text)["cache"] == {"codec": "dense", "memory": 2**30 + 1, "share": False, "strict": True}
     (line,) = [line for line in text.splitlines() if line.startswith("threads")]
     assert line.split() == ["threads", "=", "1", "#", "flag"]
     file = tmp_path / "printed.toml"

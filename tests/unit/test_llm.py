@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine import build
@@ -46,6 +48,19 @@ def test_prompts_may_be_texts_ids_or_dicts(llm: LLM) -> None:
     assert [output.prompt for output in outputs] == ["hello", None, "hello", None]
     assert all(output.prompt_token_ids == ids and output.finished for output in outputs)
     assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate("hello", GREEDY)) == tokens(outputs[:1])
+
+
+def test_token_ids_may_come_from_numpy_and_torch(llm: LLM) -> None:
+    ids = [1, 2, 3]
+    arrays = [np.array(ids), torch.tensor(ids)]
+    expected = tokens(llm.generate(ids, GREEDY))[0]
+    for prompt in (*arrays, [np.int64(each) for each in ids], tuple(ids)):
+        assert tokens(llm.generate(prompt, GREEDY)) == [expected]  # type: ignore[arg-type]
+    assert tokens(llm.generate(arrays, GREEDY)) == [expected] * 2  # type: ignore[arg-type]
+    assert tokens(llm.generate(np.array([ids, ids]), GREEDY)) == [expected] * 2  # type: ignore[arg-type]
+    for wrong, found in ([1, 2.5], "2.5 \\(float"), ([True, 1], "True \\(bool"), ([1, None], "None"), (b"ab", "bytes"):
+        with pytest.raises(RequestError, match=found):
+            llm.generate([wrong], GREEDY)  # type: ignore[list-item]
 
 
 def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:
@@ -155,6 +170,7 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) ->
         ({"cache.memory": "1KiB"}, r"cache\.memory"),
         ({"cache.memry": 1}, r"cache\.memory"),
         ({"model.max_context": 10**9}, "at most 512"),
+        ({"cache.strict": False}, r"cache\.strict"),
         ({"attention.backend": "triton"}, "use cpu"),
         ({"runtime.device": "cuda"}, "no GPU"),
         ({"model.weights": "native", "attention.backend": "reference"}, "dequantized"),

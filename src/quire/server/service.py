@@ -184,7 +184,8 @@ class Service:
         if room < wanted:
             message = (
                 f"This model's maximum context length is {self.max_context} tokens. However, you requested "
-                f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion). "
+                f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion"
+                f"{', which is computed with max_tokens 0 too' if max_tokens == 0 else ''}). "
                 "Please reduce the length of the prompt or of the completion."
             )
             raise bad_request(message, param, "context_length_exceeded")
