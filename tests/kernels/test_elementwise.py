@@ -81,6 +81,19 @@ def test_products_of_every_height_and_depth(rows: int, outputs: int, inputs: int
     assert relative_rms(got[rows // 2 : rows // 2 + 1], alone) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 12, 13, 200])
+@pytest.mark.parametrize(("width", "inputs", "biased"), [(32, 302, False), (33, 64, True), (48, 1540, True)])
+def test_gated_products_equal_torch(rows: int, width: int, inputs: int, biased: bool, dtype: torch.dtype) -> None:
+    weight = random(2 * width, inputs, dtype=dtype) / inputs**0.5
+    bias = random(2 * width, dtype=dtype, seed=1) if biased else None
+    x = random(rows, inputs, dtype=dtype, seed=2)
+    exact = TorchOps().gated_linear(weight.float(), bias.float() if bias is not None else None)(x.float())
+    got = CpuOps().gated_linear(weight, bias)(x)
+    assert got.shape == (rows, width)
+    assert relative_rms(got, exact) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_four_bit_products_equal_the_dequantized_ones(dtype: torch.dtype, tolerance: float, biased: bool) -> None:

@@ -147,6 +147,9 @@ inline vf exp2(vf x) {
 #endif
 }
 
+// x / (1 + exp(-x)); past 2^126 the divisor is infinite enough: the result is 0 in every format.
+inline vf silu(vf x) { return x / (1.0f + exp2(min(x * -1.4426950408889634f, splat(126.0f)))); }
+
 // GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
 extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 extern int num_threads;

@@ -80,17 +80,12 @@ void add_norm(const void* x, int64_t x_stride, void* residual, const void* weigh
 
 template <class T>
 void gated(const void* gate_up, int64_t rows, int64_t width, void* out) {
-    constexpr float LOG2E = 1.4426950408889634f;
     parallel_for(rows, grain_for(rows, width), [&](int64_t r) {
         const T* gate = static_cast<const T*>(gate_up) + r * 2 * width;
         const T* up = gate + width;
         T* y = static_cast<T*>(out) + r * width;
         int64_t i = 0;
-        for (; i + VL <= width; i += VL) {
-            const vf g = load(gate + i);
-            // Past 2^126 silu is 0 in every format.
-            store(y + i, g / (1.0f + exp2(min(-g * LOG2E, splat(126.0f)))) * load(up + i));
-        }
+        for (; i + VL <= width; i += VL) store(y + i, silu(load(gate + i)) * load(up + i));
         for (; i < width; i++) {
             const float g = widen(gate[i]);
             narrow(y + i, g / (1.0f + std::exp(-g)) * widen(up[i]));

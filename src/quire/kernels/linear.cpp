@@ -2,6 +2,8 @@
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
+// Gated: half of a panel is 16 gates, the other half what they let through; y = silu(gate) up leaves the registers.
+//
 // A decode step is bound by these bytes, and by what each call costs besides: a panel is one contiguous stream, and a call is one loop over
 // panels. Many rows reuse a panel from the first-level cache, BLOCK_STEPS pairs at a time. Defined by models.layers.TorchOps;
 // tests/kernels/test_elementwise.py holds the two together.
@@ -23,16 +25,18 @@ struct Product {
     int lda;                       // pairs from row to row
     const uint32_t* packed;
     const bf16* bias;
-    int64_t rows, N, K;
+    int64_t rows, N, K;            // N: outputs, of a gated product as many as it has gates
+    bool gated;
     bf16* out;
+    int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
 // Rows [at, at + height) of one panel; next is the panel this thread reads afterwards.
 void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const uint32_t* next) {
     const int steps = static_cast<int>(p.K / 2);
     const uint32_t* columns = p.packed + panel * steps * PANEL;
-    const int64_t first = panel * PANEL;
-    const bool whole = first + PANEL <= p.N;
+    const int64_t first = panel * p.width();
+    const bool whole = first + p.width() <= p.N;
     auto* scratch = static_cast<float*>(thread_scratch((BLOCK_ROWS * PANEL + BLOCK_ROWS) * 4));
     const Sums sums{scratch, PANEL};
     float* ones = scratch + BLOCK_ROWS * PANEL;
@@ -48,20 +52,29 @@ void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const u
         if (height <= MR) ahead = {here + 4096, here + static_cast<int64_t>(deep) * PANEL * 4, 2};
         const uint32_t *a = p.x + at * p.lda + k, *b = columns + k * PANEL;
         const float* alpha = k ? ones : nullptr;
-        if (k + deep == steps && whole) {
-            const Outputs outputs{p.out + at * p.N + first, p.N, p.bias ? p.bias + first : nullptr};
+        const bool last = k + deep == steps && whole;
+        bf16* y = p.out + at * p.N + first;
+        if (last && p.gated) {
+            const Gated gated{y, p.N, p.bias ? p.bias + first : nullptr, p.bias ? p.bias + p.N + first : nullptr};
+            product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, gated, ahead);
+        } else if (last) {
+            const Outputs outputs{y, p.N, p.bias ? p.bias + first : nullptr};
             product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, outputs, ahead);
         } else {
             product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, sums, ahead);
         }
     }
     for (int r = 0; r < height && !whole; r++)
-        for (int64_t n = first; n < p.N; n++)
-            narrow(p.out + (at + r) * p.N + n, scratch[r * PANEL + n - first] + (p.bias ? widen(p.bias[n]) : 0.0f));
+        for (int64_t n = first; n < p.N; n++) {
+            const float* row = scratch + r * PANEL + n - first;
+            const float x = row[0] + (p.bias ? widen(p.bias[n]) : 0.0f);
+            const float up = p.gated ? row[PANEL / 2] + (p.bias ? widen(p.bias[p.N + n]) : 0.0f) : 0.0f;
+            narrow(p.out + (at + r) * p.N + n, p.gated ? x / (1.0f + std::exp(-x)) * up : x);
+        }
 }
 
 void linear(const Product& p) {
-    const int64_t panels = (p.N + PANEL - 1) / PANEL, steps = p.K / 2;
+    const int64_t panels = (p.N + p.width() - 1) / p.width(), steps = p.K / 2;
     const int64_t chunks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     if (chunks == 0) return;
     const int64_t height = ((p.rows + chunks - 1) / chunks + MR - 1) / MR * MR;
@@ -88,16 +101,16 @@ QUIRE_API int64_t quire_has_linear() {
 #endif
 }
 
-// weight bf16 [N, K], K even -> packed, uint32 [ceil(N / 32), K / 2, 32]
-QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, void* packed) {
+// weight bf16 [N, K], K even -> packed, uint32 [ceil(N / 32), K / 2, 32]. Gated: N gates, then N ups -> [ceil(N / 16), K / 2, 32].
+QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int gated, void* packed) {
     const auto* pairs = static_cast<const uint32_t*>(weight);
     auto* out = static_cast<uint32_t*>(packed);
-    const int64_t steps = K / 2;
-    parallel_for((N + PANEL - 1) / PANEL, 1, [&](int64_t panel) {
+    const int64_t steps = K / 2, width = gated ? PANEL / 2 : PANEL;
+    parallel_for((N + width - 1) / width, 1, [&](int64_t panel) {
         for (int64_t k = 0; k < steps; k++)
             for (int64_t n = 0; n < PANEL; n++) {
-                const int64_t row = panel * PANEL + n;
-                out[(panel * steps + k) * PANEL + n] = row < N ? pairs[row * steps + k] : 0;
+                const int64_t output = panel * width + n % width;
+                out[(panel * steps + k) * PANEL + n] = output < N ? pairs[(n < width ? output : N + output) * steps + k] : 0;
             }
     });
 }
@@ -112,13 +125,14 @@ QUIRE_API void quire_packed_rows(const void* packed, int64_t K, const int64_t* t
     });
 }
 
-// x bf16 [rows, K], rows x_stride elements apart, an even number; bias bf16 [N] or null; out bf16 [rows, N]
-QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, const void* bias, int64_t N, int64_t K, void* out) {
+// x bf16 [rows, K], rows x_stride elements apart, an even number; bias bf16 [N], gated [2 N], or null; out bf16 [rows, N]
+QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, const void* bias, int64_t N, int64_t K, int gated,
+                            void* out) {
 #if defined(__AVX512BF16__)
     linear({static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(packed), static_cast<const bf16*>(bias), rows,
-            N, K, static_cast<bf16*>(out)});
+            N, K, gated != 0, static_cast<bf16*>(out)});
 #else
-    (void)x, (void)x_stride, (void)rows, (void)packed, (void)bias, (void)N, (void)K, (void)out;
+    (void)x, (void)x_stride, (void)rows, (void)packed, (void)bias, (void)N, (void)K, (void)gated, (void)out;
     __builtin_trap();
 #endif
 }

@@ -49,7 +49,10 @@ struct Sums {
     float* c;
     int ldc;
     Sums from(int m) const { return {c + m * ldc, ldc}; }
-    void put(int m, int n, vf x) const { store(c + m * ldc + n * VL, x); }
+    template <int N>
+    void put(int m, const vf (&row)[N]) const {
+        for (int n = 0; n < N; n++) store(c + m * ldc + n * VL, row[n]);
+    }
 };
 
 // ... or, finished, to 16-bit outputs.
@@ -58,7 +61,22 @@ struct Outputs {
     int64_t ldy;
     const bf16* bias;
     Outputs from(int m) const { return {y + m * ldy, ldy, bias}; }
-    void put(int m, int n, vf x) const { store(y + m * ldy + n * VL, bias ? x + load(bias + n * VL) : x); }
+    template <int N>
+    void put(int m, const vf (&row)[N]) const {
+        for (int n = 0; n < N; n++) store(y + m * ldy + n * VL, bias ? row[n] + load(bias + n * VL) : row[n]);
+    }
+};
+
+// ... or a gate and what it lets through, side by side, to their 16-bit product.
+struct Gated {
+    bf16* y;
+    int64_t ldy;
+    const bf16* gate_bias;
+    const bf16* up_bias;
+    Gated from(int m) const { return {y + m * ldy, ldy, gate_bias, up_bias}; }
+    void put(int m, const vf (&row)[2]) const {
+        store(y + m * ldy, gate_bias ? silu(row[0] + load(gate_bias)) * (row[1] + load(up_bias)) : silu(row[0]) * row[1]);
+    }
 };
 
 // to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
@@ -75,8 +93,7 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
         for (int m = 0; m < M; m++)
             for (int n = 0; n < N; n++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col[n]);
     }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) to.put(m, n, acc[m][n]);
+    for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
 
 // The last rows, fewer than a register block.

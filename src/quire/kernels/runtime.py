@@ -23,9 +23,9 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _I32],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
-    "quire_pack_linear": [_PTR, _I64, _I64, _PTR],
+    "quire_pack_linear": [_PTR, _I64, _I64, _I32, _PTR],
     "quire_packed_rows": [_PTR, _I64, _PTR, _I64, _PTR],
-    "quire_linear": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _PTR],
+    "quire_linear": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _I32, _PTR],
     "quire_argmax": [_I32, _PTR, _I64, _I64, _I64, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }

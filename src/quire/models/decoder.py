@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
     k_norm: Tensor | None  # [D]
     o: Linear
     mlp_norm: Tensor  # [E]
-    gate_up: Linear  # [R, E] -> [R, 2F]
+    gate_up: Linear  # [R, E] -> [R, F], silu(gate) * up
     down: Linear
     next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
 
@@ -66,14 +66,14 @@ class Decoder:
             k_norm=weights.tensor(f"{at}.k_norm.weight") if shape.qk_norm else None,
             o=weights.linear(f"{at}.o", bias=shape.o_bias),
             mlp_norm=weights.tensor(f"{at}.mlp_norm.weight"),
-            gate_up=weights.linear(f"{at}.gate", f"{at}.up", bias=shape.mlp_bias),
+            gate_up=weights.linear(f"{at}.gate", f"{at}.up", bias=shape.mlp_bias, gated=True),
             down=weights.linear(f"{at}.down", bias=shape.mlp_bias),
             next_norm=next_norm,
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`; positions are the plan's business here and are not read."""
-        norm, add_norm, gated = self._ops.norm, self._ops.add_norm, self._ops.gated
+        norm, add_norm = self._ops.norm, self._ops.add_norm
         write, attend = plan.write, plan.attend
         heads, split, head_dim, eps = self._heads, self._split, self.shape.head_dim, self.shape.norm_eps
         residual = self._embed(tokens)
@@ -85,7 +85,7 @@ class Decoder:
                 k = norm(k, k_norm, eps)
             write(index, k, v)
             x = add_norm(o(attend(index, q)), residual, mlp_norm, eps)
-            x = add_norm(down(gated(gate_up(x))), residual, next_norm, eps)
+            x = add_norm(down(gate_up(x)), residual, next_norm, eps)
         return x
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -45,6 +45,23 @@ class Ops(Protocol):
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]."""
 
+    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """The product with weight [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
+
+
+class Gated:
+    """A product and the gate after it, one after the other."""
+
+    __slots__ = ("_gated", "_linear")
+
+    def __init__(self, ops: Ops, linear: Linear) -> None:
+        self._gated = ops.gated
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [R, K] -> [R, F]."""
+        return self._gated(self._linear(x))
+
 
 class TorchLinear:
     """F.linear over the weight as it was given: nothing is packed or copied."""
@@ -78,6 +95,10 @@ class TorchOps:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual is rounded to the model's dtype before it is normalised, as it is kept."""
         return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """One after the other."""
+        return Gated(self, self.linear(weight, bias))
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """The silu is taken in the model's dtype, then the product."""

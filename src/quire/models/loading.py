@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from quire.errors import ConfigError
+from quire.models.layers import Gated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +62,10 @@ class WeightSource:
             return self._ops.tied(weight)
         return functools.partial(functional.embedding, weight=weight), None
 
-    def linear(self, *names: str, bias: bool) -> Linear:
-        """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for."""
+    def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
+        """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for. Of
+        two the first may gate the second.
+        """
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
         if self._four_bit is not None:
             stored = [self._weights.quantized(f"{name}.weight") for name in names]
@@ -71,10 +74,12 @@ class WeightSource:
             if len(whole) == len(stored) and rows % FOUR_BIT_ROWS == 0:
                 fused = type(whole[0])(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
                 self._kept += len(names)
-                return self._four_bit(fused, offset)
+                product = self._four_bit(fused, offset)
+                return Gated(self._ops, product) if gated else product
             self._dequantized += names
         matrices = [self.tensor(f"{name}.weight") for name in names]
-        return self._ops.linear(matrices[0] if len(matrices) == 1 else torch.cat(matrices), offset)
+        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return self._ops.gated_linear(weight, offset) if gated else self._ops.linear(weight, offset)
 
     def conclude(self) -> None:
         """After the last matrix. Raises ConfigError if 4-bit products were asked for and there is none; warns if some

@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from quire.models.layers import Gated
+
 if TYPE_CHECKING:
-    from quire.models.layers import Embedding
+    from quire.models.layers import Embedding, Linear
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
 """Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
@@ -143,6 +145,10 @@ class TritonOps:
     def linear(self, weight: Tensor, bias: Tensor | None) -> TritonLinear:
         """Keeps the tensors themselves."""
         return TritonLinear(weight, bias, self._vector)
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """One after the other."""
+        return Gated(self, self.linear(weight, bias))
 
     def tied(self, weight: Tensor) -> tuple[Embedding, TritonLinear]:
         """One tensor serves both."""
