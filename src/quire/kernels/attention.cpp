@@ -133,17 +133,17 @@ inline vu key_part(const T* row, int d, int D) {
     else return (vu)load(source);
 }
 
-// K [P, D] -> out [steps, P], steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left as they are or
-// garbage: their scores are hidden.
+// K [P, D] -> out [steps, P], rows `ld` apart, steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left
+// as they are or garbage: their scores are hidden.
 template <class Math, class T>
-void keys_from(const T* k, int D, int valid, uint32_t* out, Prefetcher& ahead) {
+void keys_from(const T* k, int D, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
     for (int t = 0; t < valid; t += VL) {
         for (int d = 0; d < D; d += VL * Math::PAIR) {
             ahead.step(VL * VL * Math::PAIR * static_cast<int>(sizeof(T)) / 128);
             vu block[VL];
             for (int i = 0; i < VL; i++) block[i] = key_part<Math>(k + (t + i) * D, d, D);
             transpose(block);
-            for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(out + (d / Math::PAIR + i) * P + t) = block[i];
+            for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(out + (d / Math::PAIR + i) * ld + t) = block[i];
         }
     }
 }
@@ -199,15 +199,15 @@ void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Pr
 
 // What a codec supplies: the two scratch panels of one page. A new codec is a case here.
 template <class Math>
-void load_keys(const Page& page, int D, uint32_t* out, Prefetcher& ahead) {
+void load_keys(const Page& page, int D, uint32_t* out, int ld, Prefetcher& ahead) {
     if constexpr (Math::PAIR == 2) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ahead);
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
     } else if (page.kind == DENSE_BF16) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ahead);
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
     } else if (page.kind == DENSE_F32) {
-        keys_from<Math>(reinterpret_cast<const float*>(page.image), D, page.valid, out, ahead);
+        keys_from<Math>(reinterpret_cast<const float*>(page.image), D, page.valid, out, ld, ahead);
     } else {
-        keys_from<Math>(reinterpret_cast<const f16*>(page.image), D, page.valid, out, ahead);
+        keys_from<Math>(reinterpret_cast<const f16*>(page.image), D, page.valid, out, ld, ahead);
     }
 }
 
@@ -263,14 +263,14 @@ constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen noth
 
 // Rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
 // An invisible slot has score -inf and gets probability 2^-126, which no sum notices.
-template <class Math>
+template <class Math, int SLOTS>
 void soften(const float* scores, uint32_t* probabilities, float* top, float* total, float* factor) {
     vf drop{};
     float highest[ROWS];
     for (int r = 0; r < ROWS; r++) {
-        const float* s = scores + r * P;
+        const float* s = scores + r * SLOTS;
         vf peak = load(s);
-        for (int t = VL; t < P; t += VL) peak = max(peak, load(s + t));
+        for (int t = VL; t < SLOTS; t += VL) peak = max(peak, load(s + t));
         const float found = largest(peak);
         highest[r] = found > top[r] ? found : top[r];
         drop[r] = top[r] - highest[r];
@@ -278,10 +278,10 @@ void soften(const float* scores, uint32_t* probabilities, float* top, float* tot
     }
     const vf scale = exp2(drop);
     for (int r = 0; r < ROWS; r++) {
-        const float* s = scores + r * P;
-        uint32_t* out = probabilities + r * (P / Math::PAIR);
+        const float* s = scores + r * SLOTS;
+        uint32_t* out = probabilities + r * (SLOTS / Math::PAIR);
         vf added{};
-        for (int t = 0; t < P; t += VL) {
+        for (int t = 0; t < SLOTS; t += VL) {
             const vf p = exp2<Math::PAIR == 2>(load(s + t) - highest[r]);
             added += p;
             if constexpr (Math::PAIR == 1) store(reinterpret_cast<float*>(out) + t, p);
@@ -292,10 +292,10 @@ void soften(const float* scores, uint32_t* probabilities, float* top, float* tot
     }
 }
 
-// Hides slots outside [low, high) of a row of scores.
-inline void hide(float* s, int low, int high) {
+// Hides slots outside [low, high) of a row of `slots` scores.
+inline void hide(float* s, int low, int high, int slots) {
     for (int t = 0; t < low; t++) s[t] = -INFINITY;
-    for (int t = high; t < P; t++) s[t] = -INFINITY;
+    for (int t = high; t < slots; t++) s[t] = -INFINITY;
 }
 
 // Chunk c of a piece, for one layer and head.
@@ -323,6 +323,55 @@ void write_row(const Plan& plan, int layer, int row, int head) {
     std::memcpy(key + P * D, v, D * sizeof(T));
 }
 
+// What an item keeps in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and
+// the panels of one or two pages.
+struct Item {
+    int rows, steps, columns;      // steps: 32-bit elements of a padded query row; columns: D rounded up to VL
+    uint32_t* query;
+    float* scores;
+    uint32_t* probabilities;
+    float *acc, *top, *total, *factor;
+    uint32_t *keys, *values;
+};
+
+// Takes chunks c, ..., c + PAGES - 1 of the piece into the running sums. Two pages at once halve what a page costs besides its products: the
+// horizontal maxima and sums, and reading and writing acc.
+template <class Math, int PAGES>
+void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
+    constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
+    const int G = plan.G, D = plan.D, start = piece.start + c * P, first = plan.positions[piece.first_row];
+    Prefetcher keys_ahead[PAGES], values_ahead[PAGES];
+    for (int i = 0; i < PAGES; i++) {
+        const int coming = c + PAGES + i;
+        const Page after = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16, 0} : next;
+        keys_ahead[i] = prefetch(after, D, 0), values_ahead[i] = prefetch(after, D, 1);
+    }
+    for (int i = 0; i < PAGES; i++) {
+        const Page page = page_of(plan, layer, head, piece, c + i);
+        load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
+        load_values<Math>(page, D, item.columns, item.values + i * psteps * item.columns, values_ahead[i]);
+    }
+    const bool partly_hidden = first < start + SLOTS - 1 || plan.window;
+    for (int at = 0; at < item.rows; at += BLOCK) {
+        const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
+        product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
+                      keys_ahead[0]);
+        for (int m = 0; partly_hidden && m < count; m++) {
+            const int position = plan.positions[piece.first_row + (at + m) / G];
+            int high = position + 1 - start;
+            high = high < 0 ? 0 : high > SLOTS ? SLOTS : high;
+            int low = plan.window ? position + 1 - plan.window - start : 0;
+            low = low < 0 ? 0 : low > high ? high : low;
+            hide(item.scores + m * SLOTS, low, high, SLOTS);
+        }
+        for (int m = 0; m < count; m += ROWS)
+            soften<Math, SLOTS>(item.scores + m * SLOTS, item.probabilities + m * psteps * PAGES, item.top + at + m, item.total + at + m,
+                                item.factor + m);
+        product<Math>(item.probabilities, psteps * PAGES, item.values, item.columns, item.acc + at * item.columns, item.columns, psteps * PAGES,
+                      count, item.columns, item.factor, values_ahead[0]);
+    }
+}
+
 // next: the page this thread needs after this item; its `valid` is 0 if there is none.
 template <class Math, class T>
 void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
@@ -330,31 +379,32 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
+    const int pages = rows < BLOCK ? 1 : 2;               // at once
+    const int slots = pages * P, width = slots / Math::PAIR;
     const int block = VL * Math::PAIR;
-    const int steps = (D + block - 1) / block * VL;       // 32-bit elements of a padded query row
-    const int columns = (D + VL - 1) / VL * VL;
-    constexpr int psteps = P / Math::PAIR;
+    const int steps = (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
 
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
-        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(held) * (P + psteps + 1) + static_cast<size_t>(steps + psteps) * (P + columns) + D) * 4 + 64 * 10));
+        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D) * 4 + 64 * 10));
     auto carve = [&](size_t elements) {
         uint8_t* at = cursor;
         cursor += (elements * 4 + 63) / 64 * 64;
         return at;
     };
-    auto* query = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(rows) * steps));
-    auto* scores = reinterpret_cast<float*>(carve(static_cast<size_t>(held) * P));
-    auto* probabilities = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(held) * psteps));
-    auto* acc = reinterpret_cast<float*>(carve(static_cast<size_t>(rows) * columns));
-    auto* top = reinterpret_cast<float*>(carve(padded));
-    auto* total = reinterpret_cast<float*>(carve(padded));
-    auto* factor = reinterpret_cast<float*>(carve(held));
-    auto* keys = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(steps) * P));
-    auto* values = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(psteps) * columns));
+    Item item{rows, steps, columns};
+    item.query = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(rows) * steps));
+    item.scores = reinterpret_cast<float*>(carve(static_cast<size_t>(held) * slots));
+    item.probabilities = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(held) * width));
+    item.acc = reinterpret_cast<float*>(carve(static_cast<size_t>(rows) * columns));
+    item.top = reinterpret_cast<float*>(carve(padded));
+    item.total = reinterpret_cast<float*>(carve(padded));
+    item.factor = reinterpret_cast<float*>(carve(held));
+    item.keys = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(steps) * slots));
+    item.values = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(width) * columns));
     auto* rotated = reinterpret_cast<float*>(carve(D));
 
     const float scale = LOG2E / std::sqrt(static_cast<float>(D));
-    if (steps * Math::PAIR > D) std::memset(query, 0, static_cast<size_t>(rows) * steps * 4);
+    if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
     for (int r = 0; r < piece.num_rows; r++) {
         const int row = piece.first_row + r;
         const int64_t angle = static_cast<int64_t>(plan.positions[row]) * (D / 2);
@@ -362,44 +412,22 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
         const float* sin = plan.cos ? plan.sin + angle : nullptr;
         for (int g = 0; g < G; g++) {
             rotate(q + row * q_stride + (head * G + g) * D, cos, sin, D, scale, rotated);
-            store_operand<Math>(rotated, D, query + (r * G + g) * steps);
+            store_operand<Math>(rotated, D, item.query + (r * G + g) * steps);
         }
     }
-    std::memset(acc, 0, static_cast<size_t>(rows) * columns * 4);
-    for (int m = 0; m < padded; m++) top[m] = UNSEEN, total[m] = 0;
-    std::memset(scores, 0, static_cast<size_t>(held) * P * 4);
+    std::memset(item.acc, 0, static_cast<size_t>(rows) * columns * 4);
+    for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = 0;
+    std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
 
-    const int first = plan.positions[piece.first_row];
-    for (int c = 0; c < piece.num_chunks; c++) {
-        const int start = piece.start + c * P;
-        const Page page = page_of(plan, layer, head, piece, c);
-        const Page after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
-        Prefetcher keys_ahead = prefetch(after, D, 0), values_ahead = prefetch(after, D, 1);
-        load_keys<Math>(page, D, keys, keys_ahead);
-        load_values<Math>(page, D, columns, values, values_ahead);
-        const bool partly_hidden = first < start + P - 1 || plan.window;
-        for (int at = 0; at < rows; at += BLOCK) {
-            const int count = rows - at < BLOCK ? rows - at : BLOCK;
-            product<Math>(query + at * steps, steps, keys, P, scores, P, steps, count, P, nullptr, keys_ahead);
-            for (int m = 0; partly_hidden && m < count; m++) {
-                const int position = plan.positions[piece.first_row + (at + m) / G];
-                int high = position + 1 - start;
-                high = high < 0 ? 0 : high > P ? P : high;
-                int low = plan.window ? position + 1 - plan.window - start : 0;
-                low = low < 0 ? 0 : low > high ? high : low;
-                hide(scores + m * P, low, high);
-            }
-            for (int m = 0; m < count; m += ROWS)
-                soften<Math>(scores + m * P, probabilities + m * psteps, top + at + m, total + at + m, factor + m);
-            product<Math>(probabilities, psteps, values, columns, acc + at * columns, columns, psteps, count, columns, factor, values_ahead);
-        }
-    }
+    int c = 0;
+    for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, 2>(plan, layer, piece, head, c, next, item);
+    for (; c < piece.num_chunks; c++) attend_pages<Math, 1>(plan, layer, piece, head, c, next, item);
 
     for (int m = 0; m < rows; m++) {
         const int r = m / G, g = m % G;
-        const bool seen = !(top[m] <= UNSEEN);
-        const float inverse = seen ? 1.0f / total[m] : 0.0f;
-        const float* o = acc + m * columns;
+        const bool seen = !(item.top[m] <= UNSEEN);
+        const float inverse = seen ? 1.0f / item.total[m] : 0.0f;
+        const float* o = item.acc + m * columns;
         if (piece.partial < 0) {
             T* y = out + (static_cast<int64_t>(piece.first_row + r) * H * G + head * G + g) * D;
             int d = 0;
@@ -408,7 +436,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
         } else {
             const int64_t slot = static_cast<int64_t>(piece.partial + r) * H * G + head * G + g;
             for (int d = 0; d < D; d++) plan.partial_o[slot * D + d] = o[d] * inverse;
-            plan.partial_lse[slot] = seen ? (top[m] + std::log2(total[m])) * LN2 : -INFINITY;
+            plan.partial_lse[slot] = seen ? (item.top[m] + std::log2(item.total[m])) * LN2 : -INFINITY;
         }
     }
 }
@@ -445,10 +473,12 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
             for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
         });
     }
-    parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
+    // From the last piece to the first: later rows of a prompt see more pages, and the longest items should not come last.
+    const int64_t last = static_cast<int64_t>(plan.num_pieces) * H - 1;
+    parallel_pairs(last + 1, [&](int64_t i, int64_t then) {
         Page next{plan.arena, DENSE_BF16, 0};
-        if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
-        attend_item<Math>(plan, layer, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
+        if (then >= 0) next = page_of(plan, layer, static_cast<int>((last - then) % H), plan.pieces[(last - then) / H], 0);
+        attend_item<Math>(plan, layer, plan.pieces[(last - i) / H], static_cast<int>((last - i) % H), q, q_stride, out, next);
     });
     const int heads = H * plan.G;
     if (plan.num_merges)
