@@ -16,7 +16,7 @@ namespace {
 constexpr int PANEL = 32;          // columns of a panel: two vectors, and a dozen rows in the registers
 constexpr int MR = block_rows<PANEL / VL>();
 constexpr int SHORT_STEPS = 144;   // pairs of a panel computed while as many of the next are fetched: 2 x 18 KiB in the first-level cache
-constexpr int TALL_STEPS = 288;    // pairs of a panel that stay there while many rows pass
+constexpr int TALL_STEPS = 384;    // pairs of a panel that many rows pass, more than fit the first level: reading sums again costs more
 constexpr int BLOCK_ROWS = 192;    // rows whose inputs stay in the second-level cache
 
 #if defined(__AVX512BF16__)
@@ -48,7 +48,7 @@ void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const u
         // One pass: the stream itself, a page ahead of its use. Several: the next block, while this one is reused.
         const auto* here = reinterpret_cast<const uint8_t*>(columns + k * PANEL);
         const auto* after = k + deep < steps ? here + static_cast<int64_t>(deep) * PANEL * 4 : reinterpret_cast<const uint8_t*>(next);
-        Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1};
+        Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1, height > 4 * MR};
         if (height <= MR) ahead = {here + 4096, here + static_cast<int64_t>(deep) * PANEL * 4, 2};
         const uint32_t *a = p.x + at * p.lda + k, *b = columns + k * PANEL;
         const float* alpha = k ? ones : nullptr;

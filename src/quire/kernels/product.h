@@ -39,6 +39,7 @@ struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
     int pace = 2;                 // lines at every step of a product
+    bool rows = false;            // also the rows of the next register block: a dozen streams are more than the hardware follows
     void step(int lines) {
         for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 3);
     }
@@ -82,12 +83,14 @@ struct Gated {
 // to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
 template <class Math, int M, int N, class To>
 inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, const float* alpha, const To& to,
-                          Prefetcher& ahead) {
+                          Prefetcher& ahead, const uint32_t* next_rows = nullptr) {
+    constexpr int LINE = 16;      // elements of a cache line
     vf acc[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
     for (int k = 0; k < steps; k++) {
         ahead.step(ahead.pace);
+        if (next_rows && k % LINE < M) __builtin_prefetch(next_rows + k % LINE * lda + k / LINE * LINE, 0, 3);
         vu col[N];
         for (int n = 0; n < N; n++) col[n] = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
         for (int m = 0; m < M; m++)
@@ -111,8 +114,10 @@ void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, const 
                   Prefetcher& ahead) {
     constexpr int M = block_rows<N>();
     int m = 0;
-    for (; m + M <= rows; m += M)
-        product_block<Math, M, N>(a + m * lda, lda, b, ldb, c.from(m), steps, alpha ? alpha + m : nullptr, to.from(m), ahead);
+    for (; m + M <= rows; m += M) {
+        const uint32_t* next_rows = ahead.rows && m + 2 * M <= rows ? a + (m + M) * lda : nullptr;
+        product_block<Math, M, N>(a + m * lda, lda, b, ldb, c.from(m), steps, alpha ? alpha + m : nullptr, to.from(m), ahead, next_rows);
+    }
     product_rest<Math, N, M - 1>(a + m * lda, lda, b, ldb, c.from(m), steps, rows - m, alpha ? alpha + m : nullptr, to.from(m), ahead);
 }
 
