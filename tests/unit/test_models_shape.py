@@ -29,6 +29,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
+QWEN_WINDOW: dict[str, Any] = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
+
+
 def shape_of(generation: dict[str, Any] | None = None, **changes: Any) -> ModelShape:
     return shape_from_config(LLAMA | changes, generation or {})
 
@@ -189,12 +192,92 @@ def test_windows() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized with gptq"),
         ({"head_dim": 15}, "rope needs an even dim"),
+        *(
+            ({key: value}, f"config.json: setting {key} is .*; it must be a token id or a list of them")
+            for key in ("eos_token_id", "bos_token_id")
+            for value in ("x", {}, {"a": 1}, True, 1.5, -1, [None], ["x"], [[1]])
+        ),
+        *(
+            ({key: value}, f"config.json: setting {key} is {value}; it must be finite")
+            for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        ({"hidden_size": 10**400}, "setting hidden_size is 1000.*; it must be finite"),
+        ({"vocab_size": 2**31}, "setting vocab_size is 2147483648; it must be a whole number from 1 to 2147483647"),
+        ({"hidden_size": 1.5}, "setting hidden_size is 1.5; it must be a whole number"),
+        ({"quantization_config": True}, "setting quantization_config is True; it must be an object"),
+        ({"quantization_config": {"quant_method": 5}}, "setting quantization_config.quant_method is 5"),
+        ({"rope_parameters": True}, "setting rope_parameters is True; it must be an object"),
+        ({"rope_scaling": ["linear"]}, "setting rope_scaling is .*; it must be an object"),
+        ({"rope_scaling": {"type": 5}}, "setting rope_scaling.type is 5; it must be text"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "setting factor is inf; it must be finite"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "rope needs .* a factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e9}}, "max_context is 128000000000; it must lie between"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e300}}, "rope needs .* a factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "more than 2 channels"),
+        ({"model_type": None, "architectures": {"a": 1}}, "setting architectures is .*; it must be a list of texts"),
+        ({"model_type": 5}, "setting model_type is 5; it must be text"),
+        ({"hidden_act": ["silu"]}, "setting hidden_act is .*; it must be text"),
+        ({"hidden_act": "si\ud800lu"}, "setting hidden_act is .*; it must be text"),
+        ({"mlp_bias": "no"}, "setting mlp_bias is 'no'; it must be true or false"),
+        ({**QWEN_WINDOW, "max_window_layers": "x"}, "setting max_window_layers is 'x'; it must be one number"),
+        ({**QWEN_WINDOW, "layer_types": 5}, "setting layer_types is 5; it must be a list of texts"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         shape_of(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_end_of_text_ids_of_the_wrong_type_are_named_with_their_file() -> None:
+    with pytest.raises(ModelError, match=r"^generation_config.json: setting eos_token_id is \[None\]; it must be"):
+        shape_of(generation={"eos_token_id": [None]})
+
+
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.embedding_length": 64,
+    "llama.attention.head_count": 4,
+    "llama.feed_forward_length": 96,
+    "llama.context_length": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind", "factor"),
+    [
+        ({}, "default", 1.0),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, "linear", 4.0),
+        ({"scaling.factor": 4.0}, "linear", 4.0),  # llama.cpp takes linear for the type that is not named
+        ({"scale_linear": 4.0}, "linear", 4.0),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, "linear", 4.0),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, "linear", 2.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, "default", 1.0),
+        ({"scaling.factor": 0.0}, "default", 1.0),
+        ({"scaling.type": "linear"}, "default", 1.0),
+    ],
+)
+def test_scaling_in_a_gguf_is_read_as_llama_cpp_reads_it(scaling: dict[str, Any], kind: str, factor: float) -> None:
+    metadata = GGUF | {f"llama.rope.{key}": value for key, value in scaling.items()}
+    assert shape_from_gguf(metadata, (), 100, ()).rope == Rope(theta=10000.0, dim=16, kind=kind, factor=factor)
+
+
+def test_frequency_factors_and_another_scaling_exclude_each_other() -> None:
+    factors = (1.0,) * 8
+    for harmless in ({}, {"llama.rope.scaling.type": "none"}, {"llama.rope.scaling.factor": 1.0}):
+        rope = shape_from_gguf(GGUF | harmless, (), 100, factors).rope
+        assert rope is not None and rope.kind == "factors" and rope.factors == factors
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        with pytest.raises(ModelError, match="scaled both by rope_freqs.weight and by a linear factor of 4"):
+            shape_from_gguf(GGUF | {key: 4.0}, (), 100, factors)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+def test_a_frequency_factor_that_cannot_divide_is_refused(factor: float) -> None:
+    with pytest.raises(ModelError, match="a frequency factor that is not a positive number"):
+        shape_from_gguf(GGUF, (), 100, (1.0,) * 7 + (factor,))
 
 
 @pytest.mark.parametrize(
@@ -210,16 +293,18 @@ def test_what_cannot_run_is_refused_by_name(changes: dict[str, Any], message: st
             "attention.head_count_kv is (2, 1)".replace("(", r"\(").replace(")", r"\)"),
         ),
         ({"llama.block_count": None}, "block_count is missing"),
+        ({"llama.rope.freq_base": math.nan}, "setting llama.rope.freq_base is nan; it must be finite"),
+        ({"llama.rope.scaling.type": 5}, "setting llama.rope.scaling.type is 5; it must be text"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "rope.scaling.attn_factor 2 is not supported"),
+        ({"llama.attention.sliding_window": "x"}, "setting llama.attention.sliding_window is 'x'"),
+        ({"llama.expert_count": "x"}, "setting llama.expert_count is 'x'"),
+        *(
+            ({f"tokenizer.ggml.{name}_token_id": value}, f"setting tokenizer.ggml.{name}_token_id is")
+            for name in ("bos", "eos", "eot")
+            for value in ("x", 1.5, True, -1, ["x"])
+        ),
     ],
 )
 def test_gguf_metadata_that_cannot_run_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    metadata = {
-        "general.architecture": "llama",
-        "llama.block_count": 2,
-        "llama.embedding_length": 64,
-        "llama.attention.head_count": 4,
-        "llama.feed_forward_length": 96,
-        "llama.context_length": 128,
-    }
     with pytest.raises(ModelError, match=message):
-        shape_from_gguf(metadata | changes, (), 100, ())
+        shape_from_gguf(GGUF | changes, (), 100, ())

@@ -143,12 +143,28 @@ def test_bos_and_eos_are_added_when_the_file_says_so(add_bos: bool | None, add_e
         ({"tokenizer.ggml.token_type": [1]}, "1 token types for"),
         ({"tokenizer.ggml.merges": ["never seen"]}, "vocabulary and merges do not fit"),
         ({"tokenizer.ggml.model": "llama"}, "needs one score per token"),
+        *(
+            ({f"tokenizer.ggml.{key}": value}, f"setting tokenizer.ggml.{key} is .*; it must be {wanted}")
+            for key, values, wanted in (
+                ("tokens", (5, "abc", [1, 2]), "a list of texts"),
+                ("merges", (5, "a b", [1, 2]), "a list of texts"),
+                ("token_type", (5, "x", ["x"], [True]), "a list of numbers"),
+                ("pre", (5, ["default"]), "text"),
+                ("model", (5, ["gpt2"]), "text"),
+                ("bos_token_id", ("x", 1.5, -1), "a token id or a list of them"),
+                ("add_bos_token", ("x", 2), "true or false"),
+            )
+            for value in values
+        ),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": "x"}, "setting tokenizer.ggml.scores is 'x'"),
     ],
 )
 def test_vocabularies_that_cannot_be_built_are_named(changes: dict[str, Any], message: str) -> None:
     vocab, merges = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
     with pytest.raises(ModelError, match=message) as caught:
-        from_gguf(gguf_metadata(vocab, merges, "gpt-2") | changes, Path("model.gguf"))
+        from_gguf(
+            gguf_metadata(vocab, merges, "gpt-2", bos_token_id=0, add_bos_token=True) | changes, Path("model.gguf")
+        )
     assert "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
 
 
@@ -307,6 +323,68 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None
     assert tokenizer.chat([]) == "plain" and tokenizer.eos_token == EOS
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("chat_template", 5, "setting chat_template is 5; it must be text"),
+        ("chat_template", {"default": "x"}, "setting chat_template is {'default': 'x'}; it must be text"),
+        ("chat_template", ["x"], r"setting chat_template is \['x'\]; it must be a list of objects"),
+        ("chat_template", [{"name": "a", "template": 5}], "setting chat_template.0.template is 5; it must be text"),
+        ("chat_template", "{% for %}", "does not parse"),
+        ("chat_template", "{% for a in b %}" * 30 + "{% endfor %}" * 30, "does not compile: too many statically"),
+        ("bos_token", 5, "setting bos_token is 5; it must be text"),
+        ("bos_token", {"content": 7}, "setting bos_token.content is 7; it must be text"),
+        ("eos_token", ["x"], r"setting eos_token is \['x'\]; it must be text"),
+        ("eos_token", "\ud800", r"setting eos_token is '\\ud800'; it must be text"),
+    ],
+)
+def test_a_tokenizer_config_of_the_wrong_type_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"added_tokens_decoder": ["x"]}, "setting added_tokens_decoder is .*; it must be an object"),
+        ({"added_tokens_decoder": {"7": "x"}}, "setting added_tokens_decoder.7 is 'x'; it must be an object"),
+        ({"added_tokens_decoder": {"7": {}}}, "setting added_tokens_decoder.7.content is missing"),
+        ({"added_tokens_decoder": {"7": {"content": "a", "special": "x"}}}, "added_tokens_decoder.7.special is 'x'"),
+        ({"tokenizer_class": 5}, "setting tokenizer_class is 5; it must be text"),
+        ({"add_bos_token": True, "bos_token": "absent"}, "'absent' is to stand around every text, but is not in"),
+    ],
+)
+def test_a_config_beside_vocab_and_merges_of_the_wrong_type_is_named(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [5, ["x"]])
+def test_a_chat_template_in_a_gguf_is_text(value: Any, tmp_path: Path) -> None:
+    vocab, merges = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    metadata = gguf_metadata(vocab, merges, "gpt-2") | {"tokenizer.chat_template": value}
+    path = write_vocabulary(tmp_path / "model.gguf", metadata)
+    with pytest.raises(ModelError, match="model.gguf: setting tokenizer.chat_template is .*; it must be text"):
+        load_tokenizer(path)
+
+
+def test_an_id_outside_the_vocabulary_names_no_token(tmp_path: Path) -> None:
+    vocab, merges = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    path = write_vocabulary(
+        tmp_path / "model.gguf", gguf_metadata(vocab, merges, "gpt-2", eos_token_id=2**32 - 1, bos_token_id=0)
+    )
+    assert load_tokenizer(path).eos_token is None and load_tokenizer(path).bos_id == 0
+
+
 def test_a_model_without_a_template_refuses_chat(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
@@ -324,6 +402,9 @@ def test_a_model_without_a_template_refuses_chat(tmp_path: Path) -> None:
         ({"tokenizer.json": "{}"}, "tokenizer.json: not a tokenizer"),
         ({"vocab.json": "{}"}, "vocab.json or merges.txt cannot be read"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json or merges.txt cannot be read"),
+        ({"vocab.json": "[" * 100_000, "merges.txt": ""}, "vocab.json or merges.txt cannot be read"),
+        ({"vocab.json": '"x"', "merges.txt": ""}, "vocab.json holds no JSON object"),
+        ({"vocab.json": '{"a": "b"}', "merges.txt": ""}, "vocabulary and merges do not fit"),
     ],
 )
 def test_folders_without_a_usable_tokenizer_are_named(files: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +110,44 @@ def test_a_rare_format_is_left_to_the_gguf_package(tmp_path: Path) -> None:
     )
 
 
-def test_frequency_factors_in_the_file_stretch_the_rotation(tmp_path: Path) -> None:
+def write_with_factors(path: Path, factors: np.ndarray, **extra: Any) -> None:
     import gguf
 
-    shape = tiny_shape()
-    path = tmp_path / "model.gguf"
     original = gguf.GGUFWriter.write_header_to_file
 
     def with_factors(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.add_tensor("rope_freqs.weight", np.arange(1, 7, dtype=np.float32))
+        self.add_tensor("rope_freqs.weight", factors)
         original(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
-        write_gguf(path, shape)
+        write_gguf(path, tiny_shape(), extra=extra)
+
+
+def test_frequency_factors_in_the_file_stretch_the_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_with_factors(path, np.arange(1, 7, dtype=np.float32))
     rope = open_model(path).shape.rope
     assert rope is not None and rope.kind == "factors" and rope.factors == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "extra", "message"),
+    [
+        (np.ones(0, np.float32), {}, r"rope_freqs.weight has shape \[0\]"),
+        (np.ones((2, 3), np.float32), {}, r"rope_freqs.weight has shape \[2, 3\]"),
+        (np.ones(7, np.float32), {}, "7 frequency factors for 6 channel pairs"),
+        (np.zeros(6, np.float32), {}, "a frequency factor that is not a positive number"),
+        (np.ones(6, np.int32), {}, "GGUF type I32 is not supported"),
+        (np.ones(6, np.float32), {"llama.rope.scaling.factor": 4.0}, "scaled both by rope_freqs.weight and by"),
+    ],
+)
+def test_unusable_frequency_factors_are_named(
+    factors: np.ndarray, extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_with_factors(path, factors, **extra)
+    assert re.search(message, refusal(path, path.read_bytes()))
 
 
 def test_linear_scaling_and_window_in_the_metadata(tmp_path: Path) -> None:
@@ -136,6 +160,28 @@ def test_linear_scaling_and_window_in_the_metadata(tmp_path: Path) -> None:
     shape = open_model(tmp_path / "model.gguf").shape
     assert shape.rope is not None and shape.rope.kind == "linear" and shape.rope.factor == 4.0
     assert shape.sliding_window == 32
+
+
+def test_the_old_name_of_the_linear_factor_is_read(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", tiny_shape(), extra={"llama.rope.scale_linear": 4.0})
+    rope = open_model(tmp_path / "model.gguf").shape.rope
+    assert rope is not None and rope.kind == "linear" and rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokenizer.ggml.eos_token_id", "x", "setting tokenizer.ggml.eos_token_id is 'x'"),
+        ("llama.rope.freq_base", float("nan"), "setting llama.rope.freq_base is nan"),
+        ("llama.block_count", 100_000_000, "100000000 layers are more than the"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny_shape(), extra={key: value})
+    start = time.process_time()
+    assert message in refusal(path, path.read_bytes())
+    assert time.process_time() - start < 5
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,43 @@ def test_a_missing_shard_is_named(copy: Path) -> None:
     assert "model-00001-of-00002.safetensors is missing" in refusal(copy)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, "setting weight_map names no file"),
+        ({"weight_map": None}, "setting weight_map names no file"),
+        ({"weight_map": []}, r"setting weight_map is \[\]; it must be an object"),
+        ({"weight_map": {"a": 5}}, "setting weight_map.a is 5; it must be text"),
+        ({"weight_map": {"a": None}}, "setting weight_map.a is missing"),
+        ({"weight_map": {"a": "\ud800"}}, r"setting weight_map.a is '\\ud800'; it must be text"),
+        ({"weight_map": {"a": "x" * 5000}}, "cannot be read"),
+        ({"weight_map": {"a": "two\nlines"}}, r"two\\nlines is missing"),
+    ],
+)
+def test_a_damaged_index_is_named(copy: Path, index: Any, message: str) -> None:
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert re.search(message, refusal(copy))
+
+
+def test_a_number_of_layers_beyond_the_tensors_is_refused_before_their_names_are_listed(copy: Path) -> None:
+    edit_config(copy, num_hidden_layers=1e8)
+    start = time.process_time()
+    assert re.search("100000000 layers are more than the [0-9]+ tensors there are", refusal(copy))
+    assert time.process_time() - start < 5
+
+
+def test_a_generation_config_of_the_wrong_type_is_named(copy: Path) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [None]}))
+    assert "generation_config.json: setting eos_token_id" in refusal(copy)
+
+
+def test_a_refusal_is_one_line_whatever_the_names_in_the_file(copy: Path) -> None:
+    edit_tensors(copy, lambda tensors: tensors.update({"first\nsecond": torch.ones(48)}))
+    assert r"tensor first\nsecond is not part of a llama model" in refusal(copy)
+    edit_config(copy, model_type="x" * 10_000)
+    assert len(refusal(copy)) < 1100
+
+
 def test_pickles_are_never_loaded(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     assert "no .safetensors file" in refusal(copy)
@@ -186,3 +225,4 @@ def test_paths_that_are_no_models_are_named(tmp_path: Path) -> None:
     other.write_bytes(b"")
     assert "neither a folder" in refusal(other)
     assert "no such file or folder" in refusal(tmp_path / "absent")
+    assert "cannot be read" in refusal(tmp_path / ("x" * 300))

@@ -84,6 +84,8 @@ def _compile(source: str) -> Template:
         return environment.from_string(source)
     except TemplateError as error:
         raise ModelError(f"the chat template does not parse: {error.message}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of Python, into which it is compiled
+        raise ModelError(f"the chat template does not compile: {error}") from None
 
 
 def _tojson(

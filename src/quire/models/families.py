@@ -1,7 +1,6 @@
 """How each model family writes down its settings and names its tensors: config.json and GGUF metadata -> ModelShape.
 
-Whatever a file asks for that the decoders do not do is refused here, by name; nothing is ignored silently. The errors
-name the setting; whoever knows the file puts its name in front.
+Whatever a file asks for that the decoders do not do is refused here, by name; nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.settings import Settings
 from quire.models.shape import ITEM_BYTES, ModelShape, Rope
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
@@ -84,32 +84,34 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
 
     Raises ModelError naming the first setting that is missing, malformed or not supported.
     """
-    family = config.get("model_type")
+    settings = Settings(config, "config.json")
+    family = settings.text("model_type", "")
     if family not in FAMILIES:
-        found = family or (config.get("architectures") or ["not named"])[0]
+        found = family or next(iter(settings.texts("architectures")), "not named")
         raise ModelError(f"architecture {found!r} is not supported (only {', '.join(FAMILIES)})")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
+    quantization = settings.table("quantization_config")
+    if quantization.values:
+        method = quantization.text("quant_method", "an unknown method")
         raise ModelError(f"weights quantized with {method} are not supported; use plain safetensors or a GGUF")
-    settings = _Settings(config)
+    eos = Settings(generation, "generation_config.json").ids("eos_token_id")
     common: dict[str, Any] = {
         "vocab_size": settings.count("vocab_size"),
         "hidden_size": settings.count("hidden_size"),
         "num_layers": settings.count("num_hidden_layers"),
         "num_q_heads": settings.count("num_attention_heads"),
         "dtype": _config_dtype(config),
-        "bos_token_id": _first(config.get("bos_token_id")),
-        "eos_token_ids": _ids(generation.get("eos_token_id"), config.get("eos_token_id")),
+        "bos_token_id": next(iter(settings.ids("bos_token_id")), None),
+        "eos_token_ids": _unique(*eos, *settings.ids("eos_token_id")),
     }
     if family == "opt":
         return _opt_shape(settings, common)
     heads = common["num_q_heads"]
     head_dim = settings.count("head_dim", 128 if family == "qwen3" else common["hidden_size"] // heads)
-    activation = config.get("hidden_act", "silu")
+    activation = settings.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"activation {activation!r} is not supported for {family} (only silu)")
     rope, max_context = _config_rope(settings, head_dim)
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = settings.flag("attention_bias")
     return ModelShape(
         **common,
         architecture=family,
@@ -120,10 +122,10 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
         norm_eps=settings.number("rms_norm_eps", 1e-6),
         rope=rope,
         sliding_window=_config_window(settings, family, common["num_layers"]),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=settings.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family != "qwen2" and attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=settings.flag("mlp_bias"),
         qk_norm=family == "qwen3",
     )
 
@@ -136,14 +138,17 @@ def shape_from_gguf(
     tensors     names of the tensors in the file
     vocab_size  rows of the embedding
     factors     contents of `rope_freqs.weight` (llama3 scaling), empty when the file has none
+
+    Mistral's converter writes architecture llama and no window, so that nothing in the file tells Mistral 7B v0.1,
+    trained with a window of 4096, from a llama: it sees all tokens, here as in llama.cpp, unless somebody has put
+    `llama.attention.sliding_window` into the file.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):
         raise ModelError(f"GGUF architecture {architecture!r} is not supported (only llama, qwen2, qwen3)")
-    prefix = f"{architecture}."
-    settings = _Settings({key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)})
-    if settings.values.get("expert_count"):
-        raise ModelError(f"mixtures of experts are not supported ({settings.values['expert_count']} experts)")
+    settings, vocabulary = (Settings(metadata).under(prefix) for prefix in (f"{architecture}.", "tokenizer.ggml."))
+    if experts := settings.count("expert_count", 0, least=0):
+        raise ModelError(f"mixtures of experts are not supported ({experts} experts)")
     hidden_size, heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // heads)
     if settings.count("attention.value_length", head_dim) != head_dim:
@@ -151,16 +156,6 @@ def shape_from_gguf(
     rotated = settings.count("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(f"rope rotates {rotated} of {head_dim} channels; only whole heads are supported")
-    window = settings.values.get("attention.sliding_window")
-    kind, theta = settings.values.get("rope.scaling.type", "none"), settings.number("rope.freq_base", 10000.0)
-    if kind not in ("none", "linear"):
-        raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear)")
-    if factors:
-        rope = Rope(theta=theta, dim=head_dim, kind="factors", factors=factors)
-    elif kind == "linear":
-        rope = Rope(theta=theta, dim=head_dim, kind="linear", factor=settings.number("rope.scaling.factor", 1.0))
-    else:
-        rope = Rope(theta=theta, dim=head_dim)
     return ModelShape(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -172,49 +167,26 @@ def shape_from_gguf(
         ffn_size=settings.count("feed_forward_length"),
         max_context=settings.count("context_length"),
         norm_eps=settings.number("attention.layer_norm_rms_epsilon", 1e-6),
-        rope=rope,
-        sliding_window=settings.count("attention.sliding_window") if window else None,
+        rope=_gguf_rope(settings, head_dim, factors),
+        sliding_window=settings.count("attention.sliding_window", 0, least=0) or None,
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        bos_token_id=_first(metadata.get("tokenizer.ggml.bos_token_id")),
-        eos_token_ids=_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
+        bos_token_id=next(iter(vocabulary.ids("bos_token_id")), None),
+        eos_token_ids=_unique(*vocabulary.ids("eos_token_id"), *vocabulary.ids("eot_token_id")),
     )
 
 
-class _Settings:
-    """A dictionary of settings whose look-ups fail with the name of the setting and of the file."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"setting {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"setting {key} is {value!r}; it must be one number")
-        return float(value)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default)
-        if value < 1 or value != int(value):
-            raise ModelError(f"setting {key} is {value:g}; it must be a positive whole number")
-        return int(value)
-
-
-def _opt_shape(settings: _Settings, common: dict[str, Any]) -> ModelShape:
-    config = settings.values
-    activation = config.get("activation_function", "relu")
+def _opt_shape(settings: Settings, common: dict[str, Any]) -> ModelShape:
+    activation = settings.text("activation_function", "relu")
     if activation not in ("relu", "gelu"):
         raise ModelError(f"activation {activation!r} is not supported for opt (only relu, gelu)")
-    if not config.get("layer_norm_elementwise_affine", True):
+    if not settings.flag("layer_norm_elementwise_affine", True):
         raise ModelError("OPT with layer_norm_elementwise_affine = false is not supported")
-    bias = bool(config.get("enable_bias", True))
-    norm_first = bool(config.get("do_layer_norm_before", True))
+    bias = settings.flag("enable_bias", True)
+    norm_first = settings.flag("do_layer_norm_before", True)
     embed_size = settings.count("word_embed_proj_dim", common["hidden_size"])
     return ModelShape(
         **common,
@@ -225,23 +197,23 @@ def _opt_shape(settings: _Settings, common: dict[str, Any]) -> ModelShape:
         max_context=settings.count("max_position_embeddings"),
         norm_eps=1e-5,
         rope=None,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tied_embeddings=settings.flag("tie_word_embeddings", True),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
         activation=activation,
         embed_size=None if embed_size == common["hidden_size"] else embed_size,
         norm_first=norm_first,
-        final_norm=norm_first and not config.get("_remove_final_layer_norm", False),
+        final_norm=norm_first and not settings.flag("_remove_final_layer_norm"),
     )
 
 
-def _config_rope(settings: _Settings, head_dim: int) -> tuple[Rope, int]:
+def _config_rope(settings: Settings, head_dim: int) -> tuple[Rope, int]:
     """(rotation, positions the model serves with it): `rope_parameters` is the newer form of `rope_scaling`."""
-    config = settings.values
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    merged = _Settings({**config, **scaling})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    newer, older = settings.table("rope_parameters"), settings.table("rope_scaling")
+    scaling = newer if newer.values else older
+    merged = Settings({**settings.values, **scaling.values}, "config.json")
+    kind = scaling.text("rope_type", "") or scaling.text("type", "") or "default"
     if kind not in ("default", "linear", "dynamic", "llama3"):
         raise ModelError(f"rope scaling {kind!r} is not supported (only default, linear, dynamic, llama3)")
     share = merged.number("partial_rotary_factor", 1.0)
@@ -264,25 +236,42 @@ def _config_rope(settings: _Settings, head_dim: int) -> tuple[Rope, int]:
             theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"), original_context=trained
         ), trained
     if kind == "linear":
-        factor = merged.number("factor")
-        return Rope(theta=theta, dim=head_dim, kind=kind, factor=factor), int(trained * factor)
+        rope = Rope(theta=theta, dim=head_dim, kind=kind, factor=merged.number("factor"))
+        return rope, int(trained * rope.factor)
     return Rope(theta=theta, dim=head_dim), trained
 
 
-def _config_window(settings: _Settings, family: str, num_layers: int) -> int | None:
+def _gguf_rope(settings: Settings, head_dim: int, factors: tuple[float, ...]) -> Rope:
+    """The rotation, read as llama.cpp does: type none scales nothing, and scaling without a type is linear."""
+    kind, theta = settings.text("rope.scaling.type", "linear"), settings.number("rope.freq_base", 10000.0)
+    if kind not in ("none", "linear"):
+        raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear)")
+    if (strength := settings.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+        raise ModelError(f"rope.scaling.attn_factor {strength:g} is not supported")
+    # scale_linear is the factor's name in files of 2023, and a factor of 0 stands for none.
+    factor = settings.number("rope.scaling.factor", settings.number("rope.scale_linear", 0.0)) or 1.0
+    if kind == "none" or factor == 1.0:
+        return Rope(theta=theta, dim=head_dim, kind="factors" if factors else "default", factors=factors)
+    if factors:
+        raise ModelError(
+            f"rope is scaled both by rope_freqs.weight and by a linear factor of {factor:g}; only one is read"
+        )
+    return Rope(theta=theta, dim=head_dim, kind="linear", factor=factor)
+
+
+def _config_window(settings: Settings, family: str, num_layers: int) -> int | None:
     """The window all layers share; models whose layers differ are refused."""
-    config = settings.values
-    if family == "llama" or config.get("sliding_window") is None:
+    if family == "llama" or settings.values.get("sliding_window") is None:
+        return None
+    if family != "mistral" and not settings.flag("use_sliding_window"):
         return None
     window = settings.count("sliding_window")
     if family == "mistral":
         return window
-    if not config.get("use_sliding_window", False):
-        return None
-    if config.get("layer_types"):
-        windowed = sum(kind == "sliding_attention" for kind in config["layer_types"])
+    if kinds := settings.texts("layer_types"):
+        windowed = sum(kind == "sliding_attention" for kind in kinds)
     else:
-        windowed = num_layers - min(settings.values.get("max_window_layers", num_layers), num_layers)
+        windowed = num_layers - min(settings.count("max_window_layers", num_layers, least=0), num_layers)
     if windowed not in (0, num_layers):
         raise ModelError(f"{windowed} of {num_layers} layers have a sliding window; only all or none is supported")
     return window if windowed else None
@@ -294,15 +283,6 @@ def _config_dtype(config: Mapping[str, Any]) -> str:
     return name if name in ITEM_BYTES else "float32"
 
 
-def _first(token_ids: int | list[int] | None) -> int | None:
-    ids = _ids(token_ids)
-    return ids[0] if ids else None
-
-
-def _ids(*choices: int | list[int] | None) -> tuple[int, ...]:
-    """All ids of all choices, first come first, without repetition."""
-    ids: dict[int, None] = {}
-    for choice in choices:
-        if choice is not None:
-            ids.update(dict.fromkeys(int(item) for item in (choice if isinstance(choice, list | tuple) else [choice])))
-    return tuple(ids)
+def _unique(*token_ids: int) -> tuple[int, ...]:
+    """The ids without repetition, in their order."""
+    return tuple(dict.fromkeys(token_ids))

@@ -19,7 +19,7 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ModelError(f"{path.parent}: {path.name} is missing") from None
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path}: holds no JSON object")

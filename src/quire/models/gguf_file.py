@@ -98,9 +98,9 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         status = path.stat()
+        return _read_header(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
-    return _read_header(path, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)

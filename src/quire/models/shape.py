@@ -23,6 +23,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPT_POSITION_OFFSET = 2
 """OPT's table of learned positions starts with two rows that belong to padding: position p is row p + 2."""
 
+MAX_SIZE = 2**31 - 1
+"""No size or count of a model is larger; a larger one in a file is damage."""
+
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
 
 # Angles are computed in float64 this many positions at a time: a whole table of 131,072 positions would need 200 MB for
@@ -60,10 +63,15 @@ class Rope:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ModelError(f"rope scaling {self.kind!r} is not supported (only {', '.join(ROPE_KINDS)})")
-        if self.dim <= 0 or self.dim % 2 or self.theta <= 0 or self.factor <= 0:
+        # `least`: below it frequencies overflow. An upper bound on theta would be wrong: models with 1e11 exist.
+        least = 1 / MAX_SIZE
+        if self.dim <= 0 or self.dim % 2 or not (least < self.theta < math.inf and least < self.factor <= MAX_SIZE):
             raise ModelError(
-                f"rope needs an even dim, theta > 0 and factor > 0; got {self.dim}, {self.theta}, {self.factor}"
+                f"rope needs an even dim, a finite theta > 0 and a factor from above 0 to {MAX_SIZE}; "
+                f"got {self.dim}, {self.theta}, {self.factor}"
             )
+        if self.kind == "dynamic" and self.dim == 2:
+            raise ModelError("rope scaling 'dynamic' needs heads of more than 2 channels")
         if self.kind in ("dynamic", "llama3") and self.original_context <= 0:
             raise ModelError(f"rope scaling {self.kind!r} needs the original context length")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -73,6 +81,8 @@ class Rope:
             )
         if self.kind == "factors" and len(self.factors) != self.dim // 2:
             raise ModelError(f"rope has {len(self.factors)} frequency factors for {self.dim // 2} channel pairs")
+        if not all(0 < factor < math.inf for factor in self.factors):
+            raise ModelError("rope has a frequency factor that is not a positive number")
 
     def frequencies(self, max_context: int) -> NDArray[float64]:
         """Radians per position of each channel pair, f64 [dim/2]; only `dynamic` looks at max_context (tokens)."""
@@ -160,8 +170,8 @@ class ModelShape:
             "ffn_size",
             "max_context",
         ):
-            if getattr(self, name) < 1:
-                raise ModelError(f"{name} is {getattr(self, name)}; it must be positive")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise ModelError(f"{name} is {getattr(self, name)}; it must lie between 1 and {MAX_SIZE}")
         if self.num_q_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_q_heads} query heads cannot be shared among {self.num_kv_heads} key-value heads"

@@ -17,7 +17,8 @@ from quire.errors import ModelError, RequestError
 from quire.models.chat import ChatTemplate
 from quire.models.files import read_json
 from quire.models.gguf_file import read_header
-from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_token, token_text
+from quire.models.settings import Settings, one_line
+from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_token, gguf_vocabulary, token_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Pipeline
@@ -124,6 +125,7 @@ class Tokenizer:
         return self._chat_template.render(messages, add_generation_prompt, **variables)
 
 
+@one_line()
 def load_tokenizer(
     path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None
 ) -> Tokenizer:
@@ -131,7 +133,7 @@ def load_tokenizer(
 
     tokenizer      a tokenizer.json, or a folder holding one, to use instead of the model's own
     chat_template  a file to use instead of the model's own template
-    Raises ModelError naming what is missing.
+    Raises ModelError, one line naming the file and what is missing or wrong in it.
     """
     path = Path(path)
     if tokenizer is not None:
@@ -142,7 +144,8 @@ def load_tokenizer(
         pipeline, tokens, template = _load(path)
     if chat_template is not None:
         template = _read_text(Path(chat_template))
-    compiled = None if template is None else ChatTemplate(template, tokens)
+    with one_line(chat_template or path):
+        compiled = None if template is None else ChatTemplate(template, tokens)
     return Tokenizer(pipeline, compiled, tokens.get("bos_token"), tokens.get("eos_token"))
 
 
@@ -154,7 +157,7 @@ def _load(path: Path) -> _Parts:
         if (path / "tokenizer.json").is_file():
             pipeline = from_file(path / "tokenizer.json")
         elif (path / "vocab.json").is_file():
-            pipeline = from_merges(path, read_json(path / "tokenizer_config.json"))
+            pipeline = from_merges(path, _tokenizer_config(path))
         else:
             hint = "; tokenizer.model alone is not read, convert it" if (path / "tokenizer.model").exists() else ""
             raise ModelError(f"{path}: no tokenizer.json{hint} (or name one with model.tokenizer)")
@@ -171,17 +174,28 @@ def _own_extras(path: Path) -> tuple[dict[str, str], str | None]:
     if path.suffix == ".gguf":
         metadata = read_header(path).metadata
         roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        found = {role: gguf_token(metadata, name) for role, name in roles.items()}
-        return {role: text for role, text in found.items() if text is not None}, metadata.get("tokenizer.chat_template")
-    config = read_json(path / "tokenizer_config.json")
-    texts = {key: token_text(config.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    separate = path / "chat_template.jinja"
-    template = _read_text(separate) if separate.is_file() else config.get("chat_template")
-    if isinstance(template, list):
-        # Several named templates: the one for plain chat.
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default") or next(iter(named.values()), None)
-    return {role: text for role, text in texts.items() if text is not None}, template
+        vocabulary = gguf_vocabulary(metadata, path)
+        texts = {role: gguf_token(vocabulary, name) for role, name in roles.items()}
+        template = Settings(metadata, str(path)).text("tokenizer.chat_template", "")
+    else:
+        config = _tokenizer_config(path)
+        texts = {key: token_text(config, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        separate = path / "chat_template.jinja"
+        template = _read_text(separate) if separate.is_file() else _template(config)
+    return {role: text for role, text in texts.items() if text is not None}, template or None
+
+
+def _template(config: Settings) -> str:
+    """The chat template in a tokenizer_config.json; of several named ones the one for plain chat."""
+    if not isinstance(config.values.get("chat_template"), list):
+        return config.text("chat_template", "")
+    named = {entry.text("name", ""): entry.text("template", "") for entry in config.tables("chat_template")}
+    return named.get("default") or next(iter(named.values()), "")
+
+
+def _tokenizer_config(folder: Path) -> Settings:
+    path = folder / "tokenizer_config.json"
+    return Settings(read_json(path), str(path))
 
 
 def _read_text(path: Path) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
+from quire.models.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 # The splitting rules of Llama 3 and Qwen 2, which differ in how many digits stay together.
@@ -71,7 +72,7 @@ def from_file(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+def from_merges(folder: Path, config: Settings) -> Tokenizer:
     """The byte-level BPE of vocab.json and merges.txt, the form OPT, GPT-2 and early Qwen2 checkpoints come in.
 
     config  contents of tokenizer_config.json
@@ -79,110 +80,109 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     try:
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder}: vocab.json or merges.txt cannot be read ({error})") from None
+    if not isinstance(vocab, dict):
+        raise ModelError(f"{folder}: vocab.json holds no JSON object")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     tokenizer = _byte_level(vocab, merges, folder)
-    if str(config.get("tokenizer_class", "")).startswith("Qwen2"):
+    kind = config.text("tokenizer_class", "")
+    if kind.startswith("Qwen2"):
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = _qwen2()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-            add_prefix_space=bool(config.get("add_prefix_space", False)), use_regex=True
+            add_prefix_space=config.flag("add_prefix_space"), use_regex=True
         )
-    added = config.get("added_tokens_decoder") or {}
-    special = [
-        AddedToken(item["content"], special=True, normalized=False) for item in added.values() if item.get("special")
-    ]
-    plain = [
-        AddedToken(item["content"], special=False, normalized=False)
-        for item in added.values()
-        if not item.get("special")
-    ]
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        text = token_text(config.get(key))
-        if text is not None and text in vocab:
-            special.append(AddedToken(text, special=True, normalized=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
-    bos = token_text(config.get("bos_token"))
-    if bos is not None and config.get("add_bos_token", config.get("tokenizer_class") == "OPTTokenizer"):
-        _wrap(tokenizer, bos, None)
+    added = config.table("added_tokens_decoder")
+    tokens = [(item.text("content"), item.flag("special")) for item in map(added.table, added.values)]
+    roles = [token_text(config, key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")]
+    special = [text for text, is_special in tokens if is_special]
+    special += [text for text in roles if text is not None and text in vocab]
+    _add(tokenizer, special, [text for text, is_special in tokens if not is_special])
+    if roles[0] is not None and config.flag("add_bos_token", kind == "OPTTokenizer"):
+        _wrap(tokenizer, roles[0], None, folder)
     return tokenizer
 
 
 def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer a GGUF describes: byte-level BPE (`gpt2`) or SentencePiece BPE with scores (`llama`)."""
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens: list[str] | None = metadata.get("tokenizer.ggml.tokens")
-    if kind is None or not tokens:
+    settings = gguf_vocabulary(metadata, path)
+    kind, tokens = settings.text("model", ""), settings.texts("tokens")
+    if not kind or not tokens:
         raise ModelError(f"{path}: holds no vocabulary; name a tokenizer.json with model.tokenizer")
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = settings.numbers("token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{path}: {len(types)} token types for {len(tokens)} tokens")
     if kind == "gpt2":
-        tokenizer = _gguf_byte_level(metadata, tokens, path)
+        tokenizer = _gguf_byte_level(settings, tokens, path)
         add_bos = False
     elif kind == "llama":
-        tokenizer = _gguf_sentencepiece(metadata, tokens, types, path)
+        tokenizer = _gguf_sentencepiece(settings, tokens, types, path)
         add_bos = True
     else:
         raise ModelError(
             f"{path}: tokenizer.ggml.model {kind!r} is not supported (only gpt2, llama); set model.tokenizer"
         )
-    special = [
-        AddedToken(text, special=True, normalized=False)
-        for text, type_ in zip(tokens, types, strict=True)
-        if type_ == _CONTROL
-    ]
-    plain = [
-        AddedToken(text, special=False, normalized=False)
-        for text, type_ in zip(tokens, types, strict=True)
-        if type_ == _USER_DEFINED
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
-    bos = eos = None
-    if metadata.get("tokenizer.ggml.add_bos_token", add_bos):
-        bos = gguf_token(metadata, "bos")
-    if metadata.get("tokenizer.ggml.add_eos_token", False):
-        eos = gguf_token(metadata, "eos")
-    _wrap(tokenizer, bos, eos)
+    special, plain = (
+        [text for text, type_ in zip(tokens, types, strict=True) if type_ == wanted]
+        for wanted in (_CONTROL, _USER_DEFINED)
+    )
+    _add(tokenizer, special, plain)
+    bos = gguf_token(settings, "bos") if settings.flag("add_bos_token", add_bos) else None
+    eos = gguf_token(settings, "eos") if settings.flag("add_eos_token") else None
+    _wrap(tokenizer, bos, eos, path)
     return tokenizer
 
 
-def gguf_token(metadata: Mapping[str, Any], name: str) -> str | None:
-    """Text of the bos, eos, unknown or padding token of a GGUF."""
-    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    return tokens[token_id] if isinstance(token_id, int) and token_id < len(tokens) else None
+def gguf_vocabulary(metadata: Mapping[str, Any], path: Path) -> Settings:
+    """What a GGUF says about its vocabulary: the settings under `tokenizer.ggml.`."""
+    return Settings(metadata, str(path)).under("tokenizer.ggml.")
 
 
-def token_text(entry: Any) -> str | None:
+def gguf_token(settings: Settings, name: str) -> str | None:
+    """Text of the bos, eos, unknown or padding token of a GGUF; None for an id that is not in the vocabulary."""
+    token_id = next(iter(settings.ids(f"{name}_token_id")), None)
+    tokens = settings.texts("tokens")
+    return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+
+
+def token_text(config: Settings, key: str) -> str | None:
     """A special token in tokenizer_config.json: a string, or an object with its content."""
-    return entry.get("content") if isinstance(entry, dict) else entry
+    if isinstance(config.values.get(key), dict):
+        config, key = config.table(key), "content"
+    return config.text(key, "") or None
+
+
+def _add(tokenizer: Tokenizer, special: Iterable[str], plain: Iterable[str]) -> None:
+    """Have texts stand for one token each; special ones are left out of decoded text."""
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
+
+
+def _bpe(source: Path, vocab: dict[str, int], merges: Sequence[tuple[str, ...]], **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))  # type: ignore[arg-type]  # pairs, checked there
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{source}: vocabulary and merges do not fit ({error})") from None
 
 
 def _byte_level(
     vocab: dict[str, int], merges: list[tuple[str, ...]], source: Path, ignore_merges: bool = False
 ) -> Tokenizer:
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)  # type: ignore[arg-type]  # pairs, checked there
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{source}: vocabulary and merges do not fit ({error})") from None
-    tokenizer = Tokenizer(model)
+    tokenizer = _bpe(source, vocab, merges, ignore_merges=ignore_merges)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _gguf_byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> Tokenizer:
-    name = metadata.get("tokenizer.ggml.pre", "default")
+def _gguf_byte_level(settings: Settings, tokens: Sequence[str], path: Path) -> Tokenizer:
+    name = settings.text("pre", "default")
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelError(
             f"{path}: pre-tokenizer {name!r} is not known (only {known}); name a tokenizer.json with model.tokenizer"
         )
-    merges = [tuple(line.split(" ")) for line in metadata.get("tokenizer.ggml.merges", ())]
+    merges = [tuple(line.split(" ")) for line in settings.texts("merges")]
     build = _PRE_TOKENIZERS[name]
     # Llama 3 takes a whole word that is in the vocabulary even where no merges lead to it.
     tokenizer = _byte_level(
@@ -194,10 +194,10 @@ def _gguf_byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path)
     return tokenizer
 
 
-def _gguf_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], path: Path) -> Tokenizer:
+def _gguf_sentencepiece(settings: Settings, tokens: Sequence[str], types: Sequence[float], path: Path) -> Tokenizer:
     """SentencePiece joins the adjacent pair whose union scores best: BPE, merges ordered by the score of the union."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    scores = settings.numbers("scores")
+    if len(scores) != len(tokens):
         raise ModelError(f"{path}: a llama vocabulary needs one score per token")
     joinable = {
         text: score
@@ -210,27 +210,33 @@ def _gguf_sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: S
             if text[:cut] in joinable and text[cut:] in joinable:
                 ranked.append((-score, order, text[:cut], text[cut:]))
     ranked.sort(key=lambda item: item[:2])
-    model = models.BPE(
-        vocab={text: index for index, text in enumerate(tokens)},
-        merges=[(left, right) for _, _, left, right in ranked],
-        unk_token=gguf_token(metadata, "unknown"),
+    tokenizer = _bpe(
+        path,
+        {text: index for index, text in enumerate(tokens)},
+        [(left, right) for _, _, left, right in ranked],
+        unk_token=gguf_token(settings, "unknown"),
         fuse_unk=True,
         byte_fallback=True,
     )
-    tokenizer = Tokenizer(model)
     spaces = [normalizers.Replace(" ", "▁")]
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = settings.flag("add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
     steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 
-def _wrap(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+def _wrap(tokenizer: Tokenizer, bos: str | None, eos: str | None, source: Path) -> None:
     """Have `encode` put bos before and eos after each text."""
     ends = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
+    for text, token_id in ends:
+        if token_id is None:
+            raise ModelError(f"{source}: {text!r} is to stand around every text, but is not in the vocabulary")
     if ends:
-        template = " ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])])
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, pair=f"{template} $B", special_tokens=ends
-        )
+        template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+        try:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=template, pair=[*template, "$B"], special_tokens=ends
+            )
+        except ValueError as error:
+            raise ModelError(f"{source}: bos and eos cannot stand around a text ({error})") from None

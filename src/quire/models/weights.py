@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -20,9 +19,10 @@ from quire.models.families import gguf_name, hf_name, shape_from_config, shape_f
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
 from quire.models.quants import QuantizedTensor, dequantize, four_bit
+from quire.models.settings import Settings, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor
 
@@ -65,6 +65,7 @@ class Checkpoint(ABC):
         self.close()
 
 
+@one_line()
 def open_model(path: str | Path) -> Checkpoint:
     """Open a folder with config.json and safetensors, or a .gguf file.
 
@@ -86,7 +87,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path) -> None:
         config = read_json(folder / "config.json", required=True)
         generation = read_json(folder / "generation_config.json")
-        with _naming(folder):
+        with one_line(folder):
             self.shape = shape_from_config(config, generation)
         self._files: dict[str, _File] = {}
         stored: dict[str, tuple[int, ...]] = {}
@@ -97,12 +98,14 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._files[name] = file
         # Checkpoints saved from the bare decoder have no "model." in front.
         bare = not any(name.startswith("model.") for name in stored)
-        self._names = {
-            name: hf_name(name, self.shape.architecture).removeprefix("model." if bare else "")
-            for name in self.shape.tensor_shapes
-        }
         spare = {"lm_head.weight"} if self.shape.tied_embeddings else set()
-        _check_tensors(self.shape, self._names, stored, spare, str(folder))
+        self._names = _match(
+            self.shape,
+            lambda name: hf_name(name, self.shape.architecture).removeprefix("model." if bare else ""),
+            stored,
+            spare,
+            folder,
+        )
         if not config.get("dtype") and not config.get("torch_dtype"):
             # The settings do not say: the dtype of the embedding speaks for the rest.
             embed = self._names["embed.weight"]
@@ -169,15 +172,11 @@ class GgufCheckpoint(Checkpoint):
         tensors = self._file.header.tensors
         if "token_embd.weight" not in tensors:
             raise ModelError(f"{path}: tensor token_embd.weight is missing")
-        factors: tuple[float, ...] = ()
-        if "rope_freqs.weight" in tensors:
-            stored = tensors["rope_freqs.weight"]
-            factors = tuple(dequantize(self._file.bytes_of(stored), stored, torch.float32).tolist())
         vocab_size = tensors["token_embd.weight"].shape[0]
-        with _naming(path):
-            self.shape = shape_from_gguf(self._file.header.metadata, tensors, vocab_size, factors)
-        self._names = {name: gguf_name(name) for name in self.shape.tensor_shapes}
-        _check_tensors(self.shape, self._names, {name: item.shape for name, item in tensors.items()}, set(), str(path))
+        with one_line(path):
+            self.shape = shape_from_gguf(self._file.header.metadata, tensors, vocab_size, self._rope_factors())
+        sizes = {name: item.shape for name, item in tensors.items()}
+        self._names = _match(self.shape, gguf_name, sizes, set(), path)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """See Checkpoint.tensor; quantized blocks are decoded."""
@@ -198,6 +197,15 @@ class GgufCheckpoint(Checkpoint):
         """See Checkpoint.close."""
         self._file.close()
 
+    def _rope_factors(self) -> tuple[float, ...]:
+        """Divisors of the rotation's frequencies; empty when the file has none."""
+        stored = self._file.header.tensors.get("rope_freqs.weight")
+        if stored is None:
+            return ()
+        if len(stored.shape) != 1 or not stored.num_bytes:
+            raise ModelError(f"tensor rope_freqs.weight has shape {list(stored.shape)}; it must be one row of numbers")
+        return tuple(dequantize(self._file.bytes_of(stored), stored, torch.float32).tolist())
+
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Undo the row order of llama files, whose q and k pair neighbouring channels (2i, 2i+1) for rotation."""
         part = name.split(".")[-2]
@@ -207,19 +215,13 @@ class GgufCheckpoint(Checkpoint):
         return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the model's name in front of what is wrong with its settings."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
-
-
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        shards = Settings(read_json(index), str(index)).table("weight_map")
+        files = [folder / name for name in sorted({shards.text(tensor) for tensor in shards.values})]
+        if not files:
+            raise ModelError(f"{index}: setting weight_map names no file")
         for file in files:
             if not file.is_file():
                 raise ModelError(f"{folder}: {file.name} is missing, but {index.name} lists it")
@@ -236,14 +238,21 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder}: no .safetensors file")
 
 
-def _check_tensors(
+def _match(
     shape: ModelShape,
-    names: Mapping[str, str],
+    name_of: Callable[[str], str],
     stored: Mapping[str, tuple[int, ...]],
     spare: Collection[str],
-    source: str,
-) -> None:
-    """Every tensor of the shape is there with its size, and nothing is there that the decoder would not use."""
+    source: Path,
+) -> dict[str, str]:
+    """Canonical name -> stored name.
+
+    Every tensor of the shape is there with its size, and nothing is there that the decoder would not use.
+    """
+    # Before the names are listed: a damaged number of layers would make a list that fills the memory.
+    if shape.num_layers > len(stored):
+        raise ModelError(f"{source}: {shape.num_layers} layers are more than the {len(stored)} tensors there are")
+    names = {name: name_of(name) for name in shape.tensor_shapes}
     for name, expected in shape.tensor_shapes.items():
         found = stored.get(names[name])
         if found is None:
@@ -256,3 +265,4 @@ def _check_tensors(
             raise ModelError(
                 f"{source}: tensor {name} is not part of a {shape.architecture} model of this configuration"
             )
+    return names
