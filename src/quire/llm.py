@@ -7,6 +7,7 @@ import itertools
 import logging
 import operator
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -102,7 +103,8 @@ class LLM(Face):
     model        a folder, a .gguf file, a hub id, or `smollm2`
     options      settings by key, as flags and TOML have them: {"cache.memory": "1GiB", "model.dtype": "float32"}
     config_file  a TOML file; options win over it
-    Raises ModelError or ConfigError. Not thread-safe; use AsyncLLM to serve.
+    Raises ModelError or ConfigError. Calls from several threads wait for each other; to serve many callers at once, use
+    AsyncLLM.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class LLM(Face):
         config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
         self._loaded: Loaded | None = load_engine(model, config)
         self._ids = itertools.count()
+        self._turn = threading.Lock()
 
     @property
     def _parts(self) -> Loaded:
@@ -176,8 +179,9 @@ class LLM(Face):
         return self._parts.engine.stats()
 
     def close(self) -> None:
-        """Frees weights and cache; closing twice does nothing."""
-        self._loaded = None
+        """Frees weights and cache, once a call that runs in another thread is done; closing twice does nothing."""
+        with self._turn:
+            self._loaded = None
         gc.collect()
 
     def __enter__(self) -> Self:
@@ -189,6 +193,12 @@ class LLM(Face):
         self.close()
 
     def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool | None
+    ) -> list[RequestOutput]:
+        with self._turn:
+            return self._run_alone(prompts, params, use_tqdm)
+
+    def _run_alone(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool | None
     ) -> list[RequestOutput]:
         engine = self._parts.engine

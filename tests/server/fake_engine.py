@@ -26,6 +26,7 @@ class ByteTokenizer:
     """One token per byte, and two special ones."""
 
     special_ids = frozenset({BOS, EOS})
+    max_token_bytes = 4
 
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])

@@ -207,3 +207,16 @@ async def test_a_prompt_too_long_names_the_context():
     assert response.status_code == 400
     assert error_of(response)["code"] == "context_length_exceeded"
     assert "10 tokens" in error_of(response)["message"]
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch):
+    engine = FakeEngine(max_context=2000)
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_: 1 / 0)
+    async with client(engine) as http:
+        for path, body in (
+            ("completions", {"prompt": "x" * 50_000}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * 50_000}]}),
+        ):
+            response = await http.post(f"/v1/{path}", json=body)
+            assert response.status_code == 400 and "characters" in response.text
+            assert error_of(response)["code"] == "context_length_exceeded"

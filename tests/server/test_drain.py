@@ -87,12 +87,15 @@ def test_an_idle_server_ends_at_once(signals):
 
 def test_a_second_signal_does_not_wait():
     with server(drain_seconds=60) as (process, http):
-        Reader(str(http.base_url).rstrip("/"), max_tokens=2000)
+        reader = Reader(str(http.base_url).rstrip("/"), max_tokens=2000)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
+        assert "Traceback" not in process.stderr.read()
+        reader.join(5)
+        assert '"shutting_down"' in reader.text, "what was running ends with an error, not in silence"
 
 
 def test_a_client_that_hangs_up_is_noticed_through_the_socket():

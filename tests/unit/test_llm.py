@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,14 @@ def test_token_ids_may_come_from_numpy_and_torch(llm: LLM) -> None:
     for wrong, found in ([1, 2.5], "2.5 \\(float"), ([True, 1], "True \\(bool"), ([1, None], "None"), (b"ab", "bytes"):
         with pytest.raises(RequestError, match=found):
             llm.generate([wrong], GREEDY)  # type: ignore[list-item]
+
+
+def test_calls_from_several_threads_wait_for_each_other(folder: Path) -> None:
+    with LLM(str(folder), OPTIONS) as llm:
+        expected = [tokens(llm.generate([index] * 70, GREEDY)) for index in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda index: tokens(llm.generate([index] * 70, GREEDY)), range(6)))
+    assert found == expected
 
 
 def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:

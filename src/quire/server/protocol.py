@@ -18,6 +18,11 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]:
         """Ids of tokens that are no text, such as the end token."""
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        ...
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; part of a character for some."""
 

@@ -87,13 +87,15 @@ class _Server(uvicorn.Server):
 
 
 async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_seconds: float) -> None:
-    """Wait for a signal, then for the running requests, then let `server` end."""
+    """Wait for a signal, then for the running requests or a second signal, which ends them, then let `server` end."""
     loop = asyncio.get_running_loop()
-    signalled = asyncio.Event()
+    signalled, hurried = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
+        if server.should_exit:
+            server.force_exit = True
         if signalled.is_set():
-            server.should_exit = server.force_exit = True
+            hurried.set()
         signalled.set()
 
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -102,12 +104,13 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_secon
     try:
         await signalled.wait()
         service.draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain_seconds):
-                await service.idle.wait()
+        ends = [asyncio.ensure_future(event.wait()) for event in (service.idle, hurried)]
+        await asyncio.wait(ends, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         await service.engine.close(0.0)
         server.should_exit = True
-        # Stay, so that a second signal still finds its handler.
+        # Stay, so that a further signal still finds its handler.
         await asyncio.Event().wait()
     finally:
         for each in signals:

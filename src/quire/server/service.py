@@ -105,6 +105,7 @@ class Service:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self._long_texts = asyncio.Lock()
 
     def entered(self) -> None:
         """A request came in."""
@@ -144,7 +145,24 @@ class Service:
         def run() -> list[list[int]]:
             return [encode(text, add_special) for text in texts]
 
-        return await asyncio.to_thread(run) if sum(map(len, texts)) > LONG_TEXT else run()
+        if sum(map(len, texts)) <= LONG_TEXT:
+            return run()
+        # One at a time: each may keep a core and some memory busy.
+        async with self._long_texts:
+            return await asyncio.to_thread(run)
+
+    def check_fits(self, text: str, param: str) -> None:
+        """Raises 400, without encoding it, for a text far too long for the context."""
+        if len(text) <= LONG_TEXT:
+            return
+        # Normalizers may join characters, never so many.
+        least = len(text) // (4 * self.engine.tokenizer.max_token_bytes)
+        if least > self.max_context:
+            message = (
+                f"This model's maximum context length is {self.max_context} tokens. However, '{param}' holds"
+                f" {len(text)} characters, which are more than {least} tokens. Please reduce its length."
+            )
+            raise bad_request(message, param, "context_length_exceeded")
 
     async def encode_chat(
         self,
@@ -157,6 +175,7 @@ class Service:
         """
         rendered = [message.for_template() for message in messages]
         text = self.engine.tokenizer.chat(rendered, add_generation_prompt, **(variables or {}))
+        self.check_fits(text, "messages")
         return await self.encode(text, add_special=False)
 
     def params(
