@@ -49,7 +49,7 @@ peers: install  ## Compare with the peer engines on this machine (installs them 
 clients: install  ## Run real clients (openai, lm-eval, guidellm, vllm bench) against the server
 	scripts/clients.sh $(ARGS)
 
-bench: install  ## Run quire's own benchmarks: ARGS="NAME"
+bench: install  ## Run quire's own benchmarks: ARGS="throughput smollm2"
 	$(BIN)/quire bench $(ARGS)
 
 clean:  ## Remove everything that was built; the embedded model stays in the user's cache

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -154,7 +154,9 @@ class LLM(Face):
         """Generates the next message of one conversation, or of each of a list of them, through the model's chat
         template; chat_template_kwargs are further names it may read, such as enable_thinking.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        if isinstance(messages, str) or not messages:
+            raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [
             self.tokenizer.chat(conversation, add_generation_prompt, **(chat_template_kwargs or {}))
             for conversation in conversations
@@ -259,6 +261,8 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are texts or lists of token ids, not {type(prompts).__name__}", "prompt")
     items = list(_unwrapped(prompts))
     if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
         return [items]
@@ -268,6 +272,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise RequestError("sampling_params is a SamplingParams, or a list of one for each prompt", "sampling_params")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return list(params)

@@ -149,6 +149,8 @@ def collect(
     file_groups  all groups the file may configure: one file serves the engine and the server
     Raises ConfigError for a key nobody knows, naming the nearest one that exists.
     """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"options are settings by key, {{'cache.memory': '1GiB'}}, not {type(options).__name__}")
     mine = [setting.key for group in groups for setting in settings_of(group)]
     everyone = [setting.key for group in file_groups for setting in settings_of(group)]
     in_file = read_toml(file) if file is not None else {}

@@ -80,6 +80,17 @@ def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:
     assert [len(row) for row in tokens(outputs)] == [1 + index % 5 for index in range(12)]
 
 
+def test_what_is_no_prompt_message_or_parameter_is_named(llm: LLM) -> None:
+    for call, name in [
+        (lambda: llm.generate(None), "prompts are texts"),  # type: ignore[arg-type]
+        (lambda: llm.generate(["a", "b"], {"max_tokens": 3}), "is a SamplingParams, or a list"),  # type: ignore[arg-type]
+        (lambda: llm.chat([]), "at least one"),
+        (lambda: llm.chat("hi"), "at least one"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(RequestError, match=name):
+            call()
+
+
 def test_one_params_each_or_one_for_all(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 sampling_params for 1"):
         llm.generate(["x"], [GREEDY, GREEDY])
@@ -176,7 +187,8 @@ def test_a_closed_llm_says_so(folder: Path) -> None:
 
 def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) -> None:
     for options, word in [
-        ({"cache.memory": "1KiB"}, r"cache\.memory"),
+        ({"cache.memory": "1KiB"}, r"cache\.memory of 1KiB"),
+        ({"scheduler.token_budget": 10}, r"scheduler\.token_budget is 10"),
         ({"cache.memry": 1}, r"cache\.memory"),
         ({"model.max_context": 10**9}, "at most 512"),
         ({"cache.strict": False}, r"cache\.strict"),
@@ -187,6 +199,8 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) ->
     ]:
         with pytest.raises(ConfigError, match=word):
             LLM(str(folder), {**OPTIONS, **options})
+    with pytest.raises(ConfigError, match="settings by key"):
+        LLM(str(folder), [1])  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="nowhere"):
         LLM("nowhere/at-all", OPTIONS)
 

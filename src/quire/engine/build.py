@@ -27,7 +27,7 @@ from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
 from quire.engine.engine import Decode, Engine
 from quire.engine.sampler import Sampler
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
@@ -145,20 +145,23 @@ def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = 
     )
     if fits.num_chunks < 2:
         raise ConfigError(
-            f"cache.memory of {format_bytes(memory)} holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"
+            f"cache.memory of {format_bytes(wanted if isinstance(wanted, int) else memory)}"
+            f" holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"
             f" ({format_bytes(chunk_bytes)} each);"
             f" set it to at least {format_bytes(2 * chunk_bytes)}"
         )
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
+    check_budget(budget, max_running)
+    cores = len(os.sched_getaffinity(0))
+    if (config.runtime.threads or 0) > cores:
+        log.warning("runtime.threads is %d and this process may use %d cores", config.runtime.threads, cores)
     resolved = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_context=fits.max_context),
         cache=dataclasses.replace(config.cache, memory=memory),
         attention=dataclasses.replace(config.attention, backend=backend),
         scheduler=dataclasses.replace(config.scheduler, token_budget=budget),
-        runtime=dataclasses.replace(
-            config.runtime, device=device_type, threads=config.runtime.threads or len(os.sched_getaffinity(0))
-        ),
+        runtime=dataclasses.replace(config.runtime, device=device_type, threads=config.runtime.threads or cores),
     )
     return resolved, fits
 

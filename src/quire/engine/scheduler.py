@@ -57,6 +57,15 @@ class Counters:
     steps: int = 0
 
 
+def check_budget(token_budget: int, max_running: int) -> None:
+    """Raises ConfigError for a budget under which a full batch would never admit anyone."""
+    if token_budget < max_running + PAGE_TOKENS:
+        raise ConfigError(
+            f"scheduler.token_budget is {token_budget}; with scheduler.max_running {max_running} it must be at least"
+            f" {max_running + PAGE_TOKENS}, or a full batch leaves prefill no room for a chunk"
+        )
+
+
 @dataclass
 class Scheduler:
     """First come, first served, under a budget of rows per step. Invariant: every sequence is in exactly one of
@@ -77,11 +86,7 @@ class Scheduler:
     _next_order: int = 0
 
     def __post_init__(self) -> None:
-        if self.token_budget < self.max_running + PAGE_TOKENS:
-            raise ConfigError(
-                f"scheduler.token_budget is {self.token_budget}; with scheduler.max_running {self.max_running} it must"
-                f" be at least {self.max_running + PAGE_TOKENS}, or a full batch leaves prefill no room for a chunk"
-            )
+        check_budget(self.token_budget, self.max_running)
 
     def add(self, sequences: SequenceOf[Sequence]) -> None:
         """Queues the sequences of one request. Raises QueueFullError, queueing none, if they do not all fit."""
