@@ -10,8 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
@@ -29,6 +31,10 @@ class AsyncLLM(Face):
 
     Callers and engine exchange two things: a queue of commands, read before every step, and deltas, posted to the loop
     once per step.
+
+    model, options, config_file  as for `LLM`
+    `async with AsyncLLM(model) as llm` starts and closes it; so do `start` and `close`. It runs once: what is closed
+    has given its memory back, and new requests and questions to it raise QuireError.
     """
 
     def __init__(
@@ -43,14 +49,16 @@ class AsyncLLM(Face):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
         self._ids = itertools.count()
         self._unread: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
 
     @property
     def _parts(self) -> Loaded:
         if self._loaded is None:
-            raise QuireError("this AsyncLLM was not started; await start() first")
+            raise QuireError(
+                "this AsyncLLM is closed" if self._closing else "this AsyncLLM was not started; await start() first"
+            )
         return self._loaded
 
     @property
@@ -59,21 +67,44 @@ class AsyncLLM(Face):
         return self._loaded is not None and not self._closing and self._failure is None
 
     async def start(self) -> None:
-        """Loads the model and starts the engine's thread."""
+        """Loads the model and starts the engine's thread. Raises ModelError or ConfigError for what cannot be loaded,
+        QuireError if it was started or closed before.
+        """
+        if self._thread is not None or self._closing:
+            raise QuireError("this AsyncLLM was started or closed before; make a new one")
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, args=(started,), name="quire-engine", daemon=True)
         self._thread.start()
-        await started
+        try:
+            await started
+        except BaseException:
+            # Cancelled, the thread ends when it has loaded; after an error it has ended.
+            self._closing = True
+            self._submit(None)
+            raise
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The token ids of a prompt; raises RequestError or QueueFullError, before a byte is streamed, for what
         `generate` would refuse.
         """
-        parts = self._parts
+        return self._admit(prompt, params)[1]
+
+    def _admit(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
+        """The text, if there is one, and the token ids of a prompt that may be generated from now."""
         if self._failure is not None or self._closing:
             raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
-        _, ids = read_prompt(prompt, parts.tokenizer.encode)
+        parts = self._parts
+        text, ids = read_prompt(prompt, parts.tokenizer.encode)
         parts.engine.check_request(ids, params)
         waiting = len(parts.engine.scheduler.waiting) + sum(list(self._unread.values()))
         limit = parts.config.scheduler.max_queue
@@ -81,7 +112,7 @@ class AsyncLLM(Face):
             raise QueueFullError(
                 f"{waiting} sequences wait and scheduler.max_queue is {limit}; try again later", retry_after=1.0
             )
-        return ids
+        return text, ids
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
@@ -90,20 +121,18 @@ class AsyncLLM(Face):
         aborts the request.
         """
         params = sampling_params or SamplingParams()
-        ids = self.prepare(prompt, params)
-        text = prompt if isinstance(prompt, str) else None
+        text, ids = self._admit(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self._streams[request_id] = stream
         self._unread[request_id] = params.n
-        engine = self._parts.engine
 
         def add() -> None:
             self._unread.pop(request_id, None)
             try:
-                engine.add(request_id, text, ids, params)
+                self._parts.engine.add(request_id, text, ids, params)
             except QuireError as error:
                 self._post([(request_id, error)])
 
@@ -128,10 +157,9 @@ class AsyncLLM(Face):
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last item whose sequences finish with `abort`. Unknown ids are ignored."""
-        engine = self._parts.engine
 
         def end() -> None:
-            output = engine.abort(request_id)
+            output = self._parts.engine.abort(request_id)
             if output is not None:
                 self._post([(request_id, output)])
 
@@ -143,11 +171,13 @@ class AsyncLLM(Face):
         self._on_loop(lambda: self._streams.pop(request_id, None))
 
     def stats(self) -> dict[str, Any]:
-        """See `LLM.stats`."""
+        """See `LLM.stats`. Raises QuireError before `start` and after `close`."""
         return self._parts.engine.stats()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Takes no new requests, lets running ones finish for so long, then aborts them and stops the thread."""
+        """Takes no new requests, lets running ones finish for so long, then aborts them, stops the thread and frees
+        weights and cache. Closing twice does nothing.
+        """
         self._closing = True
         if self._thread is None:
             return
@@ -157,8 +187,12 @@ class AsyncLLM(Face):
         for request_id in list(self._streams):
             await self.abort(request_id)
         self._submit(None)
-        await asyncio.to_thread(self._thread.join)
+        if (thread := self._thread) is not None:  # another close() may have been quicker
+            await asyncio.to_thread(thread.join)
         self._thread = None
+        self._commands.clear()
+        self._loaded = None
+        gc.collect()
 
     def _submit(self, command: Callable[[], object] | None) -> None:
         self._commands.append(command if command is not None else self._stop)
@@ -172,13 +206,10 @@ class AsyncLLM(Face):
         assert self._loop is not None
         try:
             self._loaded = load_engine(self._model, self._config)
-            # What was loaded stays: a full collection would walk it for nothing, with every stream waiting.
-            gc.collect()
-            gc.freeze()
         except BaseException as error:
-            self._loop.call_soon_threadsafe(started.set_exception, error)
+            self._on_loop(partial(_settle, started, error))
             return
-        self._loop.call_soon_threadsafe(started.set_result, None)
+        self._on_loop(partial(_settle, started, None))
         engine = self._loaded.engine
         try:
             while True:
@@ -195,7 +226,7 @@ class AsyncLLM(Face):
             return
         except BaseException as error:
             log.exception("the engine stopped")
-            self._failure = error
+            self._failure = str(error) or type(error).__name__  # not the error: its traceback holds the engine
             self._on_loop(self._fail_all)
 
     def _fail_all(self) -> None:
@@ -218,6 +249,16 @@ class AsyncLLM(Face):
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put_nowait(item)
+
+
+def _settle(started: asyncio.Future[None], error: BaseException | None) -> None:
+    """On the loop: tells whoever waits for the start, unless that was cancelled, how it went."""
+    if started.done():
+        return
+    if error is None:
+        started.set_result(None)
+    else:
+        started.set_exception(error)
 
 
 class _Stopped(Exception):

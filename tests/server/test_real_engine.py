@@ -1,6 +1,7 @@
 """The server on the real engine, with a tiny model: what the fake cannot show."""
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import httpx
@@ -34,20 +35,46 @@ def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
+def client(app):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire", timeout=30)
+
+
 @asynccontextmanager
 async def server(folder):
     """(engine, application, client); afterwards the cache must be empty."""
-    llm = AsyncLLM(folder, OPTIONS)
-    await llm.start()
-    app = create_app(llm, ServeConfig())
-    try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire", timeout=30) as http:
+    async with AsyncLLM(folder, OPTIONS) as llm:
+        app = create_app(llm, ServeConfig())
+        async with client(app) as http:
             yield llm, app, http
         async with asyncio.timeout(10):
             while (stats := llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
                 await asyncio.sleep(0.005)
-    finally:
-        await llm.close()
+
+
+class Held:
+    """While it is entered, the engine stands still before the step after so many."""
+
+    def __init__(self, llm, num_steps):
+        self.engine = llm._parts.engine
+        self.num_steps = num_steps
+        self.reached = threading.Event()
+        self.left = threading.Event()
+
+    def __enter__(self):
+        step, counters = self.engine.step, self.engine.scheduler.counters
+
+        def held_step():
+            if counters.steps == self.num_steps and self.engine.has_work:
+                self.reached.set()
+                self.left.wait()
+            return step()
+
+        self.engine.step = held_step
+        return self
+
+    def __exit__(self, *_):
+        self.left.set()
+        del self.engine.step
 
 
 async def test_answers_are_the_librarys_alone_in_a_batch_and_streamed(folder):
@@ -86,20 +113,25 @@ async def test_echoed_logprobs_are_those_of_generation(folder):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_frees_the_cache(folder, stream):
+@pytest.mark.parametrize("after", [0, 1, 20], ids="after {} steps".format)
+async def test_leaving_frees_the_cache_within_one_step(folder, stream, after):
+    body = {"prompt": PROMPT, "max_tokens": 350, "n": 3, "ignore_eos": True, "stream": stream}
     async with server(folder) as (llm, app, _):
-        body = {"prompt": PROMPT, "max_tokens": 350, "n": 3, "ignore_eos": True, "stream": stream}
-        call = RawCall(app, "/v1/completions", body)
-        async with asyncio.timeout(10):
-            while not llm.stats()["cache"]["bytes_used"]:
-                await asyncio.sleep(0.002)
-        steps = llm.stats()["steps"]
-        call.leave()
-        await call.task
-        async with asyncio.timeout(10):
-            while llm.stats()["cache"]["bytes_used"]:
+        with Held(llm, after) as held:
+            call = RawCall(app, "/v1/completions", body)
+            assert await asyncio.to_thread(held.reached.wait, 30)
+            # The engine is about to take a step: the server must do without its news.
+            call.leave()
+            async with asyncio.timeout(30):
+                await call.task
+            stats = llm.stats()
+            assert stats["steps"] == after and stats["running"] + stats["waiting"] == 3
+        async with asyncio.timeout(30):
+            while (stats := llm.stats())["running"] or stats["waiting"]:
                 await asyncio.sleep(0.001)
-        assert llm.stats()["steps"] - steps <= 100, "the engine worked on for nobody"
+        # An engine without requests takes no steps, so these are all there were.
+        assert stats["steps"] <= after + 1, "the engine worked on for nobody"
+        assert stats["cache"]["bytes_used"] == 0
 
 
 async def test_a_burst_is_answered_or_refused(folder):
@@ -113,8 +145,23 @@ async def test_a_burst_is_answered_or_refused(folder):
         assert refused.status_code == 400 and "max_queue" in refused.text
 
 
-async def test_a_stopped_engine_is_a_503(folder):
-    async with server(folder) as (llm, _, http):
+async def test_a_broken_engine_is_a_503(folder):
+    def broken():
+        raise RuntimeError("broken on purpose")
+
+    async with AsyncLLM(folder, OPTIONS) as llm, client(create_app(llm, ServeConfig())) as http:
+        llm._parts.engine.step = broken
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code >= 500
+        assert (await http.get("/health/ready")).status_code == 503
+        answer = await http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and "broken" not in answer.text
+
+
+async def test_a_closed_engine_is_a_503(folder):
+    llm = AsyncLLM(folder, OPTIONS)
+    await llm.start()
+    async with client(create_app(llm, ServeConfig())) as http:
         await llm.close()
         assert (await http.get("/health/ready")).status_code == 503
+        assert (await http.get("/metrics")).status_code == 503
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 503

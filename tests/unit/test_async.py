@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from quire.async_llm import AsyncLLM
 from quire.engine.params import SamplingParams
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import LLM
+from quire.llm import LLM, Prompt
 
 from ..tiny_models import save_tiny
 
@@ -33,12 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, body: Callable[[AsyncLLM], Awaitable[None]], **options: object) -> None:
     async def main() -> None:
-        llm = AsyncLLM(str(folder), {**OPTIONS, **options})
-        await llm.start()
-        try:
+        async with AsyncLLM(str(folder), {**OPTIONS, **options}) as llm:
             await body(llm)
-        finally:
-            await llm.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -190,6 +188,96 @@ def test_close_drains_then_aborts(folder: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["working", "broken"])
+def test_close_gives_the_memory_back_and_what_is_used_afterwards_says_closed(
+    folder: Path, broken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", "quire")  # a captured record holds its traceback, and that the engine
+
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), OPTIONS)
+        with pytest.raises(QuireError, match="not started"):
+            llm.stats()
+        await llm.start()
+        with pytest.raises(QuireError, match="before"):
+            await llm.start()
+        await collect(llm, "abc")
+        abandoned = llm.generate("abc", SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), "abandoned")
+        await anext(abandoned)
+        engine = llm._parts.engine
+        if broken:
+            monkeypatch.setattr(engine, "step", _break)
+            with pytest.raises(QuireError, match="on purpose"):
+                await collect(llm, "abc")
+            monkeypatch.undo()
+        held = [weakref.ref(each) for each in (engine, engine.scheduler.manager.table.pool.arena, engine.model)]
+        del engine
+        await asyncio.gather(llm.close(), llm.close(drain_seconds=0.05))
+        assert [each() for each in held] == [None] * 3, "memory is kept"
+        await llm.close()
+        for use in (llm.stats, lambda: llm.model_name, lambda: llm.config, lambda: llm.tokenizer):
+            with pytest.raises(QuireError, match="closed"):
+                use()
+        with pytest.raises(QuireError, match="stopped"):
+            llm.prepare("abc", GREEDY)
+        with pytest.raises(QuireError, match="stopped"):
+            await collect(llm, "abc")
+        with pytest.raises(QuireError, match="before"):
+            await llm.start()
+        await llm.abort("abandoned")
+        await abandoned.aclose()
+        assert not llm.is_ready
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def _break() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def test_the_collector_is_left_as_it_was(folder: Path) -> None:
+    frozen = gc.get_freeze_count()
+
+    async def body(llm: AsyncLLM) -> None:
+        await collect(llm, "abc")
+        assert gc.get_freeze_count() == frozen
+
+    run(folder, body)
+
+
+def test_a_start_that_is_cancelled_ends_its_thread(folder: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), OPTIONS)
+        task = asyncio.create_task(llm.start())
+        await asyncio.sleep(0)
+        thread = llm._thread
+        assert thread is not None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive() and not llm.is_ready
+        await asyncio.sleep(0)  # what the thread has told the loop
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["abc", {"prompt": "abc"}, {"prompt": "abc", "prompt_token_ids": None}, [1, 2], {"prompt_token_ids": [1]}]
+)
+def test_outputs_name_the_prompt_as_the_library_does(folder: Path, prompt: Prompt) -> None:
+    with LLM(str(folder), OPTIONS) as llm:
+        (expected,) = llm.generate(prompt, GREEDY)
+
+    async def body(llm: AsyncLLM) -> None:
+        items = [item async for item in llm.generate(prompt, GREEDY)]
+        assert {item.prompt for item in items} == {expected.prompt}
+        assert all(item.prompt_token_ids == expected.prompt_token_ids for item in items)
+
+    run(folder, body)
+
+
 def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(str(tmp_path / "nothing"), OPTIONS)
@@ -203,10 +291,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
 
 def test_an_engine_that_breaks_fails_every_stream_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(llm: AsyncLLM) -> None:
-        def broken() -> None:
-            raise RuntimeError("broken on purpose")
-
-        monkeypatch.setattr(llm._parts.engine, "step", broken)
+        monkeypatch.setattr(llm._parts.engine, "step", _break)
         with pytest.raises(QuireError, match="broken on purpose"):
             await collect(llm, "abc")
         assert not llm.is_ready

@@ -14,6 +14,8 @@ from quire.cli import COMMANDS, build_parser, main
 from quire.errors import ModelError
 from tests.tiny_models import save_tiny
 
+SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2"]
+
 
 def shell(*words, **kwargs):
     command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", *words]
@@ -23,6 +25,19 @@ def shell(*words, **kwargs):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A model whose logits are NaN."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny(tmp_path_factory.mktemp("broken"))
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    return str(folder)
 
 
 def test_help_is_fast_and_imports_nothing_heavy():
@@ -162,11 +177,34 @@ def test_inspect_refuses_a_cache_that_holds_nothing(folder, capsys):
 
 def test_bench_measures(folder, tmp_path, capsys):
     out = tmp_path / "bench.jsonl"
-    words = ["--batch", "2", "--prefill", "64", "--input-tokens", "16", "--output-tokens", "8", "--repeats", "1"]
-    settings = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2", "--json", str(out)]
-    assert main(["bench", "throughput", folder, *words, *settings]) == 0
+    words = ["--batch", "2", "--prefill", "64", "--input-tokens", "16", "--output-tokens", "256", "--repeats", "3"]
+    assert main(["bench", "throughput", folder, *words, *SMALL, "--json", str(out)]) == 0
     assert capsys.readouterr().out.count("tokens/s") == 2
     assert [line.split('"')[3] for line in out.read_text().splitlines()] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_bench_measures_no_answer_that_is_cut_short(folder, phase, tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    # 4 MiB hold more than the model's context of 512 tokens.
+    words = ["--prefill"] if phase == "decode" else ["--batch", "--prefill", "600"]
+    lengths = ["--input-tokens", "400", "--output-tokens", "200", "--repeats", "1"]
+    assert main(["bench", "throughput", folder, *words, *lengths, *SMALL, "--json", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "512" in error and error.count("\n") == 1 and not out.exists()
+
+
+def test_bench_measures_no_model_that_fails(broken, tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    assert main(["bench", "throughput", broken, "--repeats", "1", *SMALL, "--json", str(out)]) == 2
+    found = capsys.readouterr()
+    assert "NaN" in found.err and "tokens/s" not in found.out and not out.exists()
+
+
+def test_generate_says_why_a_model_fails(broken, capsys):
+    assert main(["generate", broken, "Hi", *SMALL]) == 1
+    found = capsys.readouterr()
+    assert found.out == "" and "NaN" in found.err
 
 
 def test_pull_prints_the_path_of_a_model_that_is_here(folder, capsys):
@@ -183,8 +221,9 @@ def test_output_into_a_closed_pipe_is_no_traceback(folder):
 
 def test_serving_answers_and_ends_on_sigterm(folder):
     command = [sys.executable, "-c", "import sys; from quire.cli import main; sys.exit(main())", "serve", folder]
-    settings = ["--port", "0", "--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2"]
-    process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--port", "0", *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         ready = process.stdout.readline()
         assert "ready" in ready, process.stderr.read()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli import main
+from quire.engine.outputs import CompletionOutput
 from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,27 @@ def test_a_conversation_too_long_can_be_reset(chat):
     found = chat("x" * 300, "/reset", "short", engine=FakeEngine(max_context=250))
     assert "too long" in found.err
     assert found.out == "user: short\nassistant:\n"
+
+
+def test_an_answer_that_fails_is_told_and_leaves_no_turn(chat, tmp_path):
+    class Failing(FakeEngine):
+        async def _generate(self, ids, params, request_id):
+            asked = bytes(token for token in ids if token < 256)
+            async for item in super()._generate(ids, params, request_id):
+                if b"bad" in asked and self.decoded > 3:
+                    item.outputs, item.finished = (
+                        [CompletionOutput(0, "", [], None, "error", "NaN in the logits")],
+                        True,
+                    )
+                yield item
+                if item.finished:
+                    return
+
+    file = tmp_path / "talk.jsonl"
+    found = chat("bad", "good", f"/save {file}", engine=Failing())
+    assert found.out == "use\nuser: good\nassistant:\n"
+    assert "the answer failed: NaN in the logits" in found.err
+    assert json.loads(file.read_text())["messages"][0]["content"] == "good"
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from quire.cli import main
+from quire.engine.outputs import CompletionOutput
 from tests.server.fake_engine import FakeEngine
 
 
@@ -37,6 +38,10 @@ def write(path, *lines):
 
 def read(path):
     return {line["id"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+
+
+def read_all(path):
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def generate(files, *words):
@@ -123,6 +128,67 @@ def test_a_line_that_cannot_run_fails_alone(fake, files, capsys):
     answers = read(files[1])
     assert "too long" in answers[1]["error"] and answers[2]["text"] == "ok" and "alternate" in answers[3]["error"]
     assert "2 of them failed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def failing(fake, monkeypatch):
+    """Prompts that hold an x end in an error after two tokens, as numbers that are not finite do."""
+    original = fake._generate
+
+    async def generate(ids, params, request_id):
+        step = 0
+        async for item in original(ids, params, request_id):
+            if b"x"[0] in ids and step == 1:
+                item.outputs, item.finished = [CompletionOutput(0, "", [], None, "error", "NaN in the logits")], True
+            step += 1
+            yield item
+            if item.finished:
+                return
+
+    def repair():
+        monkeypatch.setattr(fake, "_generate", original)
+
+    monkeypatch.setattr(fake, "_generate", generate)
+    return repair
+
+
+def test_a_prompt_that_fails_says_why_and_exits_with_one(failing, capsys):
+    assert main(["generate", "fake", "abcx"]) == 1
+    assert capsys.readouterr() == ("a\n", "quire: NaN in the logits\n")
+
+
+def test_a_line_that_fails_says_why_and_is_tried_again(failing, fake, files, capsys):
+    # U+2028 and U+0085 end lines for Python's text, not for JSON lines.
+    write(files[0], {"prompt": "x"}, {"prompt": "ab\u2028\u0085"}, {"id": "c", "prompt": "xyz"}, {"prompt": "q"})
+    assert generate(files) == 1
+    answers = read_all(files[1])
+    assert {line["id"] for line in answers if line.get("error") == "NaN in the logits"} == {1, "c"}
+    good = [raw for raw in files[1].read_bytes().split(b"\n") if raw and b"error" not in raw]
+    assert "2 of them failed" in capsys.readouterr().err
+
+    assert generate(files) == 1, "what still fails is no success"
+    assert fake.started == 4 + 2 and "failed before, tried again: 2" in capsys.readouterr().err
+    assert len(read_all(files[1])) == 4
+
+    failing()
+    files[1].chmod(0o640)
+    assert generate(files) == 0
+    assert fake.started == 4 + 2 + 2 and fake.loads == 3
+    answers = read_all(files[1])
+    assert {line["id"]: line["text"] for line in answers} == {1: "x", 2: "ab\u2028\u0085", "c": "xyz", 4: "q"}
+    assert len(answers) == 4 and files[1].read_bytes().split(b"\n")[: len(good)] == good
+    assert files[1].stat().st_mode & 0o777 == 0o640
+    assert sorted(files[1].parent.iterdir()) == sorted(files), "something else is left"
+    assert generate(files) == 0 and fake.loads == 3
+
+
+def test_failed_lines_stay_where_the_input_is_bad(failing, files):
+    write(files[0], {"prompt": "x"})
+    assert generate(files) == 1
+    before = files[1].read_bytes()
+    files[0].write_text("{\n")
+    assert generate(files) == 2
+    assert files[1].read_bytes() == before
 
 
 def test_a_full_queue_is_waited_for(fake, files):

@@ -10,6 +10,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
+from quire.engine.request import Request, Sequence
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError, QueueFullError, RequestError
 
@@ -227,7 +228,7 @@ def test_prefill_is_counted_once_and_decode_by_token() -> None:
     assert stats["cache"]["bytes_peak"] == 3 * 64 * 2 * 2 * 2 * 12 * 4
 
 
-def test_advance_equals_as_many_steps() -> None:
+def test_advance_stops_before_an_event() -> None:
     engine = make_engine()
     scheduler: Scheduler = engine.scheduler
     engine.add("a", None, [1] * 70, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
@@ -241,6 +242,51 @@ def test_advance_equals_as_many_steps() -> None:
     assert [sequence.num_generated for sequence in scheduler.running] == [39, 39]
     with pytest.raises(ValueError, match="event"):
         scheduler.advance(1)
+
+
+def test_advance_equals_as_many_steps(seed: int) -> None:
+    """Two schedulers get the same requests, some of them late; one skips through what has no event, one never does."""
+    tight = {"scheduler.max_running": 4, "scheduler.token_budget": 100}
+    skipping, plain = (make_engine(chunks=8, **tight).scheduler for _ in range(2))
+    skips: list[int] = []
+
+    def state(scheduler: Scheduler) -> list[object]:
+        sequences = [*scheduler.running, *scheduler.waiting]
+        each_one = [(each.request.request_id, each.state, each.token_ids, each.high_water) for each in sequences]
+        paths = [(path.num_tokens, path.num_sealed, path.chunks.tolist()) for path in (each.path for each in sequences)]
+        return [each_one, paths, scheduler.counters, scheduler.manager.stats(), scheduler.eventless_steps()]
+
+    def add(scheduler: Scheduler, name: str, prompt: int, max_tokens: int) -> None:
+        request = Request(name, None, [0] * prompt, SamplingParams(max_tokens=max_tokens), 0.0)
+        request.sequences.append(Sequence(request, 0, None, [0] * prompt, [], max_tokens))
+        scheduler.add(request.sequences)
+
+    def step(scheduler: Scheduler) -> None:
+        batch = scheduler.next_batch()
+        assert batch is not None, "nothing runs and something waits"
+        scheduler.commit(batch, [0] * sum(piece.samples for piece in batch.slices))
+
+    for number in range(100):
+        rng = random.Random(seed + number)
+        late = [(str(name), rng.randrange(1, 200), rng.randrange(1, 200)) for name in range(rng.randrange(1, 9))]
+        while late or plain.running or plain.waiting:
+            while late and (rng.random() < 0.3 or not plain.running):
+                for scheduler in (skipping, plain):
+                    add(scheduler, *late[-1])
+                late.pop()
+            free = skipping.eventless_steps()
+            count = rng.randrange(1, free + 1) if free else 1
+            if free:
+                skipping.advance(count)
+                skips.append(count)
+            else:
+                step(skipping)
+            for _ in range(count):
+                step(plain)
+            assert state(skipping) == state(plain), f"seed {seed + number}, after {count} steps"
+            skipping.check()
+    assert plain.counters.preemptions > 0 and sum(skips) > plain.counters.steps / 4, "the schedules had no variety"
+    assert plain.manager.stats()["bytes_used"] == 0
 
 
 def half_engine(dtype: str, **options: object) -> Engine:

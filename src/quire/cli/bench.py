@@ -2,7 +2,8 @@
 
 throughput: random tokens through the library, greedy, new ids in every repeat. Prefill is the time of prompts alone;
 decode is the time of all tokens after each request's first, the same prompts' prefill taken off. The best of the
-repeats counts: other work on the machine only ever slows a run down.
+repeats counts: other work on the machine only ever slows a run down. An answer that fails or is cut short ends the
+command with an error: its time would say nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import options_from
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelError, QuireError
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -87,12 +88,20 @@ def _throughput(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     for batch in args.batch:
         first = min(_seconds(llm, draw, batch, args.input_tokens, 1) for _ in range(args.repeats))
         whole = min(_seconds(llm, draw, batch, args.input_tokens, args.output_tokens) for _ in range(args.repeats))
-        add("decode", batch, args.input_tokens, batch * (args.output_tokens - 1), max(whole - first, 1e-9))
+        if whole <= first:
+            raise QuireError(
+                f"decoding {args.output_tokens} tokens took no longer than the prompts alone: too short to measure;"
+                " raise --output-tokens"
+            )
+        add("decode", batch, args.input_tokens, batch * (args.output_tokens - 1), whole - first)
     return rows
 
 
 def _seconds(llm: LLM, draw: random.Random, batch: int, length: int, max_tokens: int) -> float:
-    """Time of `batch` requests of `length` random tokens that generate `max_tokens` each."""
+    """Time of `batch` requests of `length` random tokens that generate `max_tokens` each.
+
+    Raises ModelError if the model's numbers are not finite, QuireError if an answer has not `max_tokens` tokens.
+    """
     from quire.engine.params import SamplingParams
 
     # Ids from the middle of the vocabulary: none of them is special.
@@ -100,5 +109,14 @@ def _seconds(llm: LLM, draw: random.Random, batch: int, length: int, max_tokens:
     prompts = [{"prompt_token_ids": [draw.randrange(low, high) for _ in range(length)]} for _ in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     begun = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - begun
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    for output in (answer.outputs[0] for answer in answers):
+        if output.finish_reason == "error":
+            raise ModelError(f"{llm.model_name} cannot be measured: {output.stop_reason}")
+        if len(output.token_ids) != max_tokens:
+            raise QuireError(
+                f"an answer to {length} tokens has {len(output.token_ids)} instead of {max_tokens}; the context holds"
+                f" {llm.max_context} tokens: lower --input-tokens or --output-tokens"
+            )
+    return seconds

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
-from quire.errors import RequestError
+from quire.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,7 +76,9 @@ class Conversation:
 
 
 def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
-    """Read messages and commands until the input ends. `ask` streams the answer to messages and returns its text."""
+    """Read messages and commands until the input ends. `ask` streams the answer to messages and returns its text; a
+    message whose answer raises RequestError or ModelError is told why and leaves no turn.
+    """
     while (text := terminal.read()) is not None:
         if not text.strip():
             continue
@@ -87,7 +89,7 @@ def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
         conversation.turns.append({"role": "user", "content": text})
         try:
             reply = ask(conversation.messages)
-        except RequestError as error:
+        except (RequestError, ModelError) as error:
             conversation.turns.pop()
             hint = "; /reset starts anew" if conversation.turns else ""
             terminal.note(f"{error}{hint}")
@@ -129,7 +131,10 @@ def save(conversation: Conversation, name: str) -> str:
 
 
 async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams, terminal: Terminal) -> str:
-    """Stream the answer to `messages` to the terminal; returns its text, or what there is of it when stopped."""
+    """Stream the answer to `messages` to the terminal; returns its text, or what there is of it when stopped.
+
+    Raises ModelError if the answer ends because the model's numbers are not finite.
+    """
     import asyncio
 
     rendered = llm.tokenizer.chat(messages, add_generation_prompt=True)
@@ -143,6 +148,10 @@ async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: Sampling
                 num_tokens += len(output.token_ids)
                 text += output.text
                 terminal.write(output.text)
+                if output.finish_reason == "error":
+                    if text:
+                        terminal.write("\n")
+                    raise ModelError(f"the answer failed: {output.stop_reason}")
     except asyncio.CancelledError:
         # Ctrl-C: the answer ends here, the chat goes on.
         terminal.write(" …")
