@@ -27,7 +27,7 @@ _FIELDS: list[tuple[str, type]] = [
 
 
 class _Plan(ctypes.Structure):
-    """Mirror of `Plan` in kernels/attention.cpp."""
+    """Mirror of `Plan` in kernels/attention.h."""
 
     _fields_ = _FIELDS
 
@@ -39,7 +39,7 @@ class CpuAttention:
         self.spec = spec
         self.kernels = runtime.kernels()
         assert ctypes.sizeof(_Plan) == self.kernels.quire_plan_bytes(), (
-            "the kernels were built from another version of attention.cpp"
+            "the kernels were built from another version of attention.h"
         )
         self.plans_built = 0
         self._last: CpuPlan | None = None
@@ -96,7 +96,7 @@ class CpuPlan:
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
         self._plan = plan
-        self._address = ctypes.addressof(plan)
+        self.address = ctypes.addressof(plan)
         self._attend = backend.kernels.quire_attend
         self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
         self._window = spec.window
@@ -133,5 +133,5 @@ class CpuPlan:
         if out is None or len(out) != len(q):
             # Rows past the step's own are padding: they attend to nothing, but go through the model.
             out = self._out = torch.zeros(len(q), self._width, dtype=q.dtype)
-        self._attend(self._address, layer, q.data_ptr(), q.stride(0), out.data_ptr())
+        self._attend(self.address, layer, q.data_ptr(), q.stride(0), out.data_ptr())
         return out

@@ -10,7 +10,7 @@
 // softmax and the weighted sum are then two matrix products with 32-bit elements: float x float, or on CPUs with bf16 dot products a pair of
 // bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
 // partials, merged at the end.
-#include "common.h"
+#include "attention.h"
 #include "product.h"
 
 namespace quire {
@@ -20,43 +20,6 @@ constexpr int P = 64;             // page tokens
 constexpr int UNIT = 128;         // bytes a page id counts by
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-
-struct Piece {
-    int32_t first_row, num_rows;  // query rows of the step
-    int32_t first_index;          // where its chunk ids start in Plan.indices
-    int32_t num_chunks;
-    int32_t start;                // position of the first slot of the first chunk
-    int32_t partial;              // first row of its partials, or -1: writes the output itself
-};
-
-struct Merge {
-    int32_t row;                  // query row
-    int32_t first, count;         // its entries in Plan.merge_parts
-};
-
-struct Plan {
-    uint8_t* arena;               // a page starts at id * 128
-    const int32_t* table;         // [C, L, H] page ids
-    const uint8_t* kinds;         // [C] format of a chunk's pages
-    const float* cos;             // [positions, D/2], or null: no rotation
-    const float* sin;
-    const int32_t* positions;     // [R]
-    const int32_t* write_chunk;   // [R] chunk that takes the row's key and value
-    const int32_t* indices;       // chunk ids of all pieces
-    const Piece* pieces;
-    const Merge* merges;
-    const int32_t* merge_parts;   // partial rows
-    float* partial_o;             // [partials, H * G, D]
-    float* partial_lse;           // [partials, H * G]
-    const void* k;                // [R, H, D] of the layer at hand, with row strides in elements
-    const void* v;
-    int64_t k_stride, v_stride;
-    int32_t num_pieces, num_merges, num_rows;
-    int32_t L, H, G, D;
-    int32_t window;               // 0: none
-    int32_t kind;                 // format of q, k, v and the output
-    int32_t decode;               // every sequence has one row: its pieces read no other row's keys, so they write their own
-};
 
 // A page a thread will read: its image, its format, and how many of its slots are written.
 struct Page {
@@ -473,12 +436,10 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
             for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
         });
     }
-    // From the last piece to the first: later rows of a prompt see more pages, and the longest items should not come last.
-    const int64_t last = static_cast<int64_t>(plan.num_pieces) * H - 1;
-    parallel_pairs(last + 1, [&](int64_t i, int64_t then) {
+    parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
         Page next{plan.arena, DENSE_BF16, 0};
-        if (then >= 0) next = page_of(plan, layer, static_cast<int>((last - then) % H), plan.pieces[(last - then) / H], 0);
-        attend_item<Math>(plan, layer, plan.pieces[(last - i) / H], static_cast<int>((last - i) % H), q, q_stride, out, next);
+        if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
+        attend_item<Math>(plan, layer, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
     });
     const int heads = H * plan.G;
     if (plan.num_merges)
@@ -491,7 +452,6 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
 
 using namespace quire;
 
-// Writes the plan's keys and values, then attends. q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
 QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t q_stride, void* out) {
     if (plan->kind == DENSE_BF16) {
 #if defined(__AVX512BF16__)

@@ -21,6 +21,7 @@ DTYPE_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 
 SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _I32],
+    "quire_stack": [_PTR, _I64, _F32, _PTR, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
     "quire_pack_linear": [_PTR, _I64, _I64, _I32, _PTR],

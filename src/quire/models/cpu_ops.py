@@ -5,13 +5,15 @@ between them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import embedding
 
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
-from quire.models.layers import Embedding, Gated, Linear, TorchLinear
+from quire.models.cpu_stack import PanelStack
+from quire.models.layers import Embedding, Gated, GatedLayer, Linear, TorchLinear
 from quire.models.quants import QuantizedTensor
 
 _ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
@@ -155,6 +157,11 @@ class CpuOps:
         if has_panels(weight.dtype) and weight.shape[1] % 2 == 0:
             return PanelLinear(weight, bias, self._carver, gated=True)
         return Gated(self, self.linear(weight, bias))
+
+    def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
+        """One call if all products are in panels."""
+        products = (product for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        return PanelStack(layers, eps) if all(isinstance(product, PanelLinear) for product in products) else None
 
     def tied(self, weight: torch.Tensor) -> tuple[Embedding, Linear]:
         """One matrix where there are panels or nothing is packed. oneDNN's layout cannot be read by rows: two then."""

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from quire.models.layers import GatedLayer
 from quire.models.loading import WeightSource
 from quire.models.opt import OptDecoder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.models.layers import Linear, Ops
+    from quire.models.layers import Ops
     from quire.models.loading import FourBit
     from quire.models.plan import Model, StepPlan
     from quire.models.shape import ModelShape
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
 # and on a busy machine each waits for all threads to be scheduled. Embedded model, two cores: 0.25 s with one thread,
 # 0.18 s with two; with four other processes running 0.6 s and 20 s.
 _ONE_THREAD_PARAMETERS = 500_000_000
-
-
-class _Layer(NamedTuple):
-    qkv: Linear  # [R, E] -> [R, (H*G + 2H) * D], queries, keys, values
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
-    o: Linear
-    mlp_norm: Tensor  # [E]
-    gate_up: Linear  # [R, E] -> [R, F], silu(gate) * up
-    down: Linear
-    next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
 
 
 class Decoder:
@@ -56,11 +46,12 @@ class Decoder:
         norms = [weights.tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
         self._first_norm, *next_norms = [*norms, weights.tensor("norm.weight")]
         self._layers = [self._load_layer(f"layers.{index}", weights, norm) for index, norm in enumerate(next_norms)]
+        self._stack = ops.stack(self._layers, shape.norm_eps)
         self._head = head or weights.linear("head", bias=False)
 
-    def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> _Layer:
+    def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> GatedLayer:
         shape = self.shape
-        return _Layer(
+        return GatedLayer(
             qkv=weights.linear(f"{at}.q", f"{at}.k", f"{at}.v", bias=shape.qkv_bias),
             q_norm=weights.tensor(f"{at}.q_norm.weight") if shape.qk_norm else None,
             k_norm=weights.tensor(f"{at}.k_norm.weight") if shape.qk_norm else None,
@@ -78,6 +69,9 @@ class Decoder:
         heads, split, head_dim, eps = self._heads, self._split, self.shape.head_dim, self.shape.norm_eps
         residual = self._embed(tokens)
         x = norm(residual, self._first_norm, eps)
+        address = getattr(plan, "address", None)
+        if self._stack is not None and address is not None:
+            return self._stack(x, residual, address)
         for index, (qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm) in enumerate(self._layers):
             q, k, v = qkv(x).view(-1, heads, head_dim).split_with_sizes(split, 1)
             if q_norm is not None and k_norm is not None:

@@ -6,8 +6,8 @@ Backends (`CpuOps`, `TritonOps`) implement the same four methods elsewhere and a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -25,6 +25,26 @@ class Linear(Protocol):
 
 Embedding = Callable[["Tensor"], "Tensor"]
 """Token ids int64 [R] -> [R, E]."""
+
+
+class GatedLayer(NamedTuple):
+    """One layer of a gated decoder; E channels, F inner ones."""
+
+    qkv: Linear  # [R, E] -> [R, (H*G + 2H) * D], queries, keys, values
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o: Linear
+    mlp_norm: Tensor  # [E]
+    gate_up: Linear  # [R, E] -> [R, F], silu(gate) * up
+    down: Linear
+    next_norm: Tensor  # [E]: the next layer's first norm, or the model's last
+
+
+class Stack(Protocol):
+    """All layers of a decoder in one call."""
+
+    def __call__(self, x: Tensor, residual: Tensor, plan: int) -> Tensor:
+        """x, the first norm's output, and residual, both [R, E] -> the last norm's output; see StepPlan.address."""
 
 
 class Ops(Protocol):
@@ -47,6 +67,9 @@ class Ops(Protocol):
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """The product with weight [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
+
+    def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
+        """The layers as one call, if the backend can; else they are run one by one."""
 
 
 class Gated:
@@ -87,6 +110,9 @@ class TorchOps:
     def tied(self, weight: Tensor) -> tuple[Embedding, TorchLinear]:
         """One tensor serves both."""
         return functools.partial(functional.embedding, weight=weight), self.linear(weight, None)
+
+    def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
+        """One by one."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm; torch accumulates 16-bit inputs in float32."""

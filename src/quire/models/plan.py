@@ -19,6 +19,9 @@ class StepPlan(Protocol):
     k and q are not rotated: rotation belongs to the plan. They may be views into a wider tensor: the last dimension is
     contiguous, the row stride arbitrary. Keys and values stay valid until `attend` of their layer returns, for a plan
     may store them only then.
+
+    A plan of the C++ kernels also has `address`, an int: that of kernels/attention.h's Plan, for a stack of layers that
+    calls attention itself. Whoever must see each layer's keys or queries has none.
     """
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:

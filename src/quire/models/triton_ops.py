@@ -21,7 +21,9 @@ from torch.nn import functional
 from quire.models.layers import Gated
 
 if TYPE_CHECKING:
-    from quire.models.layers import Embedding, Linear
+    from collections.abc import Sequence
+
+    from quire.models.layers import Embedding, GatedLayer, Linear
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
 """Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
@@ -149,6 +151,9 @@ class TritonOps:
     def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """One after the other."""
         return Gated(self, self.linear(weight, bias))
+
+    def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
+        """One by one: a CUDA graph holds the step together."""
 
     def tied(self, weight: Tensor) -> tuple[Embedding, TritonLinear]:
         """One tensor serves both."""

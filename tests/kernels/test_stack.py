@@ -1,0 +1,51 @@
+"""The layers in one call compute exactly what the decoder computes layer by layer: it calls the same kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.params import SamplingParams
+from quire.models.cpu_ops import has_panels
+from quire.models.decoder import Decoder
+from tests.engines import drain, make_engine
+from tests.tiny_models import tiny_shape
+
+pytestmark = pytest.mark.skipif(not has_panels(torch.bfloat16), reason="this CPU has no bf16 dot products")
+
+PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
+
+
+def answers(shape: Any, stacked: bool) -> list[tuple[list[int], list[float]]]:
+    engine = make_engine(shape, **{"model.dtype": "bfloat16", "scheduler.token_budget": 128})
+    model = engine.model
+    assert isinstance(model, Decoder) and model._stack is not None
+    if not stacked:
+        model._stack = None
+    for index, length in enumerate((1, 63, 64, 65, 200)):
+        engine.add(str(index), None, [(7 * at + index) % 250 for at in range(length)], PARAMS)
+    outputs = [output.outputs[0] for output in drain(engine).values()]
+    return [
+        (
+            each.token_ids,
+            [place[token].logprob for place, token in zip(each.logprobs or [], each.token_ids, strict=True)],
+        )
+        for each in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {"o_bias": True, "mlp_bias": True, "tied_embeddings": False}),
+        ("mistral", {"sliding_window": 70}),
+    ],
+)
+def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, Any]) -> None:
+    shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40, **changes)
+    assert answers(shape, stacked=True) == answers(shape, stacked=False)
