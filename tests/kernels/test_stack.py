@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.engine.params import SamplingParams
+from quire.kernels import runtime
 from quire.models.cpu_ops import has_panels
 from quire.models.decoder import Decoder
 from tests.engines import drain, make_engine
@@ -34,6 +35,20 @@ def answers(shape: Any, stacked: bool) -> list[tuple[list[int], list[float]]]:
         )
         for each in outputs
     ]
+
+
+def test_any_number_of_threads_computes_the_same() -> None:
+    """More than there are cores, too: whoever waits for another gives its core away."""
+    shape = tiny_shape("llama", head_dim=16, hidden_size=48, ffn_size=40)
+    threads = runtime.num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 5):
+            runtime.set_num_threads(count)
+            found.append(answers(shape, stacked=True))
+    finally:
+        runtime.set_num_threads(threads)
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize(

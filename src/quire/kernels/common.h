@@ -152,48 +152,116 @@ inline vf silu(vf x) { return x / (1.0f + exp2(min(x * -1.4426950408889634f, spl
 
 // GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
 extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+extern int (*omp_team_size)();
 extern int num_threads;
 
-// Runs run(&task) on up to `pieces` threads of the pool.
-inline void on_pool(void (*run)(void*), void* task, int64_t pieces) {
-    if (gomp_parallel == nullptr || num_threads == 1 || pieces <= 1) run(task);
-    else gomp_parallel(run, task, static_cast<unsigned>(pieces < num_threads ? pieces : num_threads), 0);
+// Threads that run the same code side by side and share its loops: a whole stack of layers in one parallel region. Entering and leaving one
+// costs a microsecond or two, and a decode step has more than two hundred loops.
+struct Team {
+    int size;
+    alignas(64) int arrived;
+    alignas(64) int phase;
+    alignas(64) int64_t taken[64];   // items of each loop handed out beyond every member's first; used in turn
+
+    // Until all have come. Whoever comes last clears the counter that is two loops ahead: no one can be there yet, and no one is where it was.
+    void wait(int64_t loop) {
+        const int now = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
+        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
+            taken[(loop + 2) % 64] = 0;
+            arrived = 0;
+            __atomic_store_n(&phase, now + 1, __ATOMIC_RELEASE);
+            return;
+        }
+        for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
+    }
+    static void rest(int spins);
+};
+
+// The calling thread's place in a team, if it is in one, and how many loops it has begun there.
+struct Member {
+    Team* team;
+    int id;
+    int64_t loop;
+};
+extern thread_local Member member;
+
+// Runs work() on every thread of a team; loops inside it are shared.
+template <class Work>
+inline void run_team(const Work& work) {
+    struct Task {
+        const Work* work;
+        Team team;
+        int joined;
+    } task{&work, {}, 0};
+    if (gomp_parallel == nullptr || omp_team_size == nullptr || num_threads == 1) return work();
+    gomp_parallel([](void* p) {
+        Task& t = *static_cast<Task*>(p);
+        const int id = __atomic_fetch_add(&t.joined, 1, __ATOMIC_RELAXED);
+        // Every member finds the same size; the runtime may have given fewer threads than were asked for.
+        __atomic_store_n(&t.team.size, omp_team_size(), __ATOMIC_RELAXED);
+        member = {&t.team, id, 0};
+        (*t.work)();
+        member = {};
+    }, &task, static_cast<unsigned>(num_threads), 0);
 }
 
-// Runs body(i) for every i in [0, count) on the pool, handing out `grain` items at a time.
+// Hands out the items 0, ..., count - 1 of one loop to the calling thread and those beside it: next() gives one, or a number past the end.
+struct Items {
+    int64_t* taken;
+    int64_t first, step;
+    bool begun;
+    int64_t next() {
+        if (!begun) {
+            begun = true;
+            if (step) return first;
+        }
+        return step + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    }
+};
+
+// Runs share(items) on the pool, or on the team the thread is in; each takes items until there are no more.
+template <class Share>
+inline void share_items(int64_t count, const Share& share) {
+    if (Team* team = member.team) {
+        const int64_t loop = member.loop++;
+        share(Items{&team->taken[loop % 64], member.id, team->size, false});
+        team->wait(loop);
+        return;
+    }
+    struct Task {
+        const Share* share;
+        int64_t taken;
+    } task{&share, 0};
+    const auto run = [](void* p) {
+        Task& t = *static_cast<Task*>(p);
+        (*t.share)(Items{&t.taken, 0, 0, false});
+    };
+    if (gomp_parallel == nullptr || num_threads == 1 || count <= 1) run(&task);
+    else gomp_parallel(run, &task, static_cast<unsigned>(count < num_threads ? count : num_threads), 0);
+}
+
+// Runs body(i) for every i in [0, count), handing out `grain` items at a time.
 template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
-    struct Task {
-        const Body* body;
-        int64_t count, grain, next;
-    } task{&body, count, grain, 0};
-    on_pool([](void* p) {
-        Task& t = *static_cast<Task*>(p);
-        for (;;) {
-            const int64_t begin = __atomic_fetch_add(&t.next, t.grain, __ATOMIC_RELAXED);
-            if (begin >= t.count) return;
-            const int64_t end = begin + t.grain < t.count ? begin + t.grain : t.count;
-            for (int64_t i = begin; i < end; i++) (*t.body)(i);
+    const int64_t blocks = (count + grain - 1) / grain;
+    share_items(blocks, [&](Items items) {
+        for (int64_t block; (block = items.next()) < blocks;) {
+            const int64_t end = (block + 1) * grain < count ? (block + 1) * grain : count;
+            for (int64_t i = block * grain; i < end; i++) body(i);
         }
-    }, &task, (count + grain - 1) / grain);
+    });
 }
 
-// Runs body(i, then) for every i in [0, count) on the pool; `then` is the item the same thread does next, or -1.
+// Runs body(i, then) for every i in [0, count); `then` is the item the same thread does next, or -1.
 template <class Body>
 inline void parallel_pairs(int64_t count, const Body& body) {
-    struct Task {
-        const Body* body;
-        int64_t count, next;
-    } task{&body, count, 0};
-    on_pool([](void* p) {
-        Task& t = *static_cast<Task*>(p);
-        int64_t i = __atomic_fetch_add(&t.next, 1, __ATOMIC_RELAXED);
-        while (i < t.count) {
-            const int64_t then = __atomic_fetch_add(&t.next, 1, __ATOMIC_RELAXED);
-            (*t.body)(i, then < t.count ? then : -1);
+    share_items(count, [&](Items items) {
+        for (int64_t i = items.next(); i < count;) {
+            const int64_t then = items.next();
+            body(i, then < count ? then : -1);
             i = then;
         }
-    }, &task, count);
+    });
 }
 
 // A buffer of the calling thread that only grows, 64-byte aligned. Holds one kernel's scratch at a time.

@@ -4,6 +4,8 @@
 //     gated:     y = silu(gate) * up
 //
 // Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py holds the two together.
+#include <sched.h>
+
 #include <cstdlib>
 
 #include "common.h"
@@ -11,7 +13,17 @@
 namespace quire {
 
 void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+int (*omp_team_size)() = nullptr;
 int num_threads = 1;
+thread_local Member member{};
+
+void Team::rest(int spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    // On a busy machine the thread waited for may need this core.
+    if (spins >= 1000) sched_yield();
+}
 
 void* thread_scratch(size_t bytes) {
     struct Owner {
@@ -137,8 +149,9 @@ void argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_
 
 using namespace quire;
 
-// parallel: address of GOMP_parallel, or null for one thread.
-QUIRE_API void quire_threads(void* parallel, int count) {
+// parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.
+QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {
+    omp_team_size = reinterpret_cast<int (*)()>(team_size);
     gomp_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
     num_threads = count;
 }

@@ -7,7 +7,7 @@
 // A decode step is bound by these bytes, and by what each call costs besides: a panel is one contiguous stream, and a call is one loop over
 // panels. Many rows reuse a panel from the first-level cache, BLOCK_STEPS pairs at a time. Defined by models.layers.TorchOps;
 // tests/kernels/test_elementwise.py holds the two together.
-#include "common.h"
+#include "linear.h"
 #include "product.h"
 
 namespace quire {
@@ -28,6 +28,8 @@ struct Product {
     int64_t rows, N, K;            // N: outputs, of a gated product as many as it has gates
     bool gated;
     bf16* out;
+    const uint32_t* next;          // panels of the product after this one, or null, and the pairs in each
+    int64_t next_panel;
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
@@ -48,8 +50,8 @@ void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const u
         // One pass: the stream itself, a page ahead of its use. Several: the next block, while this one is reused.
         const auto* here = reinterpret_cast<const uint8_t*>(columns + k * PANEL);
         const auto* after = k + deep < steps ? here + static_cast<int64_t>(deep) * PANEL * 4 : reinterpret_cast<const uint8_t*>(next);
-        Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1, height > 4 * MR};
-        if (height <= MR) ahead = {here + 4096, here + static_cast<int64_t>(deep) * PANEL * 4, 2};
+        Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1, nullptr, height > 4 * MR};
+        if (height <= MR) ahead = {here + Prefetcher::LEAD, here + static_cast<int64_t>(deep) * PANEL * 4, 2, after};
         const uint32_t *a = p.x + at * p.lda + k, *b = columns + k * PANEL;
         const float* alpha = k ? ones : nullptr;
         const bool last = k + deep == steps && whole;
@@ -82,12 +84,24 @@ void linear(const Product& p) {
         const int64_t at = i / panels * height;
         if (at >= p.rows) return;
         panel_rows(p, at, static_cast<int>(p.rows - at < height ? p.rows - at : height), i % panels,
-                   then < 0 ? nullptr : p.packed + then % panels * steps * PANEL);
+                   then >= 0 ? p.packed + then % panels * steps * PANEL : p.next ? p.next + member.id * p.next_panel : nullptr);
     });
 }
 #endif
 
 }  // namespace
+
+void multiply(const Matrix& m, bool gated, const void* x, int64_t x_stride, int64_t rows, void* out, const Matrix* next) {
+#if defined(__AVX512BF16__)
+    linear({static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(m.packed), static_cast<const bf16*>(m.bias),
+            rows, m.outputs, m.inputs, gated, static_cast<bf16*>(out), next ? static_cast<const uint32_t*>(next->packed) : nullptr,
+            next ? next->inputs / 2 * PANEL : 0});
+#else
+    (void)m, (void)gated, (void)x, (void)x_stride, (void)rows, (void)out, (void)next;
+    __builtin_trap();
+#endif
+}
+
 }  // namespace quire
 
 using namespace quire;
@@ -128,11 +142,5 @@ QUIRE_API void quire_packed_rows(const void* packed, int64_t K, const int64_t* t
 // x bf16 [rows, K], rows x_stride elements apart, an even number; bias bf16 [N], gated [2 N], or null; out bf16 [rows, N]
 QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, const void* bias, int64_t N, int64_t K, int gated,
                             void* out) {
-#if defined(__AVX512BF16__)
-    linear({static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(packed), static_cast<const bf16*>(bias), rows,
-            N, K, gated != 0, static_cast<bf16*>(out)});
-#else
-    (void)x, (void)x_stride, (void)rows, (void)packed, (void)bias, (void)N, (void)K, (void)gated, (void)out;
-    __builtin_trap();
-#endif
+    multiply({packed, bias, N, K}, gated != 0, x, x_stride, rows, out);
 }

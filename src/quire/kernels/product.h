@@ -39,9 +39,12 @@ struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
     int pace = 2;                 // lines at every step of a product
+    const uint8_t* then = nullptr;  // what is read afterwards: its first LEAD bytes follow
     bool rows = false;            // also the rows of the next register block: a dozen streams are more than the hardware follows
+    static constexpr int LEAD = 4096;
     void step(int lines) {
         for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 3);
+        if (at >= end && then) at = then, end = then + LEAD, then = nullptr;
     }
 };
 

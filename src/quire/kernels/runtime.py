@@ -7,6 +7,7 @@ import functools
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ DTYPE_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 """What the kernels call each dtype, of tensors and of dense pages; `common.h` has the same numbers."""
 
 SIGNATURES: dict[str, list[type]] = {
-    "quire_threads": [_PTR, _I32],
+    "quire_threads": [_PTR, _PTR, _I32],
     "quire_stack": [_PTR, _I64, _F32, _PTR, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
@@ -38,7 +39,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.quire_plan_bytes.restype = library.quire_has_linear.restype = _I64
-    library.quire_threads(_gomp_parallel(), num_threads())
+    library.quire_threads(*_openmp(), num_threads())
     return library
 
 
@@ -56,21 +57,23 @@ def num_threads() -> int:
 def set_num_threads(count: int) -> None:
     """Sets torch's and the kernels' thread count together."""
     torch.set_num_threads(count)
-    kernels().quire_threads(_gomp_parallel(), count)
+    kernels().quire_threads(*_openmp(), count)
 
 
 @functools.cache
-def _gomp_parallel() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime torch loaded, or None, logged once: then the kernels run on the
-    calling thread.
+def _openmp() -> tuple[int | None, int | None]:
+    """Addresses of GOMP_parallel and omp_get_num_threads in the OpenMP runtime torch loaded, or None, logged once: then
+    the kernels run on the calling thread.
     """
     torch.get_num_threads()
     maps = Path("/proc/self/maps")
     paths = sorted(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps.read_text()))) if maps.exists() else []
     inside_torch = str(Path(torch.__file__).parent)
     for path in sorted(paths, key=lambda path: not path.startswith(inside_torch)):
-        symbol = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if symbol is not None:
-            return ctypes.cast(symbol, ctypes.c_void_p).value
+        library = ctypes.CDLL(path)
+        symbols: list[Any] = [getattr(library, name, None) for name in ("GOMP_parallel", "omp_get_num_threads")]
+        if None not in symbols:
+            parallel, team_size = (ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols)
+            return parallel, team_size
     log.warning("no OpenMP runtime found in torch's process: the CPU kernels use one thread")
-    return None
+    return None, None
