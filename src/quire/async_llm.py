@@ -223,7 +223,7 @@ class AsyncLLM(Face):
                 if outputs:
                     self._post([(output.request_id, output) for output in outputs])
         except _Stopped:
-            return
+            self._loaded = None
         except BaseException as error:
             log.exception("the engine stopped")
             self._failure = str(error) or type(error).__name__  # not the error: its traceback holds the engine

@@ -113,7 +113,7 @@ class LLM(Face):
         config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
         self._loaded: Loaded | None = load_engine(model, config)
         self._ids = itertools.count()
-        self._turn = threading.Lock()
+        self._turn = _Turn()
 
     @property
     def _parts(self) -> Loaded:
@@ -158,7 +158,7 @@ class LLM(Face):
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         texts = [
-            self.tokenizer.chat(conversation, add_generation_prompt, **(chat_template_kwargs or {}))
+            self.tokenizer.chat(conversation, add_generation_prompt, chat_template_kwargs)
             for conversation in conversations
         ]
         items: list[Prompt] = [{"prompt_token_ids": self.tokenizer.encode(text, add_special=False)} for text in texts]
@@ -261,7 +261,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise RequestError(f"prompts are texts or lists of token ids, not {type(prompts).__name__}", "prompt")
     items = list(_unwrapped(prompts))
     if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
@@ -277,6 +277,26 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return list(params)
+
+
+class _Turn:
+    """A lock for calls from several threads. A call from within a call, as a signal handler may make one, would never
+    end: it is refused.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise QuireError("this LLM is at work in this very thread; call it when that is done")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = None
+        self._lock.release()
 
 
 class _Progress:

@@ -53,6 +53,7 @@ def test_gated_equals_torch(rows: int, width: int, dtype: torch.dtype) -> None:
 
 def test_gated_is_zero_and_finite_for_huge_gates() -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, -1e30] * 4 + [2.0] * 32])
+    assert (CpuOps().gated(torch.tensor([[-1e38] * 32 + [1.0] * 32])) == 0).all()
     got = CpuOps().gated(gate_up)
     torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
 
@@ -125,3 +126,13 @@ def test_one_thread_computes_what_two_do() -> None:
 
 def test_the_kernels_run_on_torch_s_own_threads() -> None:
     assert None not in runtime._openmp()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
+    ops, x, weight = CpuOps(), torch.empty(0, 64, dtype=dtype), random(64, 64, dtype=dtype)
+    embedding, head = ops.tied(weight)
+    assert ops.norm(x, weight[0], 1e-6).shape == (0, 64)
+    assert ops.gated(x).shape == (0, 32)
+    assert head(x).shape == ops.linear(weight, None)(x).shape == (0, 64)
+    assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 64)

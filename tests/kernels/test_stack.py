@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +52,29 @@ def test_any_number_of_threads_computes_the_same() -> None:
     finally:
         runtime.set_num_threads(threads)
     assert all(each == found[0] for each in found)
+
+
+def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
+    """As when another engine is built: what a team shares may not depend on the count any more."""
+    shape = tiny_shape("llama", head_dim=16, hidden_size=512, ffn_size=40)
+    expected = answers(shape, stacked=True)
+    threads, done = runtime.num_threads(), threading.Event()
+
+    def change() -> None:
+        for number in itertools.count():
+            if done.is_set():
+                return
+            runtime.kernels().quire_threads(*runtime._openmp(), 2 + number % 3)
+            time.sleep(0.0003)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        assert [answers(shape, stacked=True) for _ in range(5)] == [expected] * 5
+    finally:
+        done.set()
+        changing.join()
+        runtime.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

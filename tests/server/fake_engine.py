@@ -45,12 +45,12 @@ class ByteTokenizer:
             plain.clear()
         return text
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, variables: dict[str, Any] | None = None) -> str:
         for before, after in itertools.pairwise(messages):
             if before["role"] == after["role"]:
                 raise RequestError("the chat template refuses these messages: roles must alternate", "messages")
         text = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
-        text += "".join(f"{name}={value}\n" for name, value in variables.items())
+        text += "".join(f"{name}={value}\n" for name, value in (variables or {}).items())
         return text + "assistant:" * add_generation_prompt
 
 

@@ -40,7 +40,7 @@ async def test_the_template_reads_what_it_is_given():
     async with client() as http:
         counts = [(await http.post("/tokenize", json=CHAT | each)).json()["count"] for each in (extra, {})]
         assert counts[0] - counts[1] == len("enable_thinking=False\n")
-        for wrong in ({"messages": []}, {"self": 1}, [], "x"):
+        for wrong in ([], "x", 1):
             refused = await http.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": wrong})
             assert refused.status_code == 400 and error_of(refused)["param"] == "chat_template_kwargs"
 

@@ -82,6 +82,7 @@ def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:
 
 def test_what_is_no_prompt_message_or_parameter_is_named(llm: LLM) -> None:
     for call, name in [
+        (lambda: llm.generate(b"hi"), "prompts are texts"),  # type: ignore[arg-type]
         (lambda: llm.generate(None), "prompts are texts"),  # type: ignore[arg-type]
         (lambda: llm.generate(["a", "b"], {"max_tokens": 3}), "is a SamplingParams, or a list"),  # type: ignore[arg-type]
         (lambda: llm.chat([]), "at least one"),
@@ -133,8 +134,11 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     (output,) = llm.chat(messages, GREEDY)
     assert output.prompt == llm.tokenizer.chat(messages)
     assert len(llm.chat([messages, messages], GREEDY)) == 2
-    (other,) = llm.chat(messages, GREEDY, chat_template_kwargs={"bos_token": "<other>"})
-    assert other.prompt == llm.tokenizer.chat(messages, bos_token="<other>")
+    (other,) = llm.chat(messages, GREEDY, chat_template_kwargs={"enable_thinking": False})
+    assert other.prompt == llm.tokenizer.chat(messages, variables={"enable_thinking": False})
+    for name in ("messages", "chat_template", "bos_token"):
+        with pytest.raises(RequestError, match=name):
+            llm.chat(messages, GREEDY, chat_template_kwargs={name: "x"})
 
 
 def test_stats_count_what_happened_and_bytes_add_up(folder: Path) -> None:
@@ -227,3 +231,17 @@ def test_matrices_the_four_bit_product_cannot_take_are_dequantized_aloud(
         "model.weights native: 1 of 15 matrices are dequantized, head.weight first: they are not stored as Q4_0 or"
         " Q4_1, or their outputs are no multiple of 16"
     ]
+
+
+def test_a_call_from_within_a_call_is_refused(folder: Path) -> None:
+    """As a signal handler makes one: waiting for its own thread would never end."""
+    with LLM(str(folder), OPTIONS) as llm:
+        step = llm.engine.step
+
+        def interrupted() -> object:
+            with pytest.raises(QuireError, match="this very thread"):
+                llm.close()
+            return step()
+
+        llm.engine.step = interrupted
+        assert tokens(llm.generate("abc", GREEDY)) == tokens(llm.generate("abc", GREEDY))

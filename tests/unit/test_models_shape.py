@@ -145,6 +145,7 @@ def test_rope_parameters_are_the_newer_form_of_rope_scaling() -> None:
 def test_end_of_text_ids_come_from_both_files_without_repetition() -> None:
     assert shape_of(generation={"eos_token_id": [9, 7]}).eos_token_ids == (9, 7)
     assert shape_of().eos_token_ids == (7,) and shape_of(eos_token_id=None).eos_token_ids == ()
+    assert shape_of(eos_token_id=-1).eos_token_ids == (), "as some files write none"
 
 
 def test_windows() -> None:
@@ -195,7 +196,7 @@ def test_windows() -> None:
         *(
             ({key: value}, f"config.json: setting {key} is .*; it must be a token id or a list of them")
             for key in ("eos_token_id", "bos_token_id")
-            for value in ("x", {}, {"a": 1}, True, 1.5, -1, [None], ["x"], [[1]])
+            for value in ("x", {}, {"a": 1}, True, 1.5, -2, [None], ["x"], [[1]])
         ),
         *(
             ({key: value}, f"config.json: setting {key} is {value}; it must be finite")
@@ -301,7 +302,7 @@ def test_a_frequency_factor_that_cannot_divide_is_refused(factor: float) -> None
         *(
             ({f"tokenizer.ggml.{name}_token_id": value}, f"setting tokenizer.ggml.{name}_token_id is")
             for name in ("bos", "eos", "eot")
-            for value in ("x", 1.5, True, -1, ["x"])
+            for value in ("x", 1.5, True, -2, ["x"])
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_templates_render_as_in_transformers(name: str, variables: dict[str, Any
     expected, _ = render_jinja_template(
         [MESSAGES], chat_template=TEMPLATES[name], add_generation_prompt=True, **given, **tokens
     )
-    assert ChatTemplate(TEMPLATES[name], tokens).render(MESSAGES, **variables) == expected[0]
+    assert ChatTemplate(TEMPLATES[name], tokens).render(MESSAGES, variables=variables) == expected[0]
 
 
 def test_the_embedded_models_prompt() -> None:

@@ -151,7 +151,7 @@ def test_bos_and_eos_are_added_when_the_file_says_so(add_bos: bool | None, add_e
                 ("token_type", (5, "x", ["x"], [True]), "a list of numbers"),
                 ("pre", (5, ["default"]), "text"),
                 ("model", (5, ["gpt2"]), "text"),
-                ("bos_token_id", ("x", 1.5, -1), "a token id or a list of them"),
+                ("bos_token_id", ("x", 1.5, -2), "a token id or a list of them"),
                 ("add_bos_token", ("x", 2), "true or false"),
             )
             for value in values

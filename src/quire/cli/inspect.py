@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_engine_arguments(parser)
     parser.add_argument(
         "--length",
-        type=_length,
+        type=shared.count,
         nargs="+",
         default=[512, 2048, 8192],
         metavar="N",
@@ -35,26 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def _length(text: str) -> int:
-    length = int(text)
-    if length < 1:
-        raise ValueError(text)
-    return length
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the sizes."""
     if shared.printed_config(args):
         return 0
-    from quire.engine.build import resolve, stored_bytes
+    from quire.engine.build import resolve
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
     given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
-    path = resolve_model(args.model)
-    with open_model(path) as checkpoint:
+    with open_model(resolve_model(args.model)) as checkpoint:
         shape = checkpoint.shape
-    config, sizes = resolve(given, shape, stored_bytes(path))
+        config, sizes = resolve(given, shape, checkpoint)
     lengths = sorted({length for length in args.length if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
         print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))

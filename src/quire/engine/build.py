@@ -8,10 +8,8 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +24,19 @@ from quire.cache.sizes import Sizes, sizes
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
 from quire.engine.engine import Decode, Engine
+from quire.engine.machine import available_memory, usable_cores
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
 from quire.models.layers import Ops, torch_dtype
-from quire.models.loading import FourBit
+from quire.models.loading import FourBit, native_bytes
 from quire.models.plan import Model
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
-from quire.models.weights import open_model
+from quire.models.weights import Checkpoint, open_model
 from quire.tiers.mover import Mover
 from quire.tiers.tier import ArenaTier
 
@@ -69,22 +68,12 @@ class Loaded:
     model_name: str
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes free on the device now."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return (
-        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if not Path("/proc/meminfo").exists()
-        else _meminfo_available()
-    )
-
-
-def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = None) -> tuple[EngineConfig, Sizes]:
+def resolve(
+    config: EngineConfig, shape: ModelShape, checkpoint: Checkpoint | None = None
+) -> tuple[EngineConfig, Sizes]:
     """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be.
 
-    native_bytes  bytes of the checkpoint's files: what model.weights native holds, to within the embedding
+    checkpoint  where the weights come from: what model.weights native holds depends on how they are stored
     """
     device_type = config.runtime.device
     if device_type == "auto":
@@ -112,13 +101,13 @@ def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = 
     context = config.model.max_context or shape.max_context
     max_running = config.scheduler.max_running
     weight_bytes = shape.weight_bytes(dtype)
+    if config.model.weights == "native" and checkpoint is not None:
+        weight_bytes = native_bytes(checkpoint, torch_dtype(dtype))
     if backend == "cpu" and shape.tied_embeddings:
         from quire.models.cpu_ops import packs_apart
 
         if packs_apart(torch_dtype(dtype)):
             weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
-    if config.model.weights == "native" and native_bytes is not None:
-        weight_bytes = native_bytes
     available = available_memory(device)
     wanted = config.cache.memory
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
@@ -152,7 +141,7 @@ def resolve(config: EngineConfig, shape: ModelShape, native_bytes: int | None = 
         )
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
     check_budget(budget, max_running)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if (config.runtime.threads or 0) > cores:
         log.warning("runtime.threads is %d and this process may use %d cores", config.runtime.threads, cores)
     resolved = dataclasses.replace(
@@ -176,7 +165,7 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
-        resolved, fits = resolve(config, checkpoint.shape, stored_bytes(path))
+        resolved, fits = resolve(config, checkpoint.shape, checkpoint)
         if not fits.fit_the_machine:
             raise ConfigError(fits.fails_first)
         device = torch.device(resolved.runtime.device)
@@ -248,12 +237,6 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
     )
 
 
-def stored_bytes(path: Path) -> int:
-    """Bytes of a model's weight files."""
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
-
-
 def _ops(config: EngineConfig) -> Ops:
     if config.attention.backend == "cpu":
         from quire.models.cpu_ops import CpuOps
@@ -305,10 +288,3 @@ def _attention(config: EngineConfig, spec: AttentionSpec) -> AttentionBackend:
 
         return TritonAttention(spec)
     return ReferenceAttention(spec)
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable; set cache.memory to a number of bytes")

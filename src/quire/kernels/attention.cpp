@@ -431,7 +431,7 @@ template <class Math, class T>
 void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
     const int H = plan.H;
     if (!plan.decode) {
-        const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + num_threads - 1) / num_threads;
+        const int64_t grain = plan.num_rows < 32 ? plan.num_rows : (plan.num_rows + sharing_threads() - 1) / sharing_threads();
         parallel_for(plan.num_rows, grain, [&](int64_t row) {
             for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
         });

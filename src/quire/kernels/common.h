@@ -147,8 +147,11 @@ inline vf exp2(vf x) {
 #endif
 }
 
-// x / (1 + exp(-x)); past 2^126 the divisor is infinite enough: the result is 0 in every format.
-inline vf silu(vf x) { return x / (1.0f + exp2(min(x * -1.4426950408889634f, splat(126.0f)))); }
+// x / (1 + exp(-x)), and 0 below -87, where it is less than 1.5e-36.
+inline vf silu(vf x) {
+    const vf y = x / (1.0f + exp2(x * -1.4426950408889634f));
+    return x < splat(-87.0f) ? splat(0.0f) : y;
+}
 
 // GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
 extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
@@ -219,9 +222,15 @@ struct Items {
     }
 };
 
+// Threads that share the loops of the calling thread: its team's, or as many as the pool may give.
+inline int sharing_threads() { return member.team ? member.team->size : num_threads; }
+
 // Runs share(items) on the pool, or on the team the thread is in; each takes items until there are no more.
+// In a team every member must come here with the same count: it may depend on the data and on sharing_threads(), never on num_threads, which another
+// engine may change meanwhile.
 template <class Share>
 inline void share_items(int64_t count, const Share& share) {
+    if (count <= 0) return;
     if (Team* team = member.team) {
         const int64_t loop = member.loop++;
         share(Items{&team->taken[loop % 64], member.id, team->size, false});
@@ -243,7 +252,7 @@ inline void share_items(int64_t count, const Share& share) {
 // Runs body(i) for every i in [0, count), handing out `grain` items at a time.
 template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
-    const int64_t blocks = (count + grain - 1) / grain;
+    const int64_t blocks = count > 0 ? (count + grain - 1) / grain : 0;
     share_items(blocks, [&](Items items) {
         for (int64_t block; (block = items.next()) < blocks;) {
             const int64_t end = (block + 1) * grain < count ? (block + 1) * grain : count;

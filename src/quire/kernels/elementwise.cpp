@@ -47,7 +47,7 @@ constexpr int64_t ELEMENTS_PER_THREAD = 8192;
 
 int64_t grain_for(int64_t rows, int64_t width) {
     if (rows * width < 2 * ELEMENTS_PER_THREAD) return rows;
-    const int64_t share = (rows + num_threads - 1) / num_threads;
+    const int64_t share = (rows + sharing_threads() - 1) / sharing_threads();
     return share > 0 ? share : 1;
 }
 

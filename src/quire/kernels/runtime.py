@@ -38,7 +38,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_plan_bytes.restype = library.quire_has_linear.restype = _I64
+    library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = library.quire_has_linear.restype = _I64
     library.quire_threads(*_openmp(), num_threads())
     return library
 

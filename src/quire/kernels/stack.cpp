@@ -32,6 +32,9 @@ struct StackRows {
 
 using namespace quire;
 
+// Bytes of the two structs, so that their Python mirrors can be checked against them.
+QUIRE_API int64_t quire_stack_bytes() { return sizeof(StackLayer) * 1000 + sizeof(StackRows); }
+
 QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float eps, Plan* plan, const StackRows* r, int64_t rows) {
     const int64_t H = plan->H, heads = H * plan->G, D = plan->D;
     const auto add_norm = [&](const void* weight, int64_t width) {

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 
+RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
+"""Names a caller cannot give a template: they come from elsewhere, or would promise what is not done."""
+
+
 class ChatTemplate:
     """A compiled template and the special tokens it may print."""
 
@@ -30,17 +34,22 @@ class ChatTemplate:
         self._template = _compile(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation.
 
         messages   role and content (and whatever else the template reads), oldest first
-        variables  further names the template may read: tools, documents, enable_thinking, ...
+        variables  further names the template may read: tools, documents, enable_thinking; none of RESERVED, no *_token
         Raises RequestError with the template's own message when it refuses the conversation.
         """
         from jinja2 import TemplateError
 
-        given = {name: _plain(value, name) for name, value in variables.items()}
+        given = {name: _plain(value, name) for name, value in (variables or {}).items()}
+        if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
+            raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be given", "chat_template_kwargs")
         try:
             return self._template.render(
                 {

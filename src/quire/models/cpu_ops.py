@@ -105,6 +105,7 @@ class PanelLinear:
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, as `functional.embedding`: index int64 [R], below N, -> [R, K]. Not of a gated one."""
+        assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
         out = torch.empty(len(index), self.shape[1], dtype=torch.bfloat16)
         runtime.kernels().quire_packed_rows(
             self.packed.data_ptr(), self.shape[1], index.data_ptr(), len(index), out.data_ptr()

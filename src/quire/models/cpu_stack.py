@@ -54,7 +54,11 @@ class PanelStack:
         self._rows = _Rows()
         self._capacity = 0
         self._scratch: list[torch.Tensor] = []
-        self._run = runtime.kernels().quire_stack
+        kernels = runtime.kernels()
+        assert ctypes.sizeof(_Layer) * 1000 + ctypes.sizeof(_Rows) == kernels.quire_stack_bytes(), (
+            "the kernels were built from another version of stack.cpp"
+        )
+        self._run = kernels.quire_stack
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, plan: int) -> torch.Tensor:
         """The last norm's output, in x: both bfloat16 [R, E], dense, and overwritten. plan: address of the C++ plan."""

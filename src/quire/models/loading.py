@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from quire.errors import ConfigError
 from quire.models.layers import Gated
+from quire.models.quants import GROUP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +24,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
+NOTHING_IN_FOUR_BITS = (
+    "model.weights is native, but this checkpoint holds no matrix in 4 bits (Q4_0 or Q4_1);"
+    " use model.weights dequantized"
+)
+
 FOUR_BIT_ROWS = 16
 """The 4-bit product takes outputs by so many; matrices of other sizes are dequantized."""
 
 FourBit = Callable[["QuantizedTensor", "Tensor | None"], "Linear"]
 """Packs a 4-bit matrix as it is stored, with its bias."""
+
+
+def native_bytes(weights: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of a checkpoint's tensors where its 4-bit matrices stay so, the embedding apart: it is read by rows.
+
+    Raises ConfigError if there are none.
+    """
+    shapes = weights.shape.tensor_shapes
+    kept = {
+        name
+        for name, size in shapes.items()
+        if name != "embed.weight" and weights.is_four_bit(name) and size[0] % FOUR_BIT_ROWS == 0
+    }
+    if not kept:
+        raise ConfigError(NOTHING_IN_FOUR_BITS)
+    total = 0
+    for name, size in shapes.items():
+        elements = math.prod(size)
+        # Codes, and a scale and an offset for each group of 32.
+        total += elements // 2 + elements // GROUP * 2 * dtype.itemsize if name in kept else elements * dtype.itemsize
+    return total
 
 
 class WeightSource:
@@ -88,10 +116,7 @@ class WeightSource:
         if self._four_bit is None:
             return
         if not self._kept:
-            raise ConfigError(
-                "model.weights is native, but this checkpoint holds no matrix in 4 bits (Q4_0 or Q4_1);"
-                " use model.weights dequantized"
-            )
+            raise ConfigError(NOTHING_IN_FOUR_BITS)
         if self._dequantized:
             log.warning(
                 "model.weights native: %d of %d matrices are dequantized, %s.weight first: they are not stored as Q4_0"

@@ -52,9 +52,14 @@ def dequantize(raw: Tensor, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     return out.view(stored.shape)
 
 
+def is_four_bit(stored: StoredTensor) -> bool:
+    """Whether a tensor is a Q4_0 or Q4_1 matrix."""
+    return stored.kind in ("Q4_0", "Q4_1") and len(stored.shape) == 2
+
+
 def four_bit(raw: Tensor, stored: StoredTensor) -> QuantizedTensor | None:
     """The codes of a Q4_0 or Q4_1 matrix without loss, or None for any other format."""
-    if stored.kind not in ("Q4_0", "Q4_1") or len(stored.shape) != 2:
+    if not is_four_bit(stored):
         return None
     blocks = raw.view(-1, stored.block_bytes)
     scales = _half(blocks, 0)

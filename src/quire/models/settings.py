@@ -70,13 +70,13 @@ class Settings:
         return self._list(key, {int, float}, "a list of numbers")
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """One token id or several; empty when absent."""
+        """One token id or several; empty when absent or -1, as some files write none."""
         value = self.values.get(key)
         found = value if isinstance(value, list | tuple) else () if value is None else (value,)
         for item in found:
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            if isinstance(item, bool) or not isinstance(item, int) or item < -1:
                 raise self._wrong(key, value, "a token id or a list of them")
-        return tuple(found)
+        return tuple(item for item in found if item >= 0)
 
     def table(self, key: str) -> Settings:
         """The settings inside a setting; none when absent."""

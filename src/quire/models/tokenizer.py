@@ -125,16 +125,22 @@ class Tokenizer:
         """Id of the token that is written like this in the vocabulary, e.g. "<|im_end|>"."""
         return self._pipeline.token_to_id(text)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt of a conversation; encode it with add_special=False, because templates write bos themselves.
 
+        variables  further names the template may read, such as enable_thinking
         Raises RequestError when the model has no chat template or the template refuses the messages.
         """
         if self._chat_template is None:
             raise RequestError(
                 "this model has no chat template; set model.chat_template or use plain completions", "messages"
             )
-        return self._chat_template.render(messages, add_generation_prompt, **variables)
+        return self._chat_template.render(messages, add_generation_prompt, variables)
 
 
 @one_line()

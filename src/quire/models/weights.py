@@ -18,7 +18,7 @@ from quire.errors import ModelError
 from quire.models.families import gguf_name, hf_name, shape_from_config, shape_from_gguf
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
-from quire.models.quants import QuantizedTensor, dequantize, four_bit
+from quire.models.quants import QuantizedTensor, dequantize, four_bit, is_four_bit
 from quire.models.settings import Settings, one_line
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class Checkpoint(ABC):
     def quantized(self, name: str) -> QuantizedTensor | None:
         """The exact 4-bit codes of a matrix the file stores in groups of 32, or None."""
         return None
+
+    def is_four_bit(self, name: str) -> bool:
+        """Whether `quantized` would give the matrix."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -106,7 +110,7 @@ class SafetensorsCheckpoint(Checkpoint):
             spare,
             folder,
         )
-        if not config.get("dtype") and not config.get("torch_dtype"):
+        if not {config.get("dtype"), config.get("torch_dtype")} - {None, "", "auto"}:
             # The settings do not say: the dtype of the embedding speaks for the rest.
             embed = self._names["embed.weight"]
             self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self._files[embed].dtypes[embed]])
@@ -186,6 +190,10 @@ class GgufCheckpoint(Checkpoint):
         found = self._in_order(name, dequantize(self._file.bytes_of(stored), stored, dtype))
         self._file.forget(stored)
         return found
+
+    def is_four_bit(self, name: str) -> bool:
+        """See Checkpoint.is_four_bit."""
+        return is_four_bit(self._file.header.tensors[self._names[name]])
 
     def quantized(self, name: str) -> QuantizedTensor | None:
         """See Checkpoint.quantized."""

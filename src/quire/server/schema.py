@@ -24,7 +24,6 @@ from quire.engine.params import (
 from quire.server.errors import bad_request
 
 INT64 = 2**63 - 1
-RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "self"})
 
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -74,8 +73,8 @@ def _stops(value: Any) -> list[str] | None:
 def _template_variables(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    if not isinstance(value, dict) or RESERVED_VARIABLES & value.keys():
-        raise ValueError(f"Must be an object without the names {', '.join(sorted(RESERVED_VARIABLES))}")
+    if not isinstance(value, dict):
+        raise ValueError("Must be an object")
     return value
 
 

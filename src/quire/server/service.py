@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,8 @@ class Service:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self._long_texts = asyncio.Lock()
+        # One at a time: each may keep a core and some memory busy.
+        self._long_texts = ThreadPoolExecutor(1, "quire-encode")
 
     def entered(self) -> None:
         """A request came in."""
@@ -147,9 +149,7 @@ class Service:
 
         if sum(map(len, texts)) <= LONG_TEXT:
             return run()
-        # One at a time: each may keep a core and some memory busy.
-        async with self._long_texts:
-            return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._long_texts, run)
 
     def check_fits(self, text: str, param: str) -> None:
         """Raises 400, without encoding it, for a text far too long for the context."""
@@ -174,7 +174,7 @@ class Service:
         RequestError if it refuses them.
         """
         rendered = [message.for_template() for message in messages]
-        text = self.engine.tokenizer.chat(rendered, add_generation_prompt, **(variables or {}))
+        text = self.engine.tokenizer.chat(rendered, add_generation_prompt, variables)
         self.check_fits(text, "messages")
         return await self.encode(text, add_special=False)
 
