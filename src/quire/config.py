@@ -121,7 +121,7 @@ class ServeConfig(Group):
     allow_public: bool = False
     """Listen on an address other machines can reach although no API key is set."""
     max_request_bytes: Bytes = 8 * 2**20
-    """Largest request body; a larger one is answered 413."""
+    """Largest request body, at least 1KB; a larger one is answered 413."""
     max_output_tokens: Count | None = None
     """Most tokens one request may ask for. auto: what the context leaves."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
@@ -131,6 +131,8 @@ class ServeConfig(Group):
         super().__post_init__()
         if self.port > 65535:
             raise ConfigError(f"serve.port is {self.port}; it must be at most 65535")
+        if self.max_request_bytes < 1000:
+            raise ConfigError(f"serve.max_request_bytes is {self.max_request_bytes}; it must be at least 1KB")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> ServeConfig:

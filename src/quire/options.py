@@ -154,7 +154,11 @@ def collect(
     mine = [setting.key for group in groups for setting in settings_of(group)]
     everyone = [setting.key for group in file_groups for setting in settings_of(group)]
     in_file = read_toml(file) if file is not None else {}
+    sections = [group.key for group in file_groups]
     for key in in_file:
+        section, dot, _ = key.partition(".")
+        if dot and section not in sections:
+            raise ConfigError(f"unknown section [{section}] in {file}; did you mean [{_likely(section, sections)}]?")
         if key not in everyone:
             raise ConfigError(f"unknown setting {key!r} in {file}; {nearest(key, everyone)}")
     for key in options:
@@ -190,12 +194,15 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def nearest(key: str, valid: Iterable[str]) -> str:
     """A hint for somebody who mistyped a key: `did you mean cache.memory?`."""
+    return f"did you mean {_likely(key, valid)}?"
 
+
+def _likely(key: str, valid: Iterable[str]) -> str:
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
         return max(whole, difflib.SequenceMatcher(None, key.rpartition(".")[2], candidate.rpartition(".")[2]).ratio())
 
-    return f"did you mean {max(valid, key=likeness)}?"
+    return max(valid, key=likeness)
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: Sequence[type[Group]]) -> None:

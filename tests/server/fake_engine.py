@@ -45,7 +45,12 @@ class ByteTokenizer:
             plain.clear()
         return text
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, variables: dict[str, Any] | None = None) -> str:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
         for before, after in itertools.pairwise(messages):
             if before["role"] == after["role"]:
                 raise RequestError("the chat template refuses these messages: roles must alternate", "messages")

@@ -82,6 +82,20 @@ def test_version(capsys):
         (["serve", "smollm2", "--cache.memry", "1GiB"], "--cache.memory"),
         (["generate", "smollm2", "--temprature=1"], "--temperature"),
         (["serve", "smollm2", "--por", "1"], "--port"),
+        (
+            ["serve", "smollm2", "--temperature", "0"],
+            "there is no --temperature here; quire chat and quire generate have",
+        ),
+        (
+            ["generate", "smollm2", "text", "--port", "1"],
+            "there is no --port here; quire serve has it (see quire generate",
+        ),
+        (["serve", "smollm2", "--temprature", "0"], "quire serve: unknown flag --temprature; did you mean --"),
+        (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
+        (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),
+        (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; a text that begins with - goes behind --"),
+        (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
+        (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latency", "smollm2"], "latency"),
     ],
 )
@@ -101,6 +115,15 @@ def test_wrong_words_are_one_line(words, said, capsys):
         (["serve", "smollm2", "--host", "0.0.0.0"], "allow_public"),
         (["serve", "smollm2", "--api-key-file", "/nowhere"], "api_key_file"),
         (["inspect", "/no/such/model"], "/no/such/model"),
+        (["serve", "smollm2", "--max-request-bytes", "0"], "serve.max_request_bytes is 0; it must be at least"),
+        (["inspect", "~nosuchuser/x"], "~nosuchuser/x"),
+        (["inspect", "x" * 5000], "File name too long"),
+        (["inspect", "smolm2"], "did you mean smollm2?"),
+        (["pull", "SmolLM2"], "did you mean smollm2?"),
+        (["generate", "smollm2", "text", "--output", "a"], "--output is for the answers to --input"),
+        (["generate", "smollm2", "text", "--max-tokens", "-1"], "--max-tokens is -1; it must be at least 0"),
+        (["bench", "throughput", "smollm2", "--json", "/"], "cannot write /"),
+        (["bench", "throughput", "smollm2", "--json", "/no/such/x"], "cannot write /no/such/x"),
         (["generate", "smollm2"], "--input"),
         (["generate", "smollm2", "text", "--input", "a"], "PROMPT"),
         (["generate", "smollm2", "--input", "/nowhere.jsonl", "--output", "/tmp/never.jsonl"], "/nowhere.jsonl"),
@@ -116,6 +139,58 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, capsys):
     out, error = capsys.readouterr()
     assert not out
     assert error.startswith("quire: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "", "-", "- one", "two words"])
+def test_the_prompt_may_stand_behind_flags(prompt):
+    parser = build_parser()
+    flags = ["--max-tokens", "5", "--cache.memory", "1GiB", "--chat"]
+    for place in range(0, 5, 2):
+        args = parser.parse_args(["generate", "smollm2", *flags[:place], prompt, *flags[place:]])
+        assert (args.model, args.prompt, args.max_tokens, args.chat) == ("smollm2", prompt, 5, True)
+    assert parser.parse_args(["generate", *flags, "smollm2", prompt]).prompt == prompt
+    assert parser.parse_args(["generate", "smollm2", *flags]).prompt is None
+
+
+@pytest.mark.parametrize("flags", [[], ["--max-tokens", "5"]])
+def test_a_prompt_behind_two_dashes_may_look_like_a_flag(flags):
+    assert build_parser().parse_args(["generate", "smollm2", *flags, "--", "--no-flag"]).prompt == "--no-flag"
+
+
+def test_help_says_what_no_limit_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "0: as many as the context holds" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("LocalEntryNotFoundError", "it cannot be reached, and the model is not in its cache"),
+        ("RepositoryNotFoundError", "it has no such model"),
+        ("GatedRepoError", "access to this model must be asked for"),
+    ],
+)
+def test_what_the_hub_says_is_told_in_words(error, said, monkeypatch, capsys):
+    import huggingface_hub
+
+    def failing(*_, **__):
+        bases = (Exception,) if error != "GatedRepoError" else (type("RepositoryNotFoundError", (Exception,), {}),)
+        raise type(error, bases, {})("Got: ConnectError: [Errno -2]")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert main(["inspect", "owner/name"]) == 2
+    told = capsys.readouterr().err
+    assert "a folder or file owner/name" in told and said in told and "Errno" not in told
+
+
+def test_a_hub_that_was_switched_off_is_told(monkeypatch, capsys):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(["inspect", "no-owner/no-model"]) == 2
+    assert "HF_HUB_OFFLINE is set, and the model is not in its cache" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback():

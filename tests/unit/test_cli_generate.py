@@ -1,7 +1,11 @@
 """`quire generate`: JSON lines in and out, resuming, and one prompt streamed."""
 
+import errno
+import fcntl
 import io
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
@@ -33,7 +37,8 @@ def files(tmp_path):
 
 
 def write(path, *lines):
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def read(path):
@@ -202,7 +207,7 @@ def test_a_full_queue_is_waited_for(fake, files):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2"),
+        ("{", "not JSON"),
         ("[]", "object"),
         ('{"id": 1}', "prompt, messages, prompt_token_ids"),
         ('{"prompt": "a", "messages": []}', "one of"),
@@ -213,24 +218,47 @@ def test_a_full_queue_is_waited_for(fake, files):
         ('{"prompt": "a", "id": 1.5}', "id"),
         ('{"prompt_token_ids": ["a"]}', "integers"),
         ('{"messages": ["a"]}', "role"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2"),
-        ("[" * 100_000, "line 2"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias' must be token ids"),
+        ("[" * 100_000, "recursion"),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 13 is 0xff"),
+        ('{"prompt": "a", "%s": 1}' % ("x" * 5000), "xxx…"),
     ],
 )
 def test_a_bad_line_stops_the_run_before_it_begins(fake, files, capsys, line, said):
-    files[0].write_text('{"prompt": "a"}\n' + line + "\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    files[0].write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
     assert generate(files) == 2
     error = capsys.readouterr().err
-    assert said in error and "in.jsonl line 2" in error and error.count("\n") == 1
+    assert said in error and "in.jsonl:2: " in error and error.count("\n") == 1 and len(error) < 1000
     assert not files[1].exists() and not fake.loads
 
 
-@pytest.mark.parametrize("content", ["hello\n", '{"text": "a"}\n', "[1]\n", '{"id": [1]}\n'])
+def test_bad_lines_are_told_ten_at_a_time(fake, files, capsys):
+    good = '{"prompt": "a"}\n'
+    files[0].write_text(good + "{\n" + good + '\n{"prompt": 1}\n')
+    assert generate(files) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"quire: {files[0]} has 2 lines that are not what they should be; nothing was generated"
+    assert [line.split(":")[1] for line in told[1:]] == ["2", "5"] and "'prompt'" in told[2]
+    files[0].write_text("{\n" * 12)
+    assert generate(files) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 12 and told[10].startswith(f"{files[0]}:10: ") and told[11] == "and 2 more"
+    assert not files[1].exists() and not fake.loads
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_mistakes(fake, files):
+    files[0].write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert generate(files) == 0
+    assert [read(files[1])[line]["text"] for line in (1, 2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("content", ["hello\n", '{"text": "a"}\n', "[1]\n", '{"id": [1]}\n', "hello"])
 def test_a_file_of_something_else_is_not_written_to(fake, files, capsys, content):
     write(files[0], {"prompt": "a"})
     files[1].write_text(content)
     assert generate(files) == 2
-    assert "line 1" in capsys.readouterr().err and files[1].read_text() == content
+    assert "out.jsonl:1: " in capsys.readouterr().err and files[1].read_text() == content
 
 
 def test_input_and_output_must_differ(fake, files, capsys):
@@ -245,7 +273,152 @@ def test_a_prompt_streams_to_stdout(fake, capsys):
     assert capsys.readouterr().out == "user: hi\nassistant:\n"
 
 
-def test_a_prompt_comes_from_stdin(fake, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
+@pytest.fixture
+def stdin(monkeypatch):
+    """Gives the command bytes to read."""
+    return lambda content: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_a_prompt_comes_from_stdin(fake, capsys, stdin):
+    stdin(b"piped")
     assert main(["generate", "fake", "-", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out == "pipe\n"
+    stdin(b"piped")
+    assert main(["generate", "fake", "--max-tokens", "4", "-"]) == 0
+    assert capsys.readouterr().out == "pipe\n"
+
+
+def test_what_stdin_cannot_give_is_told(fake, capsys, stdin, monkeypatch):
+    stdin(b"\xff")
+    assert main(["generate", "fake", "-"]) == 2
+    assert "stdin is not UTF-8" in capsys.readouterr().err
+    stdin(b"\xff")
+    assert main(["generate", "fake", "--input", "-"]) == 2
+    assert capsys.readouterr().err == "quire: stdin:1: not UTF-8: byte 1 is 0xff\n"
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "fake", "-"]) == main(["generate", "fake", "--input", "-"]) == 2
+    assert capsys.readouterr().err.count("closed") == 2
+
+
+@pytest.mark.parametrize("words", [[], ["--output", "-"]])
+def test_answers_go_to_stdout(fake, files, capfd, monkeypatch, words):
+    monkeypatch.chdir(files[0].parent)
+    write(files[0], {"prompt": "é 🌍"}, {"id": "\ud800", "prompt": "b"}, {"prompt": "x" * 300})
+    for _ in range(2):
+        assert main(["generate", "fake", "--input", str(files[0]), *words]) == 1
+        out, error = capfd.readouterr()
+        answers = {line["id"]: line for line in map(json.loads, out.splitlines())}
+        assert answers[1]["text"] == "é 🌍" and answers["\ud800"]["text"] == "b" and "too long" in answers[3]["error"]
+        assert "3 done, 1 of them failed (their lines say why)" in error
+    assert sorted(files[0].parent.iterdir()) == [files[0]]
+
+
+def test_lines_come_from_stdin(fake, files, stdin, capfd):
+    stdin(b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert main(["generate", "fake", "--input", "-", "--output", str(files[1])]) == 0
+    assert sorted(read(files[1])) == [1, 2]
+    stdin(b'{"prompt": "a"}\n')
+    assert main(["generate", "fake", "--input", "-", "--output", "-"]) == 0
+    assert json.loads(capfd.readouterr().out)["text"] == "a"
+
+
+@pytest.mark.parametrize("name", [".", "in.jsonl/x", "none/x", "n" * 300])
+def test_an_output_that_cannot_be_written_is_one_line(fake, files, capsys, monkeypatch, name):
+    monkeypatch.chdir(files[0].parent)
+    write(files[0], {"prompt": "a"})
+    assert main(["generate", "fake", "--input", str(files[0]), "--output", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire: cannot write {name}: ") and error.count("\n") == 1 and not fake.loads
+
+
+@pytest.mark.parametrize("name", [".", "in.jsonl/x", "none", "n" * 300, ""])
+def test_an_input_that_cannot_be_read_is_one_line(fake, files, capsys, monkeypatch, name):
+    monkeypatch.chdir(files[0].parent)
+    write(files[0], {"prompt": "a"})
+    assert main(["generate", "fake", "--input", name, "--output", str(files[1])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire: cannot read {name}: ") and error.count("\n") == 1 and not files[1].exists()
+
+
+def test_a_full_disk_is_one_line(fake, files, capsys):
+    write(files[0], *({"prompt": "abc"} for _ in range(5)))
+    assert generate((files[0], "/dev/full")) == 2
+    assert capsys.readouterr().err == "quire: cannot write /dev/full: No space left on device\n"
+
+
+def test_an_output_belongs_to_one_run(failing, fake, files, capsys, monkeypatch):
+    write(files[0], {"prompt": "x"}, {"prompt": "abc"})
+    assert generate(files) == 1
+    original, others = fake._generate, []
+
+    def meanwhile(*args):
+        """In the first run, which has put a new file in the output's place, a second one is started."""
+        if not others:
+            others.append(None)
+            before = files[1].read_bytes()
+            with ThreadPoolExecutor(1) as pool:
+                others.append(pool.submit(generate, files).result())
+            assert files[1].read_bytes() == before
+        return original(*args)
+
+    monkeypatch.setattr(fake, "_generate", meanwhile)
+    capsys.readouterr()
+    assert generate(files) == 1
+    assert others == [None, 2] and len(read_all(files[1])) == 2
+    assert f"another quire generate is writing {files[1]}; wait for it" in capsys.readouterr().err
+    failing()
+    assert generate(files) == 0
+
+
+def test_a_run_that_waited_to_open_a_file_that_was_replaced_takes_the_new_one(fake, files, monkeypatch):
+    write(files[0], {"prompt": "a"}, {"prompt": "b"})
+    files[1].write_text('{"id": 1, "text": "old"}\n')
+    flock, calls = fcntl.flock, []
+
+    def late(file, operation):
+        if not calls:
+            new = files[1].with_name("x")
+            new.write_text('{"id": 1, "text": "new"}\n')
+            new.replace(files[1])
+        calls.append(operation)
+        flock(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    assert generate(files) == 0
+    assert len(calls) == 2 and [line["text"] for line in read_all(files[1])] == ["new", "b"]
+
+
+def test_a_file_system_without_locks_is_told_and_used(fake, files, monkeypatch, caplog):
+    def without(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    write(files[0], {"prompt": "a"})
+    assert generate(files) == 0
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_failures_of_other_inputs_stay(failing, files, capsys):
+    write(files[0], {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"})
+    assert generate(files) == 1
+    assert "2 of them failed (their lines say why; the same command tries them again)" in capsys.readouterr().err
+    failing()
+    write(files[0], {"id": "b", "prompt": "x"})
+    assert generate(files) == 0
+    assert "failed before, tried again: 1" in capsys.readouterr().err
+    answers = read(files[1])
+    assert "NaN" in answers["a"]["error"] and answers["b"]["text"] == "x" and len(read_all(files[1])) == 2
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(fake, files, capsys, monkeypatch):
+    write(files[0], *({"prompt": "abcd"} for _ in range(5)))
+    assert generate(files) == 0
+    assert capsys.readouterr().err.count("\n") == 1, "a short run needs no progress"
+    files[1].unlink()
+    monkeypatch.setattr("quire.cli.batch.PLAIN_SECONDS", 0.02)
+    fake.config = type(fake.config).from_options({"scheduler.max_running": 1})
+    fake.step_seconds = 0.01
+    assert generate(files) == 0
+    *progress, summary = capsys.readouterr().err.splitlines()
+    assert len(progress) >= 3 and all(re.fullmatch(r"quire: [0-5]/5 done, \d+ tokens/s", line) for line in progress)
+    assert summary.startswith("5 done")

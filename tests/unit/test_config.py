@@ -102,6 +102,16 @@ def test_an_unknown_key_names_the_nearest_one(mistyped, meant, tmp_path):
         EngineConfig.from_options({}, file)
 
 
+def test_an_unknown_section_names_the_nearest_one(tmp_path):
+    file = tmp_path / "quire.toml"
+    file.write_text('[cach]\nmemory = "1GiB"\n')
+    with pytest.raises(ConfigError, match=r"unknown section \[cach\] in .*quire.toml; did you mean \[cache\]\?"):
+        EngineConfig.from_options({}, file)
+    file.write_text("[server]\nport = 80\n")
+    with pytest.raises(ConfigError, match=r"did you mean \[serve\]\?"):
+        ServeConfig.from_options({}, file)
+
+
 def test_a_server_setting_is_refused_where_only_an_engine_is_made():
     with pytest.raises(ConfigError, match=r"'serve.port' does not belong here"):
         EngineConfig.from_options({"serve.port": 1})
@@ -131,7 +141,16 @@ def test_a_wrong_value_is_refused_with_what_would_do(key, value, message):
         EngineConfig.from_options({key: value})
 
 
-@pytest.mark.parametrize("options", [{"serve.port": 65536}, {"serve.port": -1}, {"serve.drain_seconds": "nan"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"serve.port": 65536},
+        {"serve.port": -1},
+        {"serve.drain_seconds": "nan"},
+        {"serve.max_request_bytes": 0},
+        {"serve.max_request_bytes": 999},
+    ],
+)
 def test_a_wrong_server_value_is_refused(options):
     with pytest.raises(ConfigError, match="must be"):
         ServeConfig.from_options(options)

@@ -70,34 +70,68 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviated flags and names the flag nearest to an unknown one."""
+    """A parser that takes no abbreviated flags, takes an optional argument after flags too, and names the flag nearest
+    to an unknown one.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
-        prefix, _, unknown = message.partition("unrecognized arguments: ")
-        flag = unknown.split(" ")[0].partition("=")[0]
-        if not prefix and flag.startswith("--"):
-            message = f"unknown flag {flag}; {nearest(flag, [each for each in self._flags() if each.startswith('--')])}"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but a switch takes the next word only if that is a truth value: `--allow-public smollm2`."""
         words = list(sys.argv[1:] if args is None else args)
-        switches = {flag for flag, action in self._flags().items() if action.nargs == "?" and action.const == "true"}
+        commands = self._commands()
+        flags = [self._option_string_actions, *(each._option_string_actions for each in commands.values())]
+        switches = {
+            flag for each in flags for flag, action in each.items() if action.nargs == "?" and action.const == "true"
+        }
         for place, word in enumerate(words):
             following = words[place + 1].lower() if place + 1 < len(words) else ""
             if word in switches and following not in ("true", "false", "yes", "no", "on", "off"):
                 words[place] += "=true"
-        return super().parse_args(words, namespace)
+        found, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            command = commands.get(getattr(found, "command", None), self)
+            command.error(_unknown(unknown, command, commands))
+        return found
 
-    def _flags(self) -> dict[str, argparse.Action]:
-        """The flags of this parser and of its commands."""
-        flags = dict(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    flags |= command._flags()
-        return flags
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but an optional argument may also come after flags.
+
+        argparse takes such an argument for absent as soon as a flag follows the ones before it, and has the word that
+        stands behind the flags left over.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        for action in self._get_positional_actions():
+            if action.nargs == "?" and unknown and getattr(found, action.dest, None) is action.default:
+                # All that follows -- is no flag, whatever it begins with.
+                end = unknown.index("--") if "--" in unknown else len(unknown)
+                places = [each for each in range(end) if not self._parse_optional(unknown[each])]
+                place = places[0] if places else end + 1
+                if place < len(unknown):
+                    setattr(found, action.dest, unknown[place])
+                    del unknown[end if place > end else place : place + 1]
+        return found, unknown
+
+    def _commands(self) -> dict[Any, _Parser]:
+        """The parsers of the commands by name."""
+        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return {name: parser for action in actions for name, parser in action.choices.items()}
+
+
+def _unknown(words: list[str], command: _Parser, commands: dict[Any, _Parser]) -> str:
+    """What is wrong with words that the command does not take, and what was meant."""
+    flag = words[0].partition("=")[0]
+    if flag.startswith("-") and not flag.startswith("--"):
+        return f"unknown flag {flag}; a text that begins with - goes behind --"
+    if not flag.startswith("--"):
+        return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+    others = [f"quire {name}" for name, other in commands.items() if flag in other._option_string_actions]
+    if others:
+        return f"there is no {flag} here; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+    known = [each for each in command._option_string_actions if each.startswith("--")]
+    return f"unknown flag {flag}; {nearest(flag, known)}"

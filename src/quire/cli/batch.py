@@ -1,29 +1,45 @@
-"""A file of prompts worked through: JSON lines in, JSON lines out, going on where an earlier run stopped.
+"""Prompts worked through, many at a time: JSON lines in, JSON lines out, going on where an earlier run stopped.
 
-The output file is the only record of what is done. It is appended to, a line at a time; a line torn by a crash is cut
-off when the next run begins.
+The output file is the only record of what is done. It belongs to one run at a time, which appends a line at a time; a
+line torn by a crash is cut off, and lines that failed are taken out, when the next run begins. Answers to stdout are
+not remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import logging
+import os
+import shutil
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from io import FileIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
+from quire.cli import shared
 from quire.engine.params import SamplingParams
-from quire.errors import CacheFullError, ConfigError, QueueFullError, RequestError
+from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
+log = logging.getLogger("quire")
+
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"detokenize"}
+_SHOWN_PROBLEMS = 10
+_SHOWN_CHARS = 300
+BAR_SECONDS = 0.2
+"""How often the progress bar is brought up to date."""
+PLAIN_SECONDS = 10.0
+"""How often a line about the progress is printed where no bar can be shown."""
 
 
 @dataclass(frozen=True)
@@ -37,123 +53,337 @@ class Line:
 
 
 class Batch:
-    """The lines of an input file that its output file does not hold yet.
+    """The lines of an input that its output does not hold yet. A context: it holds the output against other runs.
 
-    Raises ConfigError, before anything runs, for a file that cannot be read or a line that is not what it should be.
+    source       file of the prompts; - is stdin
+    target       file of the answers; - is stdout
+    sampling     parameters for lines that do not say otherwise
+    num_retried  lines that failed in an earlier run: they are out of the output and to be done again
+    Raises ConfigError, before anything is generated or written, for a file that cannot be read or written, that another
+    run is writing, or with lines that are not what they should be.
     """
 
-    def __init__(self, source: Path, target: Path, sampling: dict[str, Any]) -> None:
-        self.target = target
-        if target.exists() and source.exists() and target.samefile(source):
+    def __init__(self, source: str, target: str, sampling: dict[str, Any]) -> None:
+        if "-" not in (source, target) and _is_same_file(source, target):
             raise ConfigError(f"--output is the --input file, {source}")
         lines = _read_input(source, sampling)
-        done = _resume(target)
-        self.todo = deque(line for line in lines if line.line_id not in done)
+        self._out = _Output(target, {line.line_id for line in lines})
+        self.todo = deque(line for line in lines if line.line_id not in self._out.done)
         self.num_skipped = len(lines) - len(self.todo)
+        self.num_retried = self._out.num_retried
         self.num_done = 0
         self.num_failed = 0
         self.num_tokens = 0
         self.seconds = 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._out.close()
+
     async def run(self, llm: AsyncLLM) -> None:
-        """Generate every line, as many at a time as the engine runs, and write each as it finishes."""
+        """Generate every line, as many at a time as the engine runs, and write each as it finishes.
+
+        Raises QuireError if an answer cannot be written.
+        """
         begun = time.monotonic()
-        total = len(self.todo)
-        try:
-            with self.target.open("a", encoding="utf-8") as out, _progress(total, self) as show:
-                width = min(total, llm.config.scheduler.max_running)
+        width = min(len(self.todo), llm.config.scheduler.max_running)
+        with self._progress(len(self.todo)) as (seconds, show):
+            ticker = asyncio.create_task(_repeat(seconds, show))
+            try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(width):
-                        group.create_task(self._worker(llm, out, show))
-        except ExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
-        finally:
-            self.seconds = time.monotonic() - begun
+                        group.create_task(self._worker(llm))
+            except ExceptionGroup as group_error:
+                raise group_error.exceptions[0] from None
+            finally:
+                ticker.cancel()
+                self.seconds = time.monotonic() - begun
 
     def summary(self) -> str:
         """One line about the run."""
         parts = [f"{self.num_done} done"]
         if self.num_failed:
-            parts.append(f"{self.num_failed} of them failed (their lines say why)")
+            again = "; the same command tries them again" if self._out.is_file else ""
+            parts.append(f"{self.num_failed} of them failed (their lines say why{again})")
         if self.num_skipped:
             parts.append(f"{self.num_skipped} were there already")
         if self.num_tokens:
             parts.append(f"{self.num_tokens} tokens, {self.num_tokens / self.seconds:.0f} tokens/s")
         return ", ".join(parts)
 
-    async def _worker(self, llm: AsyncLLM, out: IO[str], show: Any) -> None:
+    async def _worker(self, llm: AsyncLLM) -> None:
         while self.todo:
             line = self.todo.popleft()
             try:
-                answer = await _generate(llm, line)
-                self.num_tokens += answer["usage"]["completion_tokens"]
+                answer = await self._generate(llm, line)
             except (RequestError, CacheFullError) as error:
                 answer = {"error": str(error)}
                 self.num_failed += 1
-            out.write(json.dumps({"id": line.line_id} | answer, ensure_ascii=False) + "\n")
-            out.flush()
+            self._out.write({"id": line.line_id} | answer)
             self.num_done += 1
-            show()
+
+    async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
+        """The answer to one line, without its id."""
+        prompt = line.prompt
+        if line.kind == "messages":
+            text = llm.tokenizer.chat(prompt, add_generation_prompt=True)
+            prompt = {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
+        num_choices = line.params.n
+        choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        while True:
+            try:
+                async for item in llm.generate(prompt, line.params):
+                    usage["prompt_tokens"] = len(item.prompt_token_ids)
+                    usage["cached_tokens"] = item.num_cached_tokens
+                    for output in item.outputs:
+                        choice = choices[output.index]
+                        choice["text"] += output.text
+                        choice["token_ids"] += output.token_ids
+                        usage["completion_tokens"] += len(output.token_ids)
+                        self.num_tokens += len(output.token_ids)
+                        if output.logprobs is not None:
+                            scores = [
+                                {str(each): lp.logprob for each, lp in place.items()} for place in output.logprobs
+                            ]
+                            choice["logprobs"] = choice.get("logprobs", []) + scores
+                        if output.finish_reason == "error":
+                            raise RequestError(str(output.stop_reason))
+                        if output.finish_reason is not None:
+                            choice["finish_reason"] = output.finish_reason
+                break
+            except QueueFullError as error:
+                # Nothing was generated: the queue refuses before it takes anything.
+                await asyncio.sleep(error.retry_after)
+        answer = choices[0] if num_choices == 1 else {"choices": choices}
+        return answer | {"usage": usage}
+
+    @contextlib.contextmanager
+    def _progress(self, total: int) -> Iterator[tuple[float, Callable[[], None]]]:
+        """Shows on stderr how far the run is: (how often to call, what to call)."""
+        begun = time.monotonic()
+
+        def speed() -> str:
+            return f"{self.num_tokens / max(time.monotonic() - begun, 1e-9):.0f} tokens/s"
+
+        # A bar would tear the answers on a terminal that shows both.
+        if not sys.stderr.isatty() or (self._out.name == "-" and os.isatty(self._out.fileno())):
+            yield (
+                PLAIN_SECONDS,
+                lambda: print(f"quire: {self.num_done}/{total} done, {speed()}", file=sys.stderr, flush=True),
+            )
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        with Progress(TextColumn("generating"), *columns, TextColumn("{task.fields[speed]}"), console=console) as bar:
+            task = bar.add_task("", total=total, speed="")
+            try:
+                yield BAR_SECONDS, lambda: bar.update(task, completed=self.num_done, speed=speed())
+            finally:
+                bar.update(task, completed=self.num_done, speed=speed())
 
 
-async def _generate(llm: AsyncLLM, line: Line) -> dict[str, Any]:
-    """The answer to one line, without its id."""
-    prompt = line.prompt
-    if line.kind == "messages":
-        text = llm.tokenizer.chat(prompt, add_generation_prompt=True)
-        prompt = {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
-    num_choices = line.params.n
-    choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
-    usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+async def _repeat(seconds: float, call: Callable[[], None]) -> None:
     while True:
+        await asyncio.sleep(seconds)
+        call()
+
+
+class _Output:
+    """Where answers go: stdout, a device or pipe, or a file that no other run writes to until this one closes it.
+
+    wanted       ids of the input: only failures of these are taken out of the file
+    done         ids of the answers that the file holds and keeps
+    num_retried  how many failures were taken out
+    """
+
+    def __init__(self, name: str, wanted: Collection[str | int]) -> None:
+        self.name = name
+        self.done: set[str | int] = set()
+        self.num_retried = 0
+        # A folder counts as a file that cannot be opened.
+        self.is_file = name != "-" and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name))
+        if name == "-":
+            if sys.stdout is None:
+                raise ConfigError("the answers go to stdout, and that is closed; name an --output")
+            # Not through sys.stdout: that replaces what its encoding lacks.
+            sys.stdout.flush()
+            self._file = FileIO(sys.stdout.fileno(), "w", closefd=False)
+            return
         try:
-            async for item in llm.generate(prompt, line.params):
-                usage["prompt_tokens"] = len(item.prompt_token_ids)
-                usage["cached_tokens"] = item.num_cached_tokens
-                for output in item.outputs:
-                    choice = choices[output.index]
-                    choice["text"] += output.text
-                    choice["token_ids"] += output.token_ids
-                    usage["completion_tokens"] += len(output.token_ids)
-                    if output.logprobs is not None:
-                        scores = [{str(each): lp.logprob for each, lp in place.items()} for place in output.logprobs]
-                        choice["logprobs"] = choice.get("logprobs", []) + scores
-                    if output.finish_reason == "error":
-                        raise RequestError(str(output.stop_reason))
-                    if output.finish_reason is not None:
-                        choice["finish_reason"] = output.finish_reason
-            break
-        except QueueFullError as error:
-            # Nothing was generated: the queue refuses before it takes anything.
-            await asyncio.sleep(error.retry_after)
-    answer = choices[0] if num_choices == 1 else {"choices": choices}
-    return answer | {"usage": usage}
+            if not self.is_file:
+                self._file = FileIO(name, "w")
+                return
+            self._file = self._open()
+        except OSError as error:
+            raise ConfigError(f"cannot write {name}: {error.strerror or error}") from error
+        try:
+            self._resume(wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Lets other runs write."""
+        self._file.close()
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Append one line. Raises QuireError if it cannot be written, BrokenPipeError if nobody reads it."""
+        # Half of a surrogate pair, from an id, becomes the escape that JSON has for it.
+        self._write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n", self._file)
+
+    def _write(self, content: bytes, file: FileIO) -> None:
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            kept = "; what it holds stays, the same command goes on from there" if self.is_file else ""
+            where = "to stdout" if self.name == "-" else self.name
+            raise QuireError(f"cannot write {where}: {error.strerror or error}{kept}") from error
+
+    def _open(self) -> FileIO:
+        """The file, made if there is none, and locked."""
+        while True:
+            file = FileIO(self.name, "a+")
+            try:
+                self._lock(file)
+                # The run that had the lock may have put a new file in the place of the one that was opened.
+                if os.path.exists(self.name) and os.path.samestat(os.fstat(file.fileno()), os.stat(self.name)):
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+
+    def _lock(self, file: FileIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another quire generate is writing {self.name}; wait for it, or name another --output"
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s); start no second run on it", self.name, error.strerror or error)
+
+    def _resume(self, wanted: Collection[str | int]) -> None:
+        """Read what the file holds; take out a torn last line and the failures that will be tried again."""
+        self._file.seek(0)
+        *lines, tail = self._file.readall().split(b"\n")
+        kept: list[bytes] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                answer = json.loads(line) if line.strip() else None
+                if answer is not None:
+                    if "error" in answer and answer["id"] in wanted:
+                        continue
+                    self.done.add(answer["id"])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ConfigError(
+                    f"{self.name}:{number}: this is no output of quire generate; name another --output"
+                ) from error
+            kept.append(line + b"\n")
+        # A last line without its line end may look complete and not be, 12 of 123; but it begins as ours do.
+        begin = tail[:7].replace(b" ", b"")
+        if not begin.startswith(b'{"id":') and not b'{"id":'.startswith(begin):
+            raise ConfigError(
+                f"{self.name}:{len(lines) + 1}: this is no output of quire generate; name another --output"
+            )
+        self.num_retried = len(lines) - len(kept)
+        if self.num_retried:
+            self._replace(b"".join(kept))
+        elif tail:
+            self._file.truncate(sum(map(len, kept)))
+
+    def _replace(self, content: bytes) -> None:
+        """Put a file of this content in the place of the output once it is whole: no crash costs an answer."""
+        path = os.path.realpath(self.name)
+        new = path + ".new"
+        try:
+            with contextlib.ExitStack() as undo:
+                file = undo.enter_context(FileIO(new, "a+"))
+                self._lock(file)
+                file.truncate(0)
+                self._write(content, file)
+                shutil.copymode(path, new)
+                os.replace(new, path)
+                undo.pop_all()
+        except OSError as error:
+            raise ConfigError(f"cannot write {new}: {error.strerror or error}") from error
+        self._file.close()
+        self._file = file
 
 
-def _read_input(path: Path, sampling: dict[str, Any]) -> list[Line]:
+def _is_same_file(source: str, target: str) -> bool:
+    return os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
+
+
+def _read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
+    """The lines of the input. Raises ConfigError that shows what is wrong with the first ten of its bad lines."""
+    label = "stdin" if name == "-" else name
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        if name == "-":
+            content = shared.read_stdin()
+        else:
+            with open(name, "rb") as file:
+                content = file.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
     lines: list[Line] = []
     known: dict[str | int, int] = {}
-    for number, raw in enumerate(text.split("\n"), 1):
+    problems: list[str] = []
+    for number, raw in enumerate(content.split(b"\n"), 1):
         if not raw.strip():
             continue
         try:
             line = _read_line(raw, number, sampling)
+            if line.line_id in known:
+                raise ValueError(f"its id {line.line_id!r} is that of line {known[line.line_id]}")
+            known[line.line_id] = number
+            lines.append(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} line {number}: {error}") from error
-        if line.line_id in known:
-            raise ConfigError(f"{path} line {number}: its id {line.line_id!r} is that of line {known[line.line_id]}")
-        known[line.line_id] = number
-        lines.append(line)
+            what = str(error)
+            what = what if len(what) <= _SHOWN_CHARS else what[: _SHOWN_CHARS - 1] + "…"
+            problems.append(f"{label}:{number}: {what}")
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        shown = problems[:_SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was generated"
+        raise ConfigError("\n".join([message, *shown]))
     return lines
 
 
-def _read_line(raw: str, number: int, sampling: dict[str, Any]) -> Line:
+def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
     """Raises ValueError (RequestError is one) for a line that is not what it should be."""
-    values = json.loads(raw)
+    try:
+        values = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, at character {error.colno}") from error
     if not isinstance(values, dict):
         raise ValueError("a line must be a JSON object")
     line_id = values.pop("id", number)
@@ -168,7 +398,10 @@ def _read_line(raw: str, number: int, sampling: dict[str, Any]) -> Line:
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}")
     if isinstance(values.get("logit_bias"), dict):
-        values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+        try:
+            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+        except ValueError:
+            raise ValueError("the keys of 'logit_bias' must be token ids") from None
     if not isinstance(prompt, str if kind == "prompt" else list):
         raise ValueError(f"'{kind}' must be a {'string' if kind == 'prompt' else 'list'}")
     if kind == "messages" and not all(isinstance(each, dict) and "role" in each for each in prompt):
@@ -177,61 +410,3 @@ def _read_line(raw: str, number: int, sampling: dict[str, Any]) -> Line:
         raise ValueError("'prompt_token_ids' must be a list of integers")
     wrapped = prompt if kind == "messages" else {kind: prompt}
     return Line(line_id, kind, wrapped, SamplingParams(**(sampling | values)))
-
-
-def _resume(path: Path) -> set[str | int]:
-    """The ids that the output holds. A torn last line is cut off the file."""
-    if not path.exists():
-        try:
-            path.touch()
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-        return set()
-    done: set[str | int] = set()
-    whole = 0
-    content = path.read_bytes()
-    pieces = content.split(b"\n")
-    for number, piece in enumerate(pieces, 1):
-        is_last = number == len(pieces)
-        try:
-            # A last line without its line end may look complete and not be: 12 of 123.
-            line = {} if is_last else json.loads(piece) if piece.strip() else {}
-            if line:
-                done.add(line["id"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ConfigError(f"{path} line {number} is no output of quire generate; name another --output") from error
-        whole += 0 if is_last else len(piece) + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    return done
-
-
-@contextmanager
-def _progress(total: int, batch: Batch) -> Iterator[Any]:
-    """A progress bar on stderr, if that is a terminal; yields what to call after every line."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    columns = [TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
-    speed = TextColumn("{task.fields[speed]}")
-    begun = time.monotonic()
-    with Progress(*columns, speed, console=console) as bar:
-        task = bar.add_task("", total=total, speed="")
-
-        def show() -> None:
-            rate = batch.num_tokens / max(time.monotonic() - begun, 1e-9)
-            bar.update(task, completed=batch.num_done, speed=f"{rate:.0f} tokens/s")
-
-        yield show

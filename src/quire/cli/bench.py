@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     counts = [*args.batch, *args.prefill, args.input_tokens, args.output_tokens - 1, args.repeats]
     if min(counts) < 1:
         raise ConfigError("the counts of quire bench must be at least 1, --output-tokens at least 2")
+    if args.json is not None:
+        shared.check_writable(args.json)
     from quire.llm import LLM
 
     with LLM(args.model, options_from(args, shared.ENGINE_SECTIONS), args.config) as llm:

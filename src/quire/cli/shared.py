@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +41,36 @@ def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
     return bool(args.print_config)
 
 
-@asynccontextmanager
-async def engine(args: argparse.Namespace) -> AsyncIterator[AsyncLLM]:
-    """The model of the command line, loaded and running; closed at the end."""
+def engine(args: argparse.Namespace) -> AsyncLLM:
+    """The model of the command line, to be loaded, run and closed by `async with`."""
     from quire.async_llm import AsyncLLM
 
-    llm = AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
-    await llm.start()
+    return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
+
+
+def read_stdin() -> bytes:
+    """All of the standard input. Raises ConfigError if there is none."""
+    if sys.stdin is None:
+        raise ConfigError("- stands for the standard input, and that is closed")
+    return sys.stdin.buffer.read()
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError if a file cannot be appended to: said before an hour of work, not after. Makes no file."""
+    target = path if os.path.exists(path) else path.parent
+    if os.path.isdir(path) or not os.access(target, os.W_OK) or (target != path and not os.path.isdir(target)):
+        raise ConfigError(f"cannot write {path}: it is a folder, is in none, or may not be written")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
     try:
-        yield llm
-    finally:
-        await llm.close()
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
 
 
 def runner() -> asyncio.Runner:
@@ -90,7 +109,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters given or defaulted on the command line, under SamplingParams' names."""
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
-    if not given.get("max_tokens", 1):
+    max_tokens = given.get("max_tokens", 1)
+    if max_tokens < 0:
+        raise ConfigError(f"--max-tokens is {max_tokens}; it must be at least 0, and 0: as many as the context holds")
+    if max_tokens == 0:
         given["max_tokens"] = None
     if args.stop:
         given["stop"] = args.stop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +12,14 @@ from quire.models.embedded import EMBEDDED, pull
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+# By the name of the hub library's error, the most specific first: the library need not be there.
+_HUB_REASONS = {
+    "GatedRepoError": "access to this model must be asked for on its page there",
+    "RepositoryNotFoundError": "it has no such model, or shows it only to those who may see it",
+    "LocalEntryNotFoundError": "it cannot be reached, and the model is not in its cache on this machine",
+    "HFValidationError": "it allows no such name",
+}
+_SHOWN_CHARS = 200
 
 
 def resolve_model(name: str, show_progress: bool | None = None) -> Path:
@@ -19,25 +29,52 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
     """
     if name in EMBEDDED:
         return pull(show_progress, model=EMBEDDED[name])
-    path = Path(name).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
+    reason = _why_not(path)
+    if reason is None:
         return path
-    tried = [f"a folder or file {path}", f"an embedded model ({', '.join(EMBEDDED)})"]
+    tried = [f"a folder or file {_short(str(path))}{reason}", f"an embedded model ({', '.join(EMBEDDED)})"]
     if _HUB_ID.fullmatch(name):
         found, reason = _from_hub(name)
         if found is not None:
             return found
         tried.append(f"the hub ({reason})")
-    raise ModelError(f"model {name!r} was not found; tried {', '.join(tried)}")
+    likely = difflib.get_close_matches(name.lower(), EMBEDDED, n=1, cutoff=0.75)
+    hint = f" (did you mean {likely[0]}?)" if likely else ""
+    raise ModelError(f"model {_short(name)!r} was not found{hint}; tried {', '.join(tried)}")
+
+
+def _why_not(path: Path) -> str | None:
+    """None if the path exists; otherwise why it cannot be looked at, empty where there is just nothing."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        return f" ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 def _from_hub(name: str) -> tuple[Path | None, str]:
     """(local snapshot, "") or (None, why not); an offline hub is no error of ours, so failures become reasons."""
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
     except ImportError:
         return None, "huggingface_hub is not installed"
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES)), ""
     except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if constants.HF_HUB_OFFLINE and "LocalEntryNotFoundError" in kinds:
+            return None, "HF_HUB_OFFLINE is set, and the model is not in its cache on this machine"
+        if (reason := next((text for kind, text in _HUB_REASONS.items() if kind in kinds), None)) is not None:
+            return None, reason
+        return (
+            None,
+            f"{type(error).__name__}: {_short(str(error).splitlines()[0]) if str(error) else 'no reason given'}",
+        )
+
+
+def _short(text: str) -> str:
+    """The text as a message may hold it."""
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
