@@ -228,10 +228,11 @@ class RealServer:
             await post(http, path, json.dumps(body).encode())
             return
         call = RawCall(self.app, path, body)
-        while not call.task.done() and len(call.sent) < patience:
-            await asyncio.sleep(0)
-        call.leave()
-        await call.task
+        async with asyncio.timeout(20):
+            while not call.task.done() and len(call.sent) < patience:
+                await asyncio.sleep(0)
+            call.leave()
+            await call.task
 
 
 @pytest.fixture(scope="module")
