@@ -14,7 +14,7 @@ from ..kernels.harness import relative_rms
 
 pytestmark = pytest.mark.gpu
 
-# TorchOps rounds once more on the way of `gated`.
+# `gated` is held to float32: in 16 bits TorchOps rounds once more on the way.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -32,7 +32,7 @@ def test_norms_and_gated_are_torch_s(rows: int, width: int, dtype: torch.dtype) 
     expected = TorchOps().add_norm(x, expected_residual, weight, 1e-5)
     assert relative_rms(TritonOps().add_norm(x, residual, weight, 1e-5), expected) < TOLERANCE[dtype]
     assert torch.equal(residual, expected_residual)
-    assert relative_rms(TritonOps().gated(x), TorchOps().gated(x.clone())) < TOLERANCE[dtype]
+    assert relative_rms(TritonOps().gated(x), TorchOps().gated(x.float())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 70])

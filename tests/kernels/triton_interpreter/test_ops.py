@@ -10,7 +10,7 @@ from quire.models.triton_ops import TritonOps
 
 from ..harness import relative_rms
 
-# TorchOps rounds once more on the way of `gated`.
+# `gated` is held to float32: in 16 bits TorchOps rounds once more on the way.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 DTYPES = list(TOLERANCE)
 
@@ -43,7 +43,7 @@ def test_norms_of_heads_read_strided_views(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows, width", [(1, 80), (3, 1500)])
 def test_gated_is_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 3 * random(rows, 2 * width, dtype=dtype)
-    assert relative_rms(TritonOps().gated(gate_up), TorchOps().gated(gate_up.clone())) < TOLERANCE[dtype]
+    assert relative_rms(TritonOps().gated(gate_up), TorchOps().gated(gate_up.float())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
