@@ -215,10 +215,10 @@ class RealServer:
     async def send_all(self, requests):
         """Requests side by side; a client with a patience leaves after so many parts of its answer."""
         transport = httpx.ASGITransport(self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=30) as http:
-            async with asyncio.TaskGroup() as group:
-                for request in requests:
-                    group.create_task(self.one(http, *request))
+        client = httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=30)
+        async with client as http, asyncio.TaskGroup() as group:
+            for request in requests:
+                group.create_task(self.one(http, *request))
         async with asyncio.timeout(10):
             while (stats := self.llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
                 await asyncio.sleep(0.001)
