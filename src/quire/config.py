@@ -53,17 +53,15 @@ class CacheConfig(Group):
     memory: Bytes | Literal["auto"] = "auto"
     """Bytes of the arena, allocated at start. auto: chosen from the memory that is free beside the weights."""
     share: bool = False
-    """One copy of a prefix for all requests that begin with it. Not available yet: it needs the prefix tree."""
+    """One copy of a prefix for all requests that begin with it, kept until its memory is needed. New: off until it is
+    measured
+    against other engines."""
     strict: bool = True
     """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached. false: not
     available yet; it needs a codec that stores less than it computes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.share:
-            raise ConfigError(
-                "cache.share is true, but the prefix tree that sharing needs is not built yet; leave it false"
-            )
         if not self.strict:
             raise ConfigError("cache.strict is false, but dense pages store what was computed; leave it true")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from quire.cache.segment import Path
 from quire.kernels import load, runtime
 from quire.kernels.levels import supported_levels
 
-from .harness import Shape, assert_equals_reference, make_spec, slices_of
+from .harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
 
 check = functools.partial(assert_equals_reference, CpuAttention)
 
@@ -139,3 +140,48 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
         built = backend.plans_built
         backend.plan(slices)
         assert backend.plans_built == built + 1, slices
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: torch.dtype, threads: int) -> None:
+    """Three levels of sharing, rows that share nothing, and a lone reader: the same numbers as every row by itself."""
+    shape = Shape(group=group, dtype=dtype)
+    spec = make_spec(shape, 40)
+    codec = spec.table.open_codec
+    root, left, right, own = (spec.table.take(count, codec) for count in (5, 3, 2, 8))
+    prefixes = {
+        "left": (np.concatenate((root, left)), ((1, 5), (2, 3))),
+        "right": (np.concatenate((root, right)), ((1, 5), (3, 2))),
+        "root": (root, ((1, 5),)),
+        "none": (np.empty(0, np.int32), ()),
+    }
+    order = ["left", "left", "left", "right", "right", "root", "none", "none"]
+
+    def rows(shared: bool) -> list[RowSlice]:
+        found = []
+        for number, name in enumerate(order):
+            chunks, names = prefixes[name]
+            start = len(chunks) * 64 + 7 * number
+            found.append(RowSlice(start, 1, np.append(chunks, own[number]), names if shared else ()))
+        return found
+
+    # The prefixes and the first tokens of each tail are written by prefill slices.
+    fill = [RowSlice(0, len(prefixes[name][0]) * 64, prefixes[name][0]) for name in ("left", "right")]
+    fill += [
+        RowSlice(piece.start // 64 * 64, piece.start % 64, piece.chunks) for piece in rows(False) if piece.start % 64
+    ]
+    before = runtime.num_threads()
+    runtime.set_num_threads(threads)
+    try:
+        steps = [[piece] for piece in fill]
+        outputs = [run(CpuAttention(spec), spec, [*steps, rows(shared)], 1)[-1] for shared in (True, False)]
+        expected = run(ReferenceAttention(spec), spec, [*steps, rows(False)], 1)[-1]
+        plan = CpuAttention(spec).plan(rows(True))
+    finally:
+        runtime.set_num_threads(before)
+    read = plan._layout.pieces[:, 3].sum()
+    assert read == 5 + 3 + 2 + len(order), "chunks read: every shared one once, and a tail for each row"
+    assert relative_rms(outputs[0], expected) < TOLERANCE[dtype]
+    assert relative_rms(outputs[0], outputs[1]) < TOLERANCE[dtype]

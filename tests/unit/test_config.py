@@ -125,7 +125,6 @@ def test_a_server_setting_is_refused_where_only_an_engine_is_made():
         ("cache.memory", True, "cache.memory is True"),
         ("cache.strict", "maybe", "cache.strict is 'maybe'; it must be true or false"),
         ("cache.strict", 1, "cache.strict is 1"),
-        ("cache.share", "true", "prefix tree"),
         ("cache.strict", "off", "dense pages store what was computed"),
         ("model.dtype", "float8", "it must be auto, float32, bfloat16 or float16"),
         ("model.dtype", None, "model.dtype is None"),

@@ -15,7 +15,6 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.page import PagePool
 from quire.cache.retention import FULL, KeepAll
 from quire.cache.segment import ChunkTable, Path, Segment
-from quire.cache.tree import PrefixTree
 from quire.cluster.transport import LocalTransport, Offer
 from quire.errors import CacheFullError
 from quire.tiers.mover import Mover
@@ -69,21 +68,6 @@ def test_chunks_are_taken_whole_or_not_at_all() -> None:
     table.give(taken)
     table.check()
     assert table.pool.bytes_out == 0
-
-
-def test_the_plain_tree_matches_nothing_and_keeps_nothing() -> None:
-    tree = PrefixTree()
-    locks = np.zeros((2, 3), np.int32)
-    segment = Segment(np.arange(64, dtype=np.int32), np.array([1], np.int32), 0, locks)
-    assert not tree.publish("model", Path(), segment)
-    assert tree.match("model", list(range(200))).num_chunks == 0
-    assert list(tree.evictable()) == []
-    path = Path([segment])
-    tree.lock(path)
-    assert (locks == 1).all()
-    tree.unlock(path)
-    with pytest.raises(AssertionError, match="unlocked"):
-        tree.unlock(path)
 
 
 def test_a_segment_holds_whole_chunks_from_a_chunk_boundary() -> None:

@@ -4,6 +4,10 @@ pages or requests.
 slices of the step          pieces                                    work items
 [rows | path of chunks] ->  [block of rows | run of its chunks]  ->   piece x kv head
 rows whose chunks are split over several pieces leave partials; merges name them
+
+A segment that several neighbouring rows share is one piece with all of them: ChunkAttention's chunk-first phase is a
+matrix product over the rows,
+where the private tails, its sequence-first phase, are products with one.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from quire.cache.segment import ChunkTable
     from quire.models.plan import StepPlan
 
+MIN_SHARED_CHUNKS = 2
+"""Chunks a shared run must save from being read again: less costs more to merge than to read."""
+
 MIN_SPLIT_CHUNKS = 4
 """Chunks a piece keeps at least when a run is split: a partial of fewer costs more to merge than to compute."""
 
@@ -35,11 +42,15 @@ class RowSlice:
     start     position of the first row
     num_rows  rows, all at consecutive positions; their keys and values are written before they attend
     chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
+    shared    (name, chunks) of the segments the path begins with; equal names at the same place mean the same chunks.
+              Slices that share stand
+              side by side, or they are read apart
     """
 
     start: int
     num_rows: int
     chunks: NDArray[np.int32]
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,21 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
         starts = np.array([piece.start for piece in slices], np.int32)
         blocks = _decode_blocks(starts, window)
         positions = starts
+        common = _common_runs(slices, block_rows) if window is None else []
+        for first, count, low, high in common:
+            blocks[first : first + count, 4] = high
+            blocks[first : first + count, 3] -= high - low
+            blocks[first : first + count, 5] = _LEAVES_PARTIALS
         runs = [
             piece.chunks[low : low + count]
             for piece, low, count in zip(slices, *blocks[:, [4, 3]].T.tolist(), strict=True)
         ]
+        if common:
+            shared = np.array(
+                [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common], np.int32
+            )
+            blocks = np.concatenate((blocks, shared))
+            runs += [slices[first].chunks[low:high] for first, _, low, high in common]
         write_chunk = np.array([piece.chunks[piece.start // PAGE_TOKENS] for piece in slices], np.int32)
     else:
         positions = np.concatenate(
@@ -144,10 +166,11 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
     indices = np.concatenate(runs) if runs else np.empty(0, np.int32)
     blocks[:, 2] = np.cumsum(blocks[:, 3]) - blocks[:, 3]
     limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
-    pieces, merges, parts, num_partials = blocks, _NO_MERGES, _NO_PARTS, 0
+    pieces = blocks
     if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
-        pieces, merges, parts, num_partials = _split(blocks, limit)
+        pieces = _split(blocks, limit)
     pieces[:, 4] *= PAGE_TOKENS
+    merges, parts, num_partials = _merges(pieces)
     return Layout(
         positions,
         write_chunk,
@@ -175,37 +198,80 @@ def _decode_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.
     return blocks
 
 
-def _split(
-    blocks: NDArray[np.int32], limit: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+_LEAVES_PARTIALS = -2
+"""In a block's last column, until partial rows are numbered: its rows have other pieces too."""
+
+
+def _common_runs(slices: Sequence[RowSlice], block_rows: int) -> list[tuple[int, int, int, int]]:
+    """(first row, rows, first chunk, chunk after the last) of what neighbouring rows share, parents first; at most
+    `block_rows` rows each.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    names = [piece.shared for piece in slices]
+
+    def together(row: int, end: int, depth: int) -> int:
+        """The end of the rows from `row` on that have the same segment at `depth`."""
+        if depth >= len(names[row]):
+            return row + 1
+        name, stop = names[row][depth], row + 1
+        while stop < end and depth < len(names[stop]) and names[stop][depth] == name:
+            stop += 1
+        return stop
+
+    def visit(low: int, high: int, depth: int, start: int) -> None:
+        """Rows that share their first `depth` segments, which other runs cover up to chunk `start`."""
+        stop = start
+        while together(low, high, depth) == high:
+            stop += names[low][depth][1]
+            depth += 1
+        if stop > start:
+            if (high - low - 1) * (stop - start) < MIN_SHARED_CHUNKS:
+                return
+            found.extend((row, min(block_rows, high - row), start, stop) for row in range(low, high, block_rows))
+        row = low
+        while row < high:
+            end = together(row, high, depth)
+            if end - row > 1:
+                visit(row, end, depth, stop)
+            row = end
+
+    row = 0
+    while row < len(slices):
+        end = together(row, len(slices), 0)
+        if end - row > 1:
+            visit(row, end, 0, 0)
+        row = end
+    return found
+
+
+def _split(blocks: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
+    """Blocks as pieces of about `limit` cost at most."""
     pieces: list[tuple[int, ...]] = []
-    merges: list[tuple[int, int, int]] = []
-    parts: list[int] = []
-    num_partials = 0
-    for first_row, num_rows, first_index, num_chunks, start, _ in blocks.tolist():
+    for first_row, num_rows, first_index, num_chunks, start, partial in blocks.tolist():
         count = min(-(-num_rows * num_chunks // limit), num_chunks // MIN_SPLIT_CHUNKS)
         if count < 2:
-            pieces.append((first_row, num_rows, first_index, num_chunks, start, -1))
+            pieces.append((first_row, num_rows, first_index, num_chunks, start, partial))
             continue
         bounds = [num_chunks * i // count for i in range(count + 1)]
-        for low, high in itertools.pairwise(bounds):
-            pieces.append(
-                (
-                    first_row,
-                    num_rows,
-                    first_index + low,
-                    high - low,
-                    start + low,
-                    num_partials + bounds.index(low) * num_rows,
-                )
-            )
-        for row in range(num_rows):
-            merges.append((first_row + row, len(parts), count))
-            parts.extend(num_partials + i * num_rows + row for i in range(count))
-        num_partials += count * num_rows
-    return (
-        np.array(pieces, np.int32),
-        np.array(merges, np.int32).reshape(-1, 3),
-        np.array(parts, np.int32),
-        num_partials,
-    )
+        pieces.extend(
+            (first_row, num_rows, first_index + low, high - low, start + low, _LEAVES_PARTIALS)
+            for low, high in itertools.pairwise(bounds)
+        )
+    return np.array(pieces, np.int32)
+
+
+def _merges(pieces: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """Numbers the partial rows of the pieces that leave some, in place; returns the merges, their parts and how many
+    partial rows there are.
+    """
+    leaving = np.flatnonzero(pieces[:, 5] == _LEAVES_PARTIALS)
+    if not len(leaving):
+        return _NO_MERGES, _NO_PARTS, 0
+    counts = pieces[leaving, 1]
+    first = np.cumsum(counts) - counts
+    pieces[leaving, 5] = first
+    total = int(counts.sum())
+    rows = np.repeat(pieces[leaving, 0] - first, counts) + np.arange(total)  # the query row of each partial row
+    parts = np.argsort(rows, kind="stable").astype(np.int32)
+    merged, index, lengths = np.unique(rows[parts], return_index=True, return_counts=True)
+    return np.ascontiguousarray(np.stack([merged, index, lengths], 1), np.int32), parts, total

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import ChunkTable, Path, Segment
+from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
 
@@ -53,34 +53,67 @@ class Admission:
 
 
 class CacheManager:
-    """Hands out chunks and takes them back. Invariant: chunks of live paths + cached chunks + free chunks = all chunks;
-    `check` proves it.
+    """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
+    chunks; `check` proves it.
 
     table  the chunks of the arena
-    tree   what is shared and what stays cached
+    tree   what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
     """
 
-    def __init__(self, table: ChunkTable, tree: PrefixTree) -> None:
+    def __init__(self, table: ChunkTable, tree: PrefixTree | None) -> None:
         self.table = table
         self.tree = tree
         self._live: dict[Holder, int] = {}  # holder -> chunks it was promised for its prompt
-        self._bytes_used = 0
         self._bytes_peak = 0
 
     def admit(self, holder: Holder) -> Admission | None:
         """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
         wait.
         """
-        tokens = holder.token_ids
-        path = self.tree.match(holder.namespace, tokens) if holder.reads_cache else Path()
+        tokens, path = holder.token_ids, Path()
+        if self.tree is not None and holder.reads_cache:
+            self.tree.extend(holder.namespace, path, tokens)
         need = chunks_of(len(tokens)) - path.num_chunks
         growth = len(self._live) + 1 if self._live else 0
-        if self.table.available(self.table.open_codec) - self._promised() < need + growth:
+        if self._available() - self._promised() < need + growth:
+            if self.tree is not None:
+                self.tree.release(path)
             return None
-        self.tree.lock(path)
+        path.num_sealed = path.num_shared
+        path.num_tokens = path.num_shared * PAGE_TOKENS
         holder.path = path
         self._live[holder] = chunks_of(len(tokens))
+        self._note_peak()
         return Admission(path.num_tokens, need)
+
+    def match_again(self, holder: Holder) -> int:
+        """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
+        that end on a chunk
+        boundary.
+        """
+        path = holder.path
+        if self.tree is None or not holder.reads_cache or path.num_chunks != path.num_shared:
+            return 0
+        found = self.tree.extend(holder.namespace, path, holder.token_ids)
+        path.num_sealed = path.num_shared
+        path.num_tokens = path.num_shared * PAGE_TOKENS
+        return found * PAGE_TOKENS
+
+    def next_chunk(self, holder: Holder) -> Hashable:
+        """What the next whole chunk of a prompt is known by, so that two sequences about to compute the same one can
+        be told; None where it is
+        not to be shared.
+        """
+        path = holder.path
+        start = path.num_tokens
+        if (
+            self.tree is None
+            or not holder.reads_cache
+            or path.num_chunks != path.num_shared
+            or start + PAGE_TOKENS >= len(holder.token_ids)
+        ):
+            return None
+        return holder.namespace, id(path.tip), tuple(holder.token_ids[start : start + PAGE_TOKENS])
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Makes room for the sequence's first `num_tokens` tokens; False, with nothing changed, if that would take what
@@ -90,16 +123,20 @@ class CacheManager:
         need = chunks_of(num_tokens) - path.num_chunks
         if need <= 0:
             return True
-        codec = self.table.open_codec
-        if self.table.available(codec) - self._promised(apart_from=holder) < need:
+        if self._available() - self._promised(apart_from=holder) < need:
             return False
+        codec = self.table.open_codec
+        missing = need - self.table.available(codec)
+        if missing > 0:
+            assert self.tree is not None
+            self.table.give(self.tree.evict(missing))
         path.append(self.table.take(need, codec))
-        self._bytes_used += need * self.table.pages_per_chunk * codec.page_bytes
-        self._bytes_peak = max(self._bytes_peak, self._bytes_used)
+        self._note_peak()
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
-        """The first `num_tokens` tokens are now stored; chunks they fill are sealed. Dense pages need no encoding:
+        """The first `num_tokens` tokens are now stored; chunks they fill are sealed, and the tree gets them. Dense
+        pages need no encoding:
         sealing is a promise not to write.
         """
         path = holder.path
@@ -110,45 +147,64 @@ class CacheManager:
         if num_tokens // PAGE_TOKENS == path.num_sealed:
             return
         first, path.num_sealed = path.num_sealed, num_tokens // PAGE_TOKENS
-        start = first * PAGE_TOKENS
-        tokens = np.array(holder.token_ids[start : path.num_sealed * PAGE_TOKENS], np.int32)
-        locks = np.zeros(self.table.pages.shape[1:], np.int32)
-        segment = Segment(tokens, path.chunks[first : path.num_sealed].copy(), start, locks)
-        if self.tree.publish(holder.namespace, path, segment):
-            self.tree.lock(Path([segment]))
-            path.segments.append(segment)
-            self._bytes_used -= self.table.bytes_of(segment.chunks)
+        if self.tree is not None:
+            tokens = np.array(holder.token_ids[first * PAGE_TOKENS : path.num_sealed * PAGE_TOKENS], np.int32)
+            self.table.give(self.tree.publish(holder.namespace, path, tokens))
+
+    def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
+        """See PrefixTree.shared; nothing without a tree."""
+        return () if self.tree is None else self.tree.shared(holder.path)
 
     def release(self, holder: Holder) -> None:
-        """The sequence ends or is preempted: its locks are undone, its own chunks are free."""
+        """The sequence ends or is preempted: its locks are undone, its own chunks are free; what it gave to the tree
+        stays there.
+        """
         path = holder.path
-        private = path.private
-        self._bytes_used -= self.table.bytes_of(private)
-        self.table.give(private)
-        self.tree.unlock(path)
+        self.table.give(path.private)
+        if self.tree is not None:
+            self.tree.release(path)
         del self._live[holder]
         holder.path = Path()
 
     def stats(self) -> dict[str, int]:
         """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used."""
-        total = self.table.pool.num_bytes
-        cached = self.table.pool.bytes_out - self._bytes_used
+        total, cached = self.table.pool.num_bytes, self._bytes_cached
         return {
             "bytes_total": total,
-            "bytes_used": self._bytes_used,
+            "bytes_used": self.table.pool.bytes_out - cached,
             "bytes_cached": cached,
-            "bytes_free": total - self._bytes_used - cached,
+            "bytes_free": total - self.table.pool.bytes_out,
             "bytes_peak": self._bytes_peak,
         }
 
     def check(self) -> None:
-        """Proves the invariant of the manager, the table and the pool."""
+        """Proves the invariant of the manager, the tree, the table and the pool."""
         self.table.check()
         held = [int(chunk) for holder in self._live for chunk in holder.path.private]
+        if self.tree is not None:
+            self.tree.check()
+            held += [int(chunk) for _, segment in self.tree.segments() for chunk in segment.chunks]
+            for holder in self._live:
+                path = holder.path
+                shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
+                assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         assert len(set(held)) == len(held), "a chunk has two owners"
-        used = sum(self.table.bytes_of(holder.path.private) for holder in self._live)
-        assert used == self._bytes_used, f"{used} bytes held, {self._bytes_used} counted"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
+
+    @property
+    def _bytes_cached(self) -> int:
+        return (
+            0
+            if self.tree is None
+            else self.tree.num_idle * self.table.pages_per_chunk * self.table.open_codec.page_bytes
+        )
+
+    def _note_peak(self) -> None:
+        self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
+
+    def _available(self) -> int:
+        """Chunks that are free or would be after eviction."""
+        return self.table.available(self.table.open_codec) + (0 if self.tree is None else self.tree.num_idle)
 
     def _promised(self, apart_from: Holder | None = None) -> int:
         """Chunks of admitted prompts that are not taken yet."""

@@ -92,18 +92,28 @@ class ChunkTable:
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive sealed chunks. Immutable but for its locks.
+    """Consecutive sealed chunks, a node of the prefix tree. What it holds is never written again; the tree may divide
+    it or, for its only
+    reader, lengthen it.
 
-    tokens  int32 [n * 64], the tokens the chunks hold
-    chunks  int32 [n], chunk ids
-    start   position of the first token, a multiple of 64
-    locks   int32 [L, H]: how many live paths read the segment's pages, per layer and head
+    tokens    int32 [n * 64], the tokens the chunks hold
+    chunks    int32 [n], chunk ids
+    start     position of the first token, a multiple of 64
+    locks     int32 [L, H]: how many live paths read the segment's pages, per layer and head
+    name      the tree's number for it
+    parent    the segment before it; a root has neither tokens nor a parent
+    children  the segments after it, by the bytes of their first chunk's tokens
+    last_use  the tree's clock when a path last took or left it
     """
 
     tokens: NDArray[np.int32]
     chunks: NDArray[np.int32]
     start: int
     locks: NDArray[np.int32]
+    name: int = 0
+    parent: Segment | None = None
+    children: dict[bytes, Segment] = field(default_factory=dict)
+    last_use: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.chunks) * PAGE_TOKENS, (
@@ -111,20 +121,35 @@ class Segment:
         )
         assert self.start % PAGE_TOKENS == 0, f"a segment starts on a chunk boundary, not at {self.start}"
 
+    @property
+    def key(self) -> bytes:
+        """What it is found by among its parent's children: equal tokens, not an equal hash of them."""
+        return self.tokens[:PAGE_TOKENS].tobytes()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.tokens)
+
 
 @dataclass(eq=False)
 class Path:
-    """What one sequence attends to: segments of the tree it holds locks on, then chunks of its own, the last of which
+    """What one sequence attends to: the tree from its root to one segment, then chunks of its own, the last of which
     is open.
 
+    tip         the last segment of the tree on the path, locked with all before it; None while it is in no tree
+    num_shared  leading chunks that belong to the tree
     num_tokens  tokens whose keys and values are stored
     num_sealed  leading chunks that are sealed; num_sealed * 64 <= num_tokens
+    shared      what `PrefixTree.shared` found, and at which version of the tree
     """
 
-    segments: list[Segment] = field(default_factory=list)
+    tip: Segment | None = None
+    num_shared: int = 0
     num_tokens: int = 0
     num_sealed: int = 0
     num_chunks: int = 0
+    shared: tuple[int, tuple[tuple[int, int], ...]] = (-1, ())
     _chunks: NDArray[np.int32] = field(default_factory=lambda: np.empty(8, np.int32))
 
     @property
@@ -133,9 +158,14 @@ class Path:
         return self._chunks[: self.num_chunks]
 
     @property
-    def num_shared(self) -> int:
-        """Leading chunks that belong to the tree."""
-        return sum(len(segment.chunks) for segment in self.segments)
+    def segments(self) -> list[Segment]:
+        """The segments of the tree on the path, from its beginning."""
+        found = []
+        segment = self.tip
+        while segment is not None and segment.parent is not None:
+            found.append(segment)
+            segment = segment.parent
+        return found[::-1]
 
     @property
     def private(self) -> NDArray[np.int32]:
@@ -151,3 +181,11 @@ class Path:
             self._chunks = grown
         self._chunks[self.num_chunks : need] = chunks
         self.num_chunks = need
+
+    def replace(self, first: int, chunks: NDArray[np.int32]) -> None:
+        """Puts other chunks, with the same contents, in the place of those from index `first` on: in a new array, so
+        that whoever kept
+        the old one sees that it is old.
+        """
+        self._chunks = self._chunks.copy()
+        self._chunks[first : first + len(chunks)] = chunks

@@ -221,7 +221,7 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         tokenizer,
         attention,
         Scheduler(
-            CacheManager(table, PrefixTree()),
+            CacheManager(table, PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None),
             config.scheduler.token_budget,
             config.scheduler.max_running,
             config.scheduler.max_queue,

@@ -155,7 +155,11 @@ class Engine:
         if batch is None:
             return []
         self.mover.prepare([piece.sequence.path for piece in batch.slices])
-        slices = [RowSlice(piece.start, piece.count, piece.sequence.path.chunks) for piece in batch.slices]
+        shared = self.scheduler.manager.shared
+        slices = [
+            RowSlice(piece.start, piece.count, piece.sequence.path.chunks, shared(piece.sequence))
+            for piece in batch.slices
+        ]
         tokens, positions, last_rows = self._rows(batch)
         plan = self.attention.plan(slices)
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]

@@ -8,6 +8,7 @@ waiting --admit--> running --commit--> finished
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -109,11 +110,14 @@ class Scheduler:
         what fits.
         """
         slices: list[Slice] = []
+        underway: set[Hashable] = set()
         budget = self.token_budget
         num_preempted = self.counters.preemptions
         for decoding in (True, False):
             for sequence in list(self.running):
                 if sequence.state is not State.RUNNING or (sequence.num_pending == 1) is not decoding:
+                    continue
+                if not decoding and not self._ready(sequence, underway):
                     continue
                 count = self._slice_rows(sequence, budget)
                 if count and self._make_room(sequence, sequence.num_computed + count):
@@ -133,12 +137,18 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = sequence.high_water = admission.cached_tokens
                 self.counters.prefill_tokens_cached += admission.cached_tokens
+            if not self._ready(sequence, underway):
+                continue
             count = self._slice_rows(sequence, budget)
             if count and self._make_room(sequence, sequence.num_computed + count):
                 slices.append(self._slice(sequence, count))
                 budget -= count
         # A sequence may have been preempted after its slice was made: its pages are gone.
         slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
+        # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+        slices.sort(
+            key=lambda piece: (piece.count > 1, self.manager.shared(piece.sequence) if piece.count == 1 else ())
+        )
         return Batch(slices) if slices else None
 
     def commit(self, batch: Batch, token_ids: SequenceOf[int]) -> list[Sampled]:
@@ -212,6 +222,23 @@ class Scheduler:
             "a sequence that does not wait is queued"
         )
         self.manager.check()
+
+    def _ready(self, sequence: Sequence, underway: set[Hashable]) -> bool:
+        """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
+        it will be there for the next.
+        """
+        found = self.manager.match_again(sequence)
+        if found and not sequence.num_preemptions:
+            sequence.num_cached_tokens += found
+            sequence.high_water = sequence.num_computed
+            self.counters.prefill_tokens_cached += found
+        chunk = self.manager.next_chunk(sequence)
+        if chunk is None:
+            return True
+        if chunk in underway:
+            return False
+        underway.add(chunk)
+        return True
 
     def _slice_rows(self, sequence: Sequence, budget: int) -> int:
         """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows."""
