@@ -103,6 +103,26 @@ def test_preemption_and_eviction_change_no_token(chunks: int) -> None:
     assert generate(tight, prompts, params) == expected, "nor do pages that others left"
 
 
+def test_what_others_computed_during_a_preemption_is_no_work_of_ours() -> None:
+    """Every token of a prompt counts once, as computed or as found, however often it was preempted."""
+    engine = make_engine(**{"scheduler.token_budget": 80, "scheduler.max_running": 4})
+    prompt = ids(330, 30)
+    engine.add("first", None, prompt, GREEDY)
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    engine.scheduler._preempt(sequence)
+    assert 0 < sequence.high_water < 320
+    engine.scheduler.waiting.clear()
+    engine.add("second", None, prompt, GREEDY)
+    while engine.scheduler.waiting or engine.scheduler.running:
+        engine.step()
+    engine.scheduler.waiting.append(sequence)
+    drain(engine)
+    stats = engine.stats()
+    assert stats["prefill_tokens_computed"] + stats["prefill_tokens_cached"] == 2 * 330
+    assert stats["decode_tokens"] == 2 * 23 and stats["replayed_tokens"] == 0
+
+
 def test_samples_of_one_prompt_share_it() -> None:
     params = SamplingParams(max_tokens=70, temperature=1.0, seed=5, n=4, ignore_eos=True)
     texts = []

@@ -3,11 +3,11 @@ pages or requests.
 
 slices of the step          pieces                                    work items
 [rows | path of chunks] ->  [block of rows | run of its chunks]  ->   piece x kv head
-rows whose chunks are split over several pieces leave partials; merges name them
+
+Rows whose chunks are split over several pieces leave partials; merges name them.
 
 A segment that several neighbouring rows share is one piece with all of them: ChunkAttention's chunk-first phase is a
-matrix product over the rows,
-where the private tails, its sequence-first phase, are products with one.
+matrix product over the rows, where the private tails, its sequence-first phase, are products with one.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 batches or text.
 
 Admission reserves the whole prompt and one chunk of growth for every running sequence. A reservation is a count, not
-pages: pages are taken when
-they are about to be written, so a sequence never holds what it does not use, and the counts keep a growing one from
-taking what an admitted prompt
-was promised.
+pages: pages are taken when they are about to be written, so a sequence never holds what it does not use, and the counts
+keep a growing one from taking what an admitted prompt was promised.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 section 3.1).
 
 A radix tree over chunks of 64 tokens, one root for each namespace; a node is a segment. Depth is position, so equal
-tokens at equal positions after
-equal tokens are one copy. Live paths lock their segments, from the root to their tip; what nobody locks stays cached
-until memory is wanted, and then
-goes from the leaves, longest unused first.
+tokens at equal positions after equal tokens are one copy. Live paths lock their segments, from the root to their tip;
+what nobody locks stays cached until memory is wanted, and then goes from the leaves, longest unused first.
 
 Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, and finished
 sequences stay.

@@ -134,9 +134,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.state = State.RUNNING
-            if not sequence.num_preemptions:
-                sequence.num_cached_tokens = sequence.high_water = admission.cached_tokens
-                self.counters.prefill_tokens_cached += admission.cached_tokens
+            self._count_found(sequence, admission.cached_tokens)
             if not self._ready(sequence, underway):
                 continue
             count = self._slice_rows(sequence, budget)
@@ -145,10 +143,11 @@ class Scheduler:
                 budget -= count
         # A sequence may have been preempted after its slice was made: its pages are gone.
         slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
-        # Whoever shares stands side by side, so that attention reads what they share once for all of them.
-        slices.sort(
-            key=lambda piece: (piece.count > 1, self.manager.shared(piece.sequence) if piece.count == 1 else ())
-        )
+        if self.manager.tree is not None:
+            # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+            slices.sort(
+                key=lambda piece: (piece.count > 1, self.manager.shared(piece.sequence) if piece.count == 1 else ())
+            )
         return Batch(slices) if slices else None
 
     def commit(self, batch: Batch, token_ids: SequenceOf[int]) -> list[Sampled]:
@@ -227,11 +226,7 @@ class Scheduler:
         """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
         it will be there for the next.
         """
-        found = self.manager.match_again(sequence)
-        if found and not sequence.num_preemptions:
-            sequence.num_cached_tokens += found
-            sequence.high_water = sequence.num_computed
-            self.counters.prefill_tokens_cached += found
+        self._count_found(sequence, self.manager.match_again(sequence))
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
             return True
@@ -258,6 +253,13 @@ class Scheduler:
             self.counters.decode_tokens += new
         else:
             self.counters.prefill_tokens_computed += new
+
+    def _count_found(self, sequence: Sequence, found: int) -> None:
+        new = max(0, sequence.num_computed - sequence.high_water)
+        sequence.high_water += new
+        self.counters.prefill_tokens_cached += new
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens += found
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
