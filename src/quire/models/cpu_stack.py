@@ -1,7 +1,7 @@
 """All layers of a gated decoder in one foreign call, where every product is in panels; see kernels/stack.cpp.
 
-`models.decoder` is its definition: tests/kernels/test_stack.py holds the two together, and benchmarks/stack_cpu.py prints
-what it saves.
+`models.decoder` is its definition: tests/kernels/test_stack.py holds the two together;
+benchmarks/stack_cpu.py prints what it saves.
 """
 
 from __future__ import annotations
