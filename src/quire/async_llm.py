@@ -15,14 +15,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
+from quire.engine.pins import PIN_PARAMS, pin_errors, pinned, read_pins
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import Face, Prompt, read_prompt
+from quire.llm import Face, Prompt, ReadPrompt, read_prompt
 
 log = logging.getLogger("quire")
+
+LIFETIME_SECONDS = 1.0
+"""How often an idle engine looks whether a cached prefix has become too old."""
 
 
 class AsyncLLM(Face):
@@ -97,22 +102,22 @@ class AsyncLLM(Face):
         """The token ids of a prompt; raises RequestError or QueueFullError, before a byte is streamed, for what
         `generate` would refuse.
         """
-        return self._admit(prompt, params)[1]
+        return self._admit(prompt, params).ids
 
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int]]:
-        """The text, if there is one, and the token ids of a prompt that may be generated from now."""
+    def _admit(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
+        """A prompt that may be generated from now."""
         if self._failure is not None or self._closing:
             raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         parts = self._parts
-        text, ids = read_prompt(prompt, parts.tokenizer.encode)
-        parts.engine.check_request(ids, params)
+        read = read_prompt(prompt, parts.tokenizer.encode)
+        parts.engine.check_request(read.ids, params, read.hints)
         waiting = len(parts.engine.scheduler.waiting) + sum(list(self._unread.values()))
         limit = parts.config.scheduler.max_queue
         if waiting + params.n > limit:
             raise QueueFullError(
                 f"{waiting} sequences wait and scheduler.max_queue is {limit}; try again later", retry_after=1.0
             )
-        return text, ids
+        return read
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
@@ -121,7 +126,7 @@ class AsyncLLM(Face):
         aborts the request.
         """
         params = sampling_params or SamplingParams()
-        text, ids = self._admit(prompt, params)
+        text, ids, hints = self._admit(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
@@ -132,7 +137,7 @@ class AsyncLLM(Face):
         def add() -> None:
             self._unread.pop(request_id, None)
             try:
-                self._parts.engine.add(request_id, text, ids, params)
+                self._parts.engine.add(request_id, text, ids, params, hints)
             except QuireError as error:
                 self._post([(request_id, error)])
 
@@ -173,6 +178,32 @@ class AsyncLLM(Face):
     def stats(self) -> dict[str, Any]:
         """See `LLM.stats`. Raises QuireError before `start` and after `close`."""
         return self._parts.engine.stats()
+
+    async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
+        """What the prefix tree holds of the salts that are visible, parents first; see `LLM.prefixes`."""
+        engine = self._parts.engine
+        found: asyncio.Future[list[Prefix]] = asyncio.get_running_loop().create_future()
+
+        def ask() -> None:
+            answer = engine.prefixes(visible)
+            self._on_loop(lambda: None if found.done() else found.set_result(answer))
+
+        self._submit(ask)
+        return await found
+
+    async def pin(self, salts: Iterable[str] = ("",)) -> None:
+        """Computes and keeps the prefixes of cache.pin, once for each salt. Raises ConfigError for a file that is
+        wrong or asks for too much.
+        """
+        file = self._config.cache.pin
+        if file is None:
+            return
+        prompts = await asyncio.to_thread(read_pins, Path(file), self.tokenizer)
+        with pin_errors(file):
+            for salt in salts:
+                for ids in prompts:
+                    async for _ in self.generate(pinned(ids, salt), PIN_PARAMS):
+                        pass
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Takes no new requests, lets running ones finish for so long, then aborts them, stops the thread and frees
@@ -215,7 +246,7 @@ class AsyncLLM(Face):
             while True:
                 if not self._commands and not engine.has_work:
                     assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
-                    self._wake.wait()
+                    self._wake.wait(LIFETIME_SECONDS if engine.forgets else None)
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()

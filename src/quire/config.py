@@ -52,10 +52,12 @@ class CacheConfig(Group):
     """How sealed pages are stored. dense: keys and values as they are, in `model.dtype`."""
     memory: Bytes | Literal["auto"] = "auto"
     """Bytes of the arena, allocated at start. auto: chosen from the memory that is free beside the weights."""
-    share: bool = False
-    """One copy of a prefix for all requests that begin with it, kept until its memory is needed. New: off until it is
-    measured
-    against other engines."""
+    share: bool = True
+    """One copy of a prefix for all requests that begin with it, kept until its memory is needed."""
+    lifetime: Annotated[float, AtLeast(0)] | None = None
+    """Seconds after which a cached prefix that nobody used is dropped. auto: when its memory is needed."""
+    pin: str | None = None
+    """File with prefixes to compute at start and to keep: a line each, {"prompt": "..."} or {"messages": [...]}."""
     strict: bool = True
     """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached. false: not
     available yet; it needs a codec that stores less than it computes."""
@@ -64,6 +66,8 @@ class CacheConfig(Group):
         super().__post_init__()
         if not self.strict:
             raise ConfigError("cache.strict is false, but dense pages store what was computed; leave it true")
+        if self.pin is not None and not self.share:
+            raise ConfigError("cache.pin keeps prefixes for sharing, and cache.share is false; set it true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,9 @@ class ServeConfig(Group):
     """File with one API key a line; with it, requests must carry one of the keys."""
     allow_public: bool = False
     """Listen on an address other machines can reach although no API key is set."""
+    tenants_share: bool = False
+    """Whether requests with different API keys may read each other's cached prefixes. Without it, only those with
+    the same key do; an answer's time to first token tells who may read them whether a prefix is cached."""
     max_request_bytes: Bytes = 8 * 2**20
     """Largest request body, at least 1KB; a larger one is answered 413."""
     max_output_tokens: Count | None = None

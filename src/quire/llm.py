@@ -12,38 +12,58 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.engine.params import SamplingParams
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.pins import PIN_PARAMS, pin_errors, pinned, read_pins
+from quire.engine.request import NO_HINTS
 from quire.errors import QuireError, RequestError
 
 log = logging.getLogger("quire")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the last two with the fields of `CacheHints`
+beside them where these are wanted."""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+_HINT_KEYS = {field.name for field in fields(CacheHints)}
 
 
-def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> tuple[str | None, list[int]]:
-    """The text, if there is one, and the token ids of a prompt. Raises RequestError for anything else."""
+class ReadPrompt(NamedTuple):
+    """A prompt as the engine takes it: its text, if there is one, its token ids, and what it asks of the cache."""
+
+    text: str | None
+    ids: list[int]
+    hints: CacheHints
+
+
+def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPrompt:
+    """A prompt in any of its forms. Raises RequestError for anything else."""
+    hints = NO_HINTS
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown or all(value is None for value in prompt.values()):
+        unknown = set(prompt) - _PROMPT_KEYS - _HINT_KEYS
+        if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
             raise RequestError(
-                f"a prompt given as a dict has the keys prompt or prompt_token_ids, not {sorted(prompt)}", "prompt"
+                "a prompt given as a dict has the key prompt or prompt_token_ids, perhaps cache_salt and cache_pin;"
+                f" not {sorted(prompt)}",
+                "prompt",
             )
+        hints = CacheHints(**{key: prompt[key] for key in _HINT_KEYS if prompt.get(key) is not None})
         given = prompt.get("prompt_token_ids")
         prompt = prompt["prompt"] if given is None else given
     if isinstance(prompt, str):
-        return prompt, encode(prompt)
+        return ReadPrompt(prompt, encode(prompt), hints)
     prompt = _unwrapped(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
-    return None, [_token_id(each) for each in prompt]
+    return ReadPrompt(None, [_token_id(each) for each in prompt], hints)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -114,6 +134,10 @@ class LLM(Face):
         self._loaded: Loaded | None = load_engine(model, config)
         self._ids = itertools.count()
         self._turn = _Turn()
+        if config.cache.pin is not None:
+            prompts = read_pins(Path(config.cache.pin), self.tokenizer)
+            with pin_errors(config.cache.pin):
+                self._run([pinned(ids) for ids in prompts], [PIN_PARAMS] * len(prompts), False)
 
     @property
     def _parts(self) -> Loaded:
@@ -176,9 +200,17 @@ class LLM(Face):
         replayed_tokens                                  tokens of either kind computed again after a preemption
         preemptions, steps, running, waiting             of the scheduler
         cache                                            bytes_total = bytes_used by live requests + bytes_cached
-                                                         + bytes_free; bytes_peak of used
+                                                         + bytes_free; bytes_peak of used; bytes_pinned of cached and
+                                                         used; bytes_saved that live requests would use on top, did they
+                                                         share nothing; bytes_evicted since start
         """
         return self._parts.engine.stats()
+
+    def prefixes(self) -> list[Prefix]:
+        """What the prefix tree holds, parents first: tokens, sharers, hits, bytes, last use."""
+        with self._turn:
+            found: list[Prefix] = self._parts.engine.prefixes()
+        return found
 
     def close(self) -> None:
         """Frees weights and cache, once a call that runs in another thread is done; closing twice does nothing."""
@@ -205,10 +237,11 @@ class LLM(Face):
     ) -> list[RequestOutput]:
         engine = self._parts.engine
         encoded = [read_prompt(prompt, self.tokenizer.encode) for prompt in prompts]
-        for (_, ids), param in zip(encoded, params, strict=True):
-            engine.check_request(ids, param)
+        for (_, ids, hints), param in zip(encoded, params, strict=True):
+            engine.check_request(ids, param, hints)
         todo = deque(
-            (f"request-{next(self._ids)}", text, ids, param) for (text, ids), param in zip(encoded, params, strict=True)
+            (f"request-{next(self._ids)}", text, ids, param, hints)
+            for (text, ids, hints), param in zip(encoded, params, strict=True)
         )
         order = [request_id for request_id, *_ in todo]
         collected: dict[str, RequestOutput] = {}

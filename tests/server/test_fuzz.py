@@ -224,7 +224,8 @@ class RealServer:
                 await asyncio.sleep(0.001)
         await self.check()
         rest = self.llm.stats()["cache"]
-        assert {**rest, "bytes_peak": 0} == {**self.at_rest, "bytes_peak": 0}
+        assert rest["bytes_used"] == rest["bytes_saved"] == 0
+        assert rest["bytes_cached"] + rest["bytes_free"] == rest["bytes_total"] == self.at_rest["bytes_total"]
 
     async def check(self):
         """The engine's own proof, on its own thread: it may still be putting the last request away."""

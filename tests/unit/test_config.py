@@ -90,7 +90,7 @@ def test_flag_wins_over_file_wins_over_default(tmp_path):
         ("model.type", "model.dtype"),
         ("attention.backends", "attention.backend"),
         ("max_context", "model.max_context"),
-        ("cache", "cache.codec"),
+        ("cache.cod", "cache.codec"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_one(mistyped, meant, tmp_path):
@@ -186,7 +186,8 @@ def test_a_printed_configuration_is_a_file_that_gives_it_back(tmp_path):
     serve_options = {"serve.api_key_file": "keys", "serve.drain_seconds": 0.5}
     config, serve = EngineConfig.from_options(options), ServeConfig.from_options(serve_options)
     text = describe(config, sources(options)) + describe(serve, {})
-    assert tomllib.loads(text)["cache"] == {"codec": "dense", "memory": 2**30 + 1, "share": False, "strict": True}
+    cache = {"codec": "dense", "memory": 2**30 + 1, "share": True, "lifetime": "auto", "pin": "none", "strict": True}
+    assert tomllib.loads(text)["cache"] == cache
     (line,) = [line for line in text.splitlines() if line.startswith("threads")]
     assert line.split() == ["threads", "=", "1", "#", "flag"]
     file = tmp_path / "printed.toml"

@@ -257,8 +257,10 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
         return [each_one, paths, scheduler.counters, scheduler.manager.stats(), scheduler.eventless_steps()]
 
     def add(scheduler: Scheduler, name: str, prompt: int, max_tokens: int) -> None:
-        request = Request(name, None, [0] * prompt, SamplingParams(max_tokens=max_tokens), 0.0)
-        request.sequences.append(Sequence(request, 0, None, [0] * prompt, [], max_tokens))
+        # Three kinds of prompts: some share, not all.
+        tokens = [int(name) % 3] * prompt
+        request = Request(name, None, tokens, SamplingParams(max_tokens=max_tokens), 0.0)
+        request.sequences.append(Sequence(request, 0, None, list(tokens), [], max_tokens))
         scheduler.add(request.sequences)
 
     def step(scheduler: Scheduler) -> None:

@@ -8,23 +8,33 @@ keep a growing one from taking what an admitted prompt was promised.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from quire.cache.page import PAGE_TOKENS
+from quire.cache.prefixes import explain
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
+
+log = logging.getLogger("quire")
+
+PINNED_SHARE = 0.5
+"""Share of the arena that pins may keep: the rest goes on serving everybody."""
 
 
 class Holder(Protocol):
     """What the manager needs to know of a sequence."""
 
     path: Path
-    namespace: Hashable
-    """What must be equal for two sequences to share pages."""
+
+    @property
+    def namespace(self) -> Hashable:
+        """What must be equal for two sequences to share pages."""
+        ...
 
     @property
     def reads_cache(self) -> bool:
@@ -54,13 +64,15 @@ class CacheManager:
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
-    table  the chunks of the arena
-    tree   what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
+    table     the chunks of the arena
+    tree      what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
+    lifetime  seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
     """
 
-    def __init__(self, table: ChunkTable, tree: PrefixTree | None) -> None:
+    def __init__(self, table: ChunkTable, tree: PrefixTree | None, lifetime: float | None = None) -> None:
         self.table = table
         self.tree = tree
+        self.lifetime = lifetime
         self._live: dict[Holder, int] = {}  # holder -> chunks it was promised for its prompt
         self._bytes_peak = 0
 
@@ -73,8 +85,12 @@ class CacheManager:
             self.tree.extend(holder.namespace, path, tokens)
         need = chunks_of(len(tokens)) - path.num_chunks
         growth = len(self._live) + 1 if self._live else 0
-        if self._available() - self._promised() < need + growth:
+        while self._available() - self._promised() < need + growth:
             if self.tree is not None:
+                # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
+                if not self._live and self.tree.unpin_oldest():
+                    log.warning("a pinned prefix is given up: a request needs more memory than the pins leave")
+                    continue
                 self.tree.release(path)
             return None
         path.num_sealed = path.num_shared
@@ -96,6 +112,43 @@ class CacheManager:
         path.num_sealed = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         return found * PAGE_TOKENS
+
+    def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
+        """Keeps the whole chunks of the sequence's first `num_tokens` tokens, all computed, for so long from now.
+        False, and nothing kept, if pins would then hold more than `PINNED_SHARE` of the arena.
+        """
+        count = num_tokens // PAGE_TOKENS
+        if self.tree is None or count == 0:
+            return False
+        if not self.may_pin(holder.namespace, holder.token_ids[:num_tokens]):
+            return False
+        self.tree.pin(holder.path, count, self.tree.now + seconds)
+        return True
+
+    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
+        """Ends the pin of a prompt; says whether it had one."""
+        return self.tree is not None and self.tree.unpin(namespace, tokens)
+
+    def may_pin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
+        """Whether pins have room for the whole chunks of these tokens."""
+        assert self.tree is not None
+        count = len(tokens) // PAGE_TOKENS
+        pinned = sum(found for segment, found in self.tree.walk(namespace, tokens, count) if segment.pins)
+        return self.tree.num_pinned + count - pinned <= int(self.table.capacity * PINNED_SHARE)
+
+    def tick(self, now: float) -> None:
+        """Moves the clock of lifetimes on: pins end, and what is too old is dropped."""
+        if self.tree is not None:
+            self.tree.now = now
+            self.table.give(self.tree.expire(self.lifetime))
+
+    def explain(self, holder: Holder) -> str:
+        """Why a sequence finds in the cache what it finds, in a sentence."""
+        if self.tree is None:
+            return "cache.share is off"
+        if not holder.reads_cache:
+            return "log-probabilities of the prompt are wanted, so all of it is computed"
+        return explain(self.tree, holder.namespace, holder.token_ids)
 
     def next_chunk(self, holder: Holder) -> Hashable:
         """What the next whole chunk of a prompt is known by, so that two sequences about to compute the same one can
@@ -165,14 +218,21 @@ class CacheManager:
         holder.path = Path()
 
     def stats(self) -> dict[str, int]:
-        """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used."""
+        """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used. Of the bytes
+        cached or used some are pinned; saved are those that live sequences would take on top, did they share nothing.
+        """
         total, cached = self.table.pool.num_bytes, self._bytes_cached
+        chunk_bytes, tree = self.chunk_bytes, self.tree
+        read = sum(holder.path.num_shared for holder in self._live)
         return {
             "bytes_total": total,
             "bytes_used": self.table.pool.bytes_out - cached,
             "bytes_cached": cached,
             "bytes_free": total - self.table.pool.bytes_out,
             "bytes_peak": self._bytes_peak,
+            "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
+            "bytes_saved": 0 if tree is None else (read - tree.num_read) * chunk_bytes,
+            "bytes_evicted": 0 if tree is None else tree.num_dropped * chunk_bytes,
         }
 
     def check(self) -> None:
@@ -190,12 +250,13 @@ class CacheManager:
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one dense chunk's pages."""
+        return self.table.pages_per_chunk * self.table.open_codec.page_bytes
+
+    @property
     def _bytes_cached(self) -> int:
-        return (
-            0
-            if self.tree is None
-            else self.tree.num_idle * self.table.pages_per_chunk * self.table.open_codec.page_bytes
-        )
+        return 0 if self.tree is None else (self.tree.num_chunks - self.tree.num_read) * self.chunk_bytes
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)

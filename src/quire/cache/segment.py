@@ -8,6 +8,7 @@ path      what a sequence attends to: sealed chunks from the root, then at most 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -93,17 +94,22 @@ class ChunkTable:
 @dataclass(eq=False)
 class Segment:
     """Consecutive sealed chunks, a node of the prefix tree. What it holds is never written again; the tree may divide
-    it or, for its only
-    reader, lengthen it.
+    it or, for its only reader, lengthen it.
 
-    tokens    int32 [n * 64], the tokens the chunks hold
-    chunks    int32 [n], chunk ids
-    start     position of the first token, a multiple of 64
-    locks     int32 [L, H]: how many live paths read the segment's pages, per layer and head
-    name      the tree's number for it
-    parent    the segment before it; a root has neither tokens nor a parent
-    children  the segments after it, by the bytes of their first chunk's tokens
-    last_use  the tree's clock when a path last took or left it
+    tokens        int32 [n * 64], the tokens the chunks hold
+    chunks        int32 [n], chunk ids
+    start         position of the first token, a multiple of 64
+    locks         int32 [L, H]: how many live paths read the segment's pages, per layer and head
+    name          the tree's number for it
+    parent        the segment before it; a root has neither tokens nor a parent
+    namespace     of a root: whose segments follow
+    children      the segments after it, by the bytes of their first chunk's tokens
+    last_use      the tree's count of uses when a path last took or left it
+    used_at       seconds, the tree's `now` at that moment
+    hits          sequences that found it
+    computed      sequences that computed it: the first, and others that were at it at the same time
+    pinned_until  seconds; 0 where nobody asked to keep the prefix that ends here
+    pins          pinned segments among this one and all that follow it
     """
 
     tokens: NDArray[np.int32]
@@ -112,8 +118,14 @@ class Segment:
     locks: NDArray[np.int32]
     name: int = 0
     parent: Segment | None = None
+    namespace: Hashable = None
     children: dict[bytes, Segment] = field(default_factory=dict)
     last_use: int = 0
+    used_at: float = 0.0
+    hits: int = 0
+    computed: int = 1
+    pinned_until: float = 0.0
+    pins: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.chunks) * PAGE_TOKENS, (
@@ -130,6 +142,11 @@ class Segment:
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.tokens)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is only cached: no path reads it, nobody asked to keep it."""
+        return not self.pins and not self.locks.any()
 
 
 @dataclass(eq=False)

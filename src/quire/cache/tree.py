@@ -2,11 +2,12 @@
 section 3.1).
 
 A radix tree over chunks of 64 tokens, one root for each namespace; a node is a segment. Depth is position, so equal
-tokens at equal positions after equal tokens are one copy. Live paths lock their segments, from the root to their tip;
-what nobody locks stays cached until memory is wanted, and then goes from the leaves, longest unused first.
+tokens at equal positions after equal tokens are one copy. Live paths lock their segments, from the root to their tip.
+What nobody locks stays cached until memory is wanted, and then goes from the leaves, longest unused first; what is
+pinned stays even then.
 
-Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, and finished
-sequences stay.
+Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, finished
+sequences stay, and a chunk is found by all its tokens, so that no two of equal hash are ever taken for each other.
 """
 
 from __future__ import annotations
@@ -24,21 +25,29 @@ from quire.cache.segment import Path, Segment
 
 @dataclass
 class PrefixTree:
-    """Segments by namespace and tokens. Invariants (`check`): a segment begins where its parent ends; whoever locks a
-    segment locks its parent;
-    num_idle counts the chunks of segments that nobody locks.
+    """Segments by namespace and tokens. Invariants (`check`): a segment begins where its parent ends; whoever locks or
+    pins a segment does so with its parent; the counts are right; no root is empty.
 
-    shape       (L, H) of the locks
-    num_chunks  chunks the tree holds
-    version     changes whenever a live path's segments do
-    num_idle    those of them that no live path reads: they can be evicted
+    shape        (L, H) of the locks
+    now          seconds on the engine's clock, which moves it on: what lifetimes are counted in
+    num_chunks   chunks the tree holds
+    num_read     those of them that live paths read
+    num_pinned   those that somebody asked to keep, read or not
+    num_idle     those that are neither: they can be evicted
+    num_dropped  chunks evicted since start
+    version      changes whenever a live path's segments do
     """
 
     shape: tuple[int, int]
+    now: float = 0.0
     num_chunks: int = 0
+    num_read: int = 0
+    num_pinned: int = 0
     num_idle: int = 0
+    num_dropped: int = 0
     version: int = 0
     _roots: dict[Hashable, Segment] = field(default_factory=dict)
+    _pinned: dict[Segment, None] = field(default_factory=dict)  # in order of their first pin
     _clock: int = 0
     _names: int = 0
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
@@ -60,6 +69,7 @@ class PrefixTree:
         while len(rest) and (child := at.children.get(rest[:PAGE_TOKENS].tobytes())) is not None:
             count = _common_chunks(child.tokens, rest)
             at = self._divide(child, count) if count < len(child.chunks) else child
+            at.hits += 1
             self._take(at)
             path.append(at.chunks)
             rest = rest[count * PAGE_TOKENS :]
@@ -79,7 +89,8 @@ class PrefixTree:
         at = path.tip or self._roots.get(namespace)
         if at is None:
             none = np.empty(0, np.int32)
-            at = self._roots[namespace] = Segment(none, none, 0, np.zeros(self.shape, np.int32))
+            at = Segment(none, none, 0, np.zeros(self.shape, np.int32), namespace=namespace)
+            self._roots[namespace] = at
         spare = path.chunks[first : first + count].copy()
         taken = 0
         while (
@@ -88,6 +99,7 @@ class PrefixTree:
         ):
             common = _common_chunks(child.tokens, tokens[taken * PAGE_TOKENS :])
             at = self._divide(child, common) if common < len(child.chunks) else child
+            at.computed += 1
             self._take(at)
             taken += common
         if taken:
@@ -104,38 +116,78 @@ class PrefixTree:
         for segment in path.segments:
             segment.locks -= 1
             assert segment.locks.min() >= 0, "unlocked more often than locked"
-            segment.last_use = self._clock
+            segment.last_use, segment.used_at = self._clock, self.now
             if not segment.locks.any():
-                self.num_idle += len(segment.chunks)
+                self.num_read -= len(segment.chunks)
+                self.num_idle += len(segment.chunks) * segment.is_idle
         if path.tip is not None:
             self._offer(path.tip)
         path.tip, path.num_shared = None, 0
 
     def evict(self, count: int) -> NDArray[np.int32]:
-        """Drops `count` chunks that nobody locks, or all of these: leaves first, longest unused first, each from its
-        end. Returns their ids,
-        which the tree no longer knows.
+        """Drops `count` idle chunks, or all of these: leaves first, longest unused first, each from its end. Returns
+        their ids, which the tree no longer knows.
         """
         dropped: list[NDArray[np.int32]] = []
-        while count > 0 and self._leaves:
-            last_use, _, leaf = heapq.heappop(self._leaves)
-            if leaf.parent is None or leaf.last_use != last_use or leaf.children or leaf.locks.any():
-                continue
-            kept = max(0, len(leaf.chunks) - count)
-            gone = leaf.chunks[kept:]
-            dropped.append(gone)
-            count -= len(gone)
-            self.num_chunks -= len(gone)
-            self.num_idle -= len(gone)
-            if kept:
-                leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
-                self._offer(leaf)
-                continue
-            parent = leaf.parent
-            del parent.children[leaf.key]
-            leaf.parent = None
-            self._offer(parent)
-        return np.concatenate(dropped) if dropped else np.empty(0, np.int32)
+        while count > 0 and (leaf := self._oldest_leaf()) is not None:
+            dropped.append(self._drop(leaf, max(0, len(leaf.chunks) - count)))
+            count -= len(dropped[-1])
+        return _together(dropped)
+
+    def expire(self, lifetime: float | None) -> NDArray[np.int32]:
+        """Ends the pins whose time is over and drops what nobody used for `lifetime` seconds, where that is not None.
+        Returns the ids of what it dropped.
+        """
+        for segment in [each for each in self._pinned if each.pinned_until <= self.now]:
+            self._unpin(segment)
+        dropped: list[NDArray[np.int32]] = []
+        while (
+            lifetime is not None and (leaf := self._oldest_leaf()) is not None and leaf.used_at + lifetime <= self.now
+        ):
+            dropped.append(self._drop(leaf, 0))
+        return _together(dropped)
+
+    def pin(self, path: Path, num_chunks: int, until: float) -> None:
+        """Keeps the first `num_chunks` chunks of a path, all of them shared, until the clock says so, however much
+        memory others want. A pin that is there already is moved, never shortened.
+        """
+        assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
+        end = num_chunks * PAGE_TOKENS
+        segment = next(each for each in path.segments if each.end >= end)
+        if segment.end > end:
+            segment = self._divide(segment, (end - segment.start) // PAGE_TOKENS)
+        segment.pinned_until = max(segment.pinned_until, until)
+        if segment not in self._pinned:
+            self._pinned[segment] = None
+            self._count_pin(segment, 1)
+
+    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
+        """Ends the pin of a prompt, if it has one; says whether it had."""
+        count = len(tokens) // PAGE_TOKENS
+        found = list(self.walk(namespace, tokens, count))
+        segment, whole = found[-1] if found else (None, 0)
+        if segment not in self._pinned or segment.end != count * PAGE_TOKENS or whole < len(segment.chunks):
+            return False
+        self._unpin(segment)
+        return True
+
+    def unpin_oldest(self) -> bool:
+        """Ends the pin that is there for longest; says whether there was one."""
+        segment = next(iter(self._pinned), None)
+        if segment is not None:
+            self._unpin(segment)
+        return segment is not None
+
+    def walk(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Iterator[tuple[Segment, int]]:
+        """(segment, leading chunks of it) that hold the first tokens, `limit` chunks at most; changes nothing."""
+        at = self._roots.get(namespace)
+        rest = np.array(tokens[: limit * PAGE_TOKENS], np.int32)
+        while at is not None and len(rest) and (at := at.children.get(rest[:PAGE_TOKENS].tobytes())) is not None:
+            count = _common_chunks(at.tokens, rest)
+            yield at, count
+            if count < len(at.chunks):
+                return
+            rest = rest[count * PAGE_TOKENS :]
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(name, chunks) of the path's segments: paths whose tuples begin alike share as much, and sorted by them
@@ -146,6 +198,11 @@ class PrefixTree:
             found = tuple((segment.name, len(segment.chunks)) for segment in path.segments)
             path.shared = self.version, found
         return found
+
+    def children(self, of: Segment | Hashable) -> list[NDArray[np.int32]]:
+        """The tokens of the segments that follow one, or that begin a namespace."""
+        at = of if isinstance(of, Segment) else self._roots.get(of)
+        return [] if at is None else [child.tokens for child in at.children.values()]
 
     def segments(self) -> Iterator[tuple[Hashable, Segment]]:
         """Every segment with its namespace, parents first."""
@@ -158,7 +215,7 @@ class PrefixTree:
 
     def check(self) -> None:
         """Proves the invariants."""
-        num_chunks = num_idle = 0
+        num_chunks = num_read = num_pinned = num_idle = 0
         for _, segment in self.segments():
             parent = segment.parent
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
@@ -166,33 +223,41 @@ class PrefixTree:
             assert parent.parent is None or (segment.locks <= parent.locks).all(), (
                 "a segment is locked and its parent is not"
             )
+            below = sum(child.pins for child in segment.children.values())
+            assert segment.pins == below + (segment in self._pinned), "pins are not those below and its own"
             num_chunks += len(segment.chunks)
-            num_idle += 0 if segment.locks.any() else len(segment.chunks)
-        assert (num_chunks, num_idle) == (self.num_chunks, self.num_idle), (
-            f"{num_chunks} chunks, {num_idle} idle; counted {self.num_chunks}, {self.num_idle}"
-        )
+            num_read += len(segment.chunks) if segment.locks.any() else 0
+            num_pinned += len(segment.chunks) if segment.pins else 0
+            num_idle += len(segment.chunks) if segment.is_idle else 0
+        found = num_chunks, num_read, num_pinned, num_idle
+        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle
+        assert found == counted, f"(chunks, read, pinned, idle) are {found}; counted {counted}"
+        assert all(root.children for root in self._roots.values()), "a root without segments is kept"
 
     def _take(self, segment: Segment) -> None:
         if not segment.locks.any():
-            self.num_idle -= len(segment.chunks)
+            self.num_read += len(segment.chunks)
+            self.num_idle -= len(segment.chunks) * segment.is_idle
         segment.locks += 1
         self.version += 1
         self._clock += 1
-        segment.last_use = self._clock
+        segment.last_use, segment.used_at = self._clock, self.now
 
     def _add(self, at: Segment, path: Path, tokens: NDArray[np.int32], chunks: NDArray[np.int32]) -> Segment:
-        """Puts chunks after a segment: at its end where the path is its only reader and nothing follows, else as a
-        child.
+        """Puts chunks after a segment: at its end where nothing follows and only this path ever had to do with it, else
+        as a child.
         """
         self.num_chunks += len(chunks)
-        if at is path.tip and not at.children and at.locks.max() == 1:
+        self.num_read += len(chunks)
+        alone = at.locks.max() == 1 and not at.pins and (at.hits, at.computed) == (0, 1)
+        if at is path.tip and not at.children and alone:
             at.tokens = np.concatenate((at.tokens, tokens))
             at.chunks = np.concatenate((at.chunks, chunks))
             self.version += 1
             return at
         self._clock += 1
         locks = np.ones(self.shape, np.int32)
-        child = Segment(tokens, chunks, at.end, locks, self._name(), at, last_use=self._clock)
+        child = Segment(tokens, chunks, at.end, locks, self._name(), at, last_use=self._clock, used_at=self.now)
         at.children[child.key] = child
         return child
 
@@ -215,6 +280,10 @@ class PrefixTree:
             self._name(),
             parent,
             last_use=segment.last_use,
+            used_at=segment.used_at,
+            hits=segment.hits,
+            computed=segment.computed,
+            pins=segment.pins,
         )
         parent.children[front.key] = front
         segment.tokens, segment.chunks, segment.start, segment.parent = (
@@ -228,15 +297,64 @@ class PrefixTree:
 
     def _offer(self, segment: Segment) -> None:
         """Notes a segment that may now be evicted."""
-        if segment.parent is None or segment.children or segment.locks.any():
+        if segment.parent is None or segment.children or not segment.is_idle:
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
             # Entries that eviction never met: a server that never runs short would collect them for ever.
-            current = {id(leaf): leaf for _, leaf in self.segments() if not leaf.children and not leaf.locks.any()}
-            self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current.values())]
+            current = [leaf for _, leaf in self.segments() if not leaf.children and leaf.is_idle]
+            self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
             heapq.heapify(self._leaves)
         self._pushes += 1
         heapq.heappush(self._leaves, (segment.last_use, self._pushes, segment))
+
+    def _oldest_leaf(self) -> Segment | None:
+        """The leaf to evict next; stays first in the heap."""
+        while self._leaves:
+            last_use, _, leaf = self._leaves[0]
+            if leaf.parent is not None and leaf.last_use == last_use and not leaf.children and leaf.is_idle:
+                return leaf
+            heapq.heappop(self._leaves)
+        return None
+
+    def _drop(self, leaf: Segment, kept: int) -> NDArray[np.int32]:
+        """Drops the chunks of an idle leaf after the first `kept`; with none kept, the leaf and, if that leaves it
+        empty, its root. Returns their ids.
+        """
+        gone = leaf.chunks[kept:]
+        self.num_chunks -= len(gone)
+        self.num_idle -= len(gone)
+        self.num_dropped += len(gone)
+        if kept:
+            leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
+            return gone
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.key]
+        leaf.parent = None
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.namespace]
+        self._offer(parent)
+        return gone
+
+    def _unpin(self, segment: Segment) -> None:
+        del self._pinned[segment]
+        segment.pinned_until = 0.0
+        self._count_pin(segment, -1)
+
+    def _count_pin(self, segment: Segment, by: int) -> None:
+        """Notes one pin more or less on a segment and all before it."""
+        at: Segment | None = segment
+        while at is not None and at.parent is not None:
+            was_idle, was_pinned = at.is_idle, at.pins > 0
+            at.pins += by
+            self.num_idle += len(at.chunks) * (at.is_idle - was_idle)
+            self.num_pinned += len(at.chunks) * ((at.pins > 0) - was_pinned)
+            self._offer(at)
+            at = at.parent
+
+
+def _together(runs: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(runs) if runs else np.empty(0, np.int32)
 
 
 def _common_chunks(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:

@@ -18,6 +18,7 @@ from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.manager import CacheManager
+from quire.cache.namespace import Namespace
 from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
 from quire.cache.sizes import Sizes, sizes
@@ -30,6 +31,7 @@ from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
+from quire.models.fingerprint import fingerprint
 from quire.models.layers import Ops, torch_dtype
 from quire.models.loading import FourBit, native_bytes
 from quire.models.plan import Model
@@ -49,9 +51,6 @@ on a GPU."""
 TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 """Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
 waits 0.25 s at most."""
-
-FORMAT_VERSION = 1
-"""Of page images; docs/page-format.md."""
 
 _SLAB_BYTES = 4 << 20
 
@@ -188,11 +187,15 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
         resolved.attention.backend,
         device.type,
     )
-    return Loaded(assemble(engine_model, tokenizer, resolved, fits), tokenizer, shape, fits, resolved, name)
+    engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path))
+    return Loaded(engine, tokenizer, shape, fits, resolved, name)
 
 
-def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Sizes) -> Engine:
-    """The engine around a model: pool, table, manager, attention, scheduler, sampler."""
+def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Sizes, model_id: str = "") -> Engine:
+    """The engine around a model: pool, table, manager, attention, scheduler, sampler.
+
+    model_id  the checkpoint's fingerprint
+    """
     shape = model.shape
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
@@ -221,7 +224,11 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         tokenizer,
         attention,
         Scheduler(
-            CacheManager(table, PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None),
+            CacheManager(
+                table,
+                PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None,
+                config.cache.lifetime,
+            ),
             config.scheduler.token_budget,
             config.scheduler.max_running,
             config.scheduler.max_queue,
@@ -231,7 +238,14 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,
-        namespace=(shape, config.model.dtype, config.model.weights, codec.name, config.cache.strict, FORMAT_VERSION),
+        namespace=Namespace(
+            model=model_id,
+            dtype=config.model.dtype,
+            weights=config.model.weights,
+            codec=codec.name,
+            strict=config.cache.strict,
+            rope=repr(shape.rope),
+        ),
         decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
     )

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from quire.attention.plan import AttentionBackend, RowSlice
+from quire.cache.manager import PINNED_SHARE
+from quire.cache.namespace import Namespace
+from quire.cache.page import PAGE_TOKENS
+from quire.cache.prefixes import Prefix, prefixes
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
-from quire.engine.params import SamplingParams
-from quire.engine.request import Request, Sequence, State
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed
 from quire.engine.scheduler import Batch, Scheduler
 from quire.errors import RequestError
@@ -48,7 +52,7 @@ class Engine:
     """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
 
-    namespace    what must be equal for two requests to share pages
+    namespace    what must be equal, besides a salt, for two requests to share pages
     decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
     clock        seconds, monotonic; only measures, decides nothing
@@ -66,7 +70,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
-        namespace: Hashable = (),
+        namespace: Namespace = NOBODY,
         decode: Decode | None = None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
         clock: Callable[[], float] = time.monotonic,
@@ -94,7 +98,7 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests)
 
-    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
+    def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
         """Raises RequestError, naming the value and the limit, for a request that could never run."""
         if not prompt_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
@@ -115,13 +119,32 @@ class Engine:
             raise RequestError(
                 f"n is {params.n} and at most {self.scheduler.max_queue} sequences may wait (scheduler.max_queue)", "n"
             )
+        if hints.cache_pin:
+            self._check_pin(len(prompt_ids))
 
-    def add(self, request_id: str, prompt: str | None, prompt_ids: list[int], params: SamplingParams) -> Request:
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        hints: CacheHints = NO_HINTS,
+    ) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now."""
-        self.check_request(prompt_ids, params)
+        self.check_request(prompt_ids, params, hints)
         if request_id in self._requests:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
-        request = Request(request_id, prompt, prompt_ids, params, self.clock())
+        manager = self.scheduler.manager
+        namespace = replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
+        if hints.cache_pin and not manager.may_pin(namespace, prompt_ids):
+            raise RequestError(
+                f"cache_pin: {len(prompt_ids)} tokens more would pin over {PINNED_SHARE:.0%} of the cache; pin less,"
+                " end a pin (cache_pin 0), or raise cache.memory",
+                "cache_pin",
+            )
+        if hints.cache_pin == 0:
+            manager.unpin(namespace, prompt_ids)
+        request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         room = self.max_context - len(prompt_ids)
@@ -133,7 +156,7 @@ class Engine:
             token_ids = list(prompt_ids)
             output_ids: list[int] = []
             row = SampleRow(params, prompt_ids, output_ids, sequence_seed(seed, index))
-            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens, self.namespace))
+            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens, namespace))
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
         for sequence in request.sequences:
@@ -151,6 +174,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Runs one step; one output of deltas for every request that has news."""
+        self.scheduler.manager.tick(self.clock())
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
@@ -187,6 +211,21 @@ class Engine:
             "cache": scheduler.manager.stats(),
         }
 
+    def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
+        """What the prefix tree holds of the salts that are visible, parents first."""
+        manager = self.scheduler.manager
+        if manager.tree is None:
+            return []
+        manager.tick(self.clock())
+        return prefixes(manager.tree, manager.chunk_bytes, lambda namespace: visible(namespace.salt))
+
+    @property
+    def forgets(self) -> bool:
+        """Whether time alone may change what is cached: then an idle engine is stepped now and again."""
+        manager = self.scheduler.manager
+        tree = manager.tree
+        return tree is not None and ((manager.lifetime is not None and tree.num_chunks > 0) or tree.num_pinned > 0)
+
     @property
     def holds_nothing(self) -> bool:
         """Whether an idle engine's counters say so: a leak shows here at once, and `check` then says where."""
@@ -198,6 +237,23 @@ class Engine:
         self.scheduler.check()
         if not self._requests:
             assert not self._answers, "answers of finished requests are kept"
+
+    def _check_pin(self, num_tokens: int) -> None:
+        manager = self.scheduler.manager
+        if manager.tree is None:
+            raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
+        if num_tokens < PAGE_TOKENS:
+            raise RequestError(
+                f"cache_pin: the prompt has {num_tokens} tokens; what is kept are whole chunks of {PAGE_TOKENS}",
+                "cache_pin",
+            )
+        most = int(manager.table.capacity * PINNED_SHARE)
+        if num_tokens // PAGE_TOKENS > most:
+            raise RequestError(
+                f"cache_pin: the prompt has {num_tokens} tokens; at most {most * PAGE_TOKENS}, {PINNED_SHARE:.0%}"
+                " of the cache, may be pinned",
+                "cache_pin",
+            )
 
     def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Token ids and positions of all rows and the padding, int64 each, and the index of each slice's last row."""

@@ -138,6 +138,36 @@ class SamplingParams:
                     )
 
 
+MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True)
+class CacheHints:
+    """What a request asks of the prefix cache. Raises RequestError as `SamplingParams` does."""
+
+    cache_salt: str = ""
+    """Only requests with an equal salt share a prefix; up to 256 characters."""
+    cache_pin: float | None = None
+    """Seconds for which the prompt's whole chunks are kept although others want their memory; True: for good, 0 or
+    False: no longer, None: as it is."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
+            raise _wrong("cache_salt", self.cache_salt, f"a string of at most {MAX_SALT_CHARS} characters")
+        if self.cache_pin is None:
+            return
+        if isinstance(self.cache_pin, bool):
+            seconds = math.inf if self.cache_pin else 0.0
+        elif isinstance(self.cache_pin, Real) and math.isinf(self.cache_pin) and self.cache_pin > 0:
+            seconds = math.inf
+        else:
+            seconds = _number("cache_pin", self.cache_pin, 0, MAX_PIN_SECONDS)
+        object.__setattr__(self, "cache_pin", seconds)
+
+
+MAX_PIN_SECONDS = 366 * 86400.0
+
+
 def _wrong(name: str, value: object, wanted: str) -> RequestError:
     shown = repr(value)
     return RequestError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire.cache.namespace import Namespace
 from quire.cache.segment import Path
 from quire.engine.outputs import Logprob
-from quire.engine.params import SamplingParams
+from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.sampler import SampleRow
+
+NOBODY = Namespace()
+NO_HINTS = CacheHints()
 
 
 class State(Enum):
@@ -40,7 +43,7 @@ class Sequence:
     token_ids: list[int]
     output_ids: list[int]
     max_tokens: int
-    namespace: Hashable = None
+    namespace: Namespace = NOBODY
     order: int = 0
     path: Path = field(default_factory=Path)
     state: State = State.WAITING
@@ -83,6 +86,7 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     arrival: float
+    hints: CacheHints = NO_HINTS
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token_at: float | None = None

@@ -7,6 +7,7 @@ waiting --admit--> running --commit--> finished
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
@@ -16,6 +17,8 @@ from quire.cache.manager import CacheManager
 from quire.cache.page import PAGE_TOKENS
 from quire.engine.request import Sequence, State
 from quire.errors import ConfigError, QueueFullError
+
+log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,14 @@ class Scheduler:
             self.running.append(sequence)
             sequence.state = State.RUNNING
             self._count_found(sequence, admission.cached_tokens)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(
+                    "request %s: %d of %d tokens found in the cache: %s",
+                    sequence.request.request_id,
+                    admission.cached_tokens,
+                    len(sequence.token_ids),
+                    self.manager.explain(sequence),
+                )
             if not self._ready(sequence, underway):
                 continue
             count = self._slice_rows(sequence, budget)
@@ -165,6 +176,8 @@ class Scheduler:
             self._count(sequence, piece.start + piece.count, piece.count)
             self.manager.commit(sequence, piece.start + piece.count)
             if token_id is not None:
+                if not sequence.num_generated:
+                    self._pin(sequence)
                 sequence.token_ids.append(token_id)
                 ended = sequence.num_generated >= sequence.max_tokens
                 sampled.append(Sampled(sequence, token_id, ended))
@@ -207,7 +220,8 @@ class Scheduler:
             raise ValueError(f"{steps} steps hold an event: only {self.eventless_steps()} are free of one")
         self.counters.steps += steps
         self.counters.decode_tokens += steps * len(self.running)
-        for sequence in self.running:
+        # In the order of a batch: of two that fill equal chunks at once, the first one's stay.
+        for sequence in sorted(self.running, key=self.manager.shared):
             sequence.token_ids.extend([0] * steps)
             self.manager.commit(sequence, sequence.num_computed + steps)
             sequence.high_water = sequence.num_computed
@@ -226,7 +240,10 @@ class Scheduler:
         """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
         it will be there for the next.
         """
-        self._count_found(sequence, self.manager.match_again(sequence))
+        found = self.manager.match_again(sequence)
+        self._count_found(sequence, found)
+        if found:
+            log.debug("request %s: %d tokens more, just computed for others", sequence.request.request_id, found)
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
             return True
@@ -260,6 +277,13 @@ class Scheduler:
         self.counters.prefill_tokens_cached += new
         if not sequence.num_preemptions:
             sequence.num_cached_tokens += found
+
+    def _pin(self, sequence: Sequence) -> None:
+        """Keeps the prompt of a sequence that asked for it, now that it is computed."""
+        request = sequence.request
+        seconds = request.hints.cache_pin
+        if seconds and not self.manager.pin(sequence, len(request.prompt_ids), seconds):
+            log.warning("request %s: its prompt is not pinned: other pins were quicker", request.request_id)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""

@@ -1,0 +1,108 @@
+"""What the prefix tree holds, and why a prompt found what it found, for people. Reads the tree, changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.cache.page import PAGE_TOKENS
+from quire.cache.segment import Segment
+from quire.cache.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """One segment of the tree: the tokens after its parent's, and who uses them.
+
+    id                digest of the namespace and of all tokens up to its end: the same on every machine
+    parent            id of the segment before it; None for a first one
+    start             position of its first token
+    token_ids         its tokens
+    sharers           live sequences that read it
+    hits              sequences that found it, hence did not compute it
+    computed          sequences that computed it
+    hit_rate          hits / (hits + computed)
+    num_bytes         of its pages
+    idle_seconds      since a sequence last took or left it; 0 while one reads it
+    pinned_seconds    how much longer its end is pinned; None if it is not, inf for good
+    """
+
+    id: str
+    parent: str | None
+    start: int
+    token_ids: list[int]
+    sharers: int
+    hits: int
+    computed: int
+    hit_rate: float
+    num_bytes: int
+    idle_seconds: float
+    pinned_seconds: float | None
+
+
+def prefixes(
+    tree: PrefixTree, chunk_bytes: int, visible: Callable[[Any], bool] = lambda namespace: True
+) -> list[Prefix]:
+    """The segments of the visible namespaces, parents first."""
+    found: list[Prefix] = []
+    ids: dict[Segment, str] = {}
+    for namespace, segment in tree.segments():
+        if not visible(namespace):
+            continue
+        parent = None if segment.parent is None else ids.get(segment.parent)
+        # Each id hashes its parent's: a chain, as deep as the tree.
+        digest = hashlib.blake2b((parent or repr(namespace)).encode(), digest_size=8)
+        digest.update(segment.tokens.tobytes())
+        ids[segment] = digest.hexdigest()
+        sharers = int(segment.locks.max())
+        found.append(
+            Prefix(
+                id=ids[segment],
+                parent=parent,
+                start=segment.start,
+                token_ids=segment.tokens.tolist(),
+                sharers=sharers,
+                hits=segment.hits,
+                computed=segment.computed,
+                hit_rate=segment.hits / (segment.hits + segment.computed),
+                num_bytes=len(segment.chunks) * chunk_bytes,
+                idle_seconds=0.0 if sharers else max(0.0, tree.now - segment.used_at),
+                pinned_seconds=segment.pinned_until - tree.now if segment.pinned_until else None,
+            )
+        )
+    return found
+
+
+def explain(tree: PrefixTree, namespace: Hashable, tokens: Sequence[int]) -> str:
+    """Why a prompt finds as much as it does, in a sentence."""
+    limit = (len(tokens) - 1) // PAGE_TOKENS
+    if limit < 1:
+        return f"a prompt of {len(tokens)} tokens has no whole chunk before its last token"
+    found = list(tree.walk(namespace, tokens, limit))
+    num_chunks = sum(count for _, count in found)
+    at = num_chunks * PAGE_TOKENS
+    if num_chunks == limit:
+        return f"all {at} tokens that may come from the cache do; the last {len(tokens) - at} are computed"
+    if not found:
+        candidates = tree.children(namespace)
+        if not candidates:
+            return "nothing is cached for this model, these settings and this salt"
+    else:
+        last, count = found[-1]
+        candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else tree.children(last)
+    if not candidates:
+        return f"nothing that is cached goes on after token {at}"
+    wanted = np.array(tokens[at : at + PAGE_TOKENS], np.int32)
+    same = max(_same_tokens(candidate[:PAGE_TOKENS], wanted) for candidate in candidates)
+    which = "what is cached differs" if len(candidates) == 1 else f"the nearest of {len(candidates)} cached differs"
+    return f"{which} at token {at + same}, inside the chunk from token {at} on"
+
+
+def _same_tokens(left: np.ndarray, right: np.ndarray) -> int:
+    """Leading tokens in which two chunks are equal."""
+    differ = left != right
+    return int(differ.argmax()) if differ.any() else len(left)
