@@ -5,17 +5,30 @@ eviction.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.manager import CacheManager
+from quire.cache.manager import PINNED_SHARE, CacheManager
+from quire.cache.namespace import Namespace
 from quire.cache.page import PAGE_TOKENS, PagePool
+from quire.cache.prefixes import prefixes
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
@@ -28,7 +41,7 @@ class Holder:
     """A sequence, as the manager sees one."""
 
     token_ids: list[int]
-    namespace: str = "model"
+    namespace: Hashable = "model"
     reads_cache: bool = True
     path: Path = field(default_factory=Path)
 
@@ -149,20 +162,226 @@ def test_locked_paths_are_never_evicted() -> None:
     manager.check()
 
 
+def test_a_segment_that_others_read_is_not_lengthened() -> None:
+    manager = make_manager(20)
+    first, second = Holder([*chunk(1), 2]), Holder([*chunk(1), 3])
+    assert run_prompt(manager, first) and run_prompt(manager, second)
+    first.token_ids += chunk(2, 63)
+    assert manager.extend(first, 128)
+    manager.commit(first, 128)
+    assert [len(segment.chunks) for segment in first.path.segments] == [1, 1]
+    assert [segment.hits for segment in first.path.segments] == [1, 0]
+    manager.check()
+
+
+def test_what_is_pinned_stays_until_its_time_is_over() -> None:
+    manager = make_manager(6)
+    holder = Holder(chunk(1) + chunk(2) + chunk(3, 10))
+    assert run_prompt(manager, holder)
+    manager.tick(100.0)
+    assert manager.pin(holder, 138, 50.0)
+    manager.release(holder)
+    manager.check()
+    assert manager.tree is not None and (manager.tree.num_pinned, manager.tree.num_idle) == (2, 0)
+    for letter in (5, 6):
+        other = Holder(chunk(letter) * 3 + [letter])
+        assert run_prompt(manager, other)
+        manager.release(other)
+    assert manager.tree.extend("model", Path(), holder.token_ids) == 2, "other requests dropped a pinned prefix"
+    manager.tick(149.9)
+    assert manager.tree.num_pinned == 2
+    manager.tick(150.0)
+    manager.check()
+    assert manager.tree.num_pinned == 0
+
+
+def test_a_pin_holds_its_prefix_and_what_leads_to_it_but_nothing_that_follows() -> None:
+    manager = make_manager(20)
+    holder = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
+    assert run_prompt(manager, holder)
+    assert manager.pin(holder, 64 + 40, 10.0), "the whole chunks of 104 tokens: one"
+    manager.release(holder)
+    assert manager.tree is not None and manager.tree.num_pinned == 1
+    manager.table.give(manager.tree.evict(20))
+    assert manager.tree.num_chunks == 1
+    manager.check()
+    # The other way round: a longer pin below a shorter one outlives it with all that leads to it.
+    assert run_prompt(manager, holder)
+    assert manager.pin(holder, 192, 100.0)
+    manager.release(holder)
+    manager.tick(11.0)
+    assert manager.tree.num_pinned == 3
+    manager.tick(101.0)
+    assert manager.tree.num_pinned == 0
+    manager.check()
+
+
+def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
+    manager = make_manager(20)
+    holder = Holder(chunk(1) + chunk(2) + [3])
+    assert run_prompt(manager, holder)
+    assert manager.pin(holder, 128, 100.0) and manager.pin(holder, 128, 10.0)
+    manager.tick(50.0)
+    assert manager.tree is not None and manager.tree.num_pinned == 2, "a shorter pin ended a longer one"
+    assert not manager.unpin("model", chunk(1)) and not manager.unpin("other", holder.token_ids)
+    assert manager.unpin("model", holder.token_ids) and not manager.unpin("model", holder.token_ids)
+    assert manager.tree.num_pinned == 0
+    manager.check()
+
+
+def test_pins_take_half_of_the_arena_at_most_and_the_same_prefix_counts_once() -> None:
+    manager = make_manager(8)
+    first = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
+    assert run_prompt(manager, first) and manager.pin(first, 192, 10.0)
+    manager.release(first)
+    second = Holder(chunk(1) + chunk(2) + chunk(9) + [4])
+    assert run_prompt(manager, second) and manager.pin(second, 192, 10.0), "two of its chunks are pinned already"
+    manager.release(second)
+    third = Holder([*chunk(7), 4])
+    assert run_prompt(manager, third)
+    assert not manager.may_pin("model", third.token_ids) and not manager.pin(third, 65, 10.0)
+    manager.check()
+
+
+def test_pins_give_way_to_a_request_that_would_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    manager = make_manager(6)
+    holder = Holder(chunk(1) + chunk(2) + chunk(3))
+    assert run_prompt(manager, holder) and manager.pin(holder, 192, float("inf"))
+    waiting = Holder(chunk(8) * 4 + [1])
+    assert manager.admit(waiting) is None, "while somebody runs it waits"
+    manager.release(holder)
+    assert manager.admit(waiting) is not None
+    assert "pinned prefix is given up" in caplog.text
+    manager.check()
+
+
+def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
+    manager = make_manager(20)
+    manager.lifetime = 10.0
+    tree = manager.tree
+    assert tree is not None
+    for now, letter in ((0.0, 1), (6.0, 2)):
+        manager.tick(now)
+        holder = Holder(chunk(letter) + chunk(3) + [4])
+        assert run_prompt(manager, holder)
+        manager.release(holder)
+    manager.tick(9.9)
+    assert tree.num_chunks == 4
+    manager.tick(10.0)
+    assert tree.num_chunks == 2
+    again = Holder([*chunk(2), 4])
+    assert run_prompt(manager, again)
+    manager.tick(17.0)
+    assert tree.num_chunks == 1, "what is read stays; what follows it does not"
+    manager.release(again)
+    manager.tick(26.9)
+    assert tree.num_chunks == 1
+    manager.tick(27.0)
+    assert tree.num_chunks == 0 and not list(tree._roots), "an empty root is kept"
+    manager.check()
+
+
+def test_prefixes_show_what_is_resident_and_who_uses_it() -> None:
+    manager = make_manager(20)
+    tree = manager.tree
+    assert tree is not None
+    first = Holder(chunk(1) + chunk(2) + [4])
+    assert run_prompt(manager, first)
+    second = Holder(chunk(1) + chunk(3) + [4], "model")
+    assert run_prompt(manager, second)
+    manager.tick(5.0)
+    manager.release(second)
+    manager.tick(8.0)
+    shown = {(each.start, each.token_ids[0]): each for each in prefixes(tree, 1000)}
+    top, left, right = shown[0, 1], shown[64, 2], shown[64, 3]
+    assert (
+        left.parent == right.parent == top.id and top.parent is None and len({each.id for each in shown.values()}) == 3
+    )
+    assert (top.sharers, top.hits, top.computed, top.hit_rate) == (1, 1, 1, 0.5)
+    assert (right.sharers, right.idle_seconds, right.num_bytes, right.pinned_seconds) == (0, 3.0, 1000, None)
+    assert left.idle_seconds == 0.0
+    assert manager.pin(first, 128, 60.0)
+    assert {each.token_ids[0]: each.pinned_seconds for each in prefixes(tree, 1000)} == {1: None, 2: 60.0, 3: None}
+    assert prefixes(tree, 1000, lambda namespace: namespace != "model") == []
+    other = make_manager(20)
+    assert run_prompt(other, Holder(chunk(1) + chunk(3) + [4])) and other.tree is not None
+    assert [each.id for each in prefixes(other.tree, 1)] != [top.id], "ids name contents, not places in the tree"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (chunk(1, 64), "a prompt of 64 tokens has no whole chunk before its last token"),
+        (chunk(1) + chunk(2) + [5], "all 128 tokens that may come from the cache do; the last 1 are computed"),
+        (chunk(1) + chunk(2) + chunk(3) + [5], "nothing that is cached goes on after token 128"),
+        (
+            chunk(1) + chunk(2, 40) + chunk(7, 60),
+            "what is cached differs at token 104, inside the chunk from token 64 on",
+        ),
+        ([*chunk(9), 1], "the nearest of 2 cached differs at token 0, inside the chunk from token 0 on"),
+    ],
+)
+def test_a_prompt_s_hit_or_miss_is_explained(prompt: list[int], reason: str) -> None:
+    manager = make_manager(20)
+    assert run_prompt(manager, Holder(chunk(1) + chunk(2)))
+    assert run_prompt(manager, Holder(chunk(4)))
+    assert manager.explain(Holder(prompt)) == reason
+    assert "this salt" in manager.explain(Holder(chunk(1) * 2, "another"))
+    assert "log-probabilities" in manager.explain(Holder(prompt, reads_cache=False))
+
+
+SPACES = {
+    "model": "another",
+    "dtype": "float16",
+    "weights": "native",
+    "adapter": "lora-1",
+    "codec": "nuq3",
+    "calibration": "5a0c",
+    "strict": False,
+    "rope": "Rope(theta=500000.0)",
+    "version": 2,
+    "salt": "tenant",
+}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Namespace)])
+def test_whatever_pages_depend_on_keeps_requests_apart(name: str) -> None:
+    base = Namespace(model="m", dtype="bfloat16", weights="dequantized", codec="dense", rope="Rope(theta=10000.0)")
+    manager = make_manager(20)
+    tokens = chunk(1) + chunk(2) + [3]
+    assert run_prompt(manager, Holder(tokens, base))
+    admission = manager.admit(Holder(tokens, replace(base, **{name: SPACES[name]})))
+    assert admission is not None and admission.cached_tokens == 0
+    admission = manager.admit(Holder(tokens, replace(base)))
+    assert admission is not None and admission.cached_tokens == 128
+
+
 class Churn(RuleBasedStateMachine):
-    """Random joins, growth, leaves and aborts in a small arena. The model: contents of every page, by the tokens up
-    to its end.
+    """Joins, growth, leaves and aborts at every stage, pins, evictions and time, in a small arena.
+
+    The model is two dictionaries: what every page was written with, and which prefixes the tree must find.
     """
 
+    operations = 0
     live: Bundle[Holder] = Bundle("live")
 
-    @initialize(chunks=st.integers(4, 24))
-    def start(self, chunks: int) -> None:
+    @initialize(chunks=st.integers(4, 24), lifetime=st.sampled_from([None, 20.0]))
+    def start(self, chunks: int, lifetime: float | None) -> None:
         self.manager = make_manager(chunks)
-        self.written: dict[
-            int, tuple[int, ...]
-        ] = {}  # chunk id -> tokens of the whole prefix up to its end, as it was written
+        self.manager.lifetime = lifetime
+        self.now = 0.0
+        self.written: dict[int, tuple[object, ...]] = {}  # chunk id -> namespace and tokens up to its end
+        self.cached: dict[tuple[object, ...], int] = {}  # namespace and tokens up to a chunk's end -> chunk id
         self.holders: list[Holder] = []
+        give = self.manager.table.give
+
+        def forget(chunks: np.ndarray) -> None:
+            for each in chunks.tolist():
+                if self.cached.get(self.written.get(each, ())) == each:
+                    del self.cached[self.written[each]]
+            give(chunks)
+
+        self.manager.table.give = forget  # type: ignore[method-assign]
 
     @rule(
         target=live,
@@ -174,12 +393,15 @@ class Churn(RuleBasedStateMachine):
     def join(self, letters: list[int], tail: int, reads: bool, space: str) -> Holder | object:
         tokens = [letter for letter in letters[:-1] for _ in range(PAGE_TOKENS)] + [letters[-1]] * tail
         holder = Holder(tokens, space, reads)
-        before = self.manager.table.num_taken
-        if self.manager.admit(holder) is None:
+        self.count()
+        expected = self.expected_hit(holder) if reads else 0
+        before, pinned = self.manager.table.num_taken, self.tree.num_pinned
+        admission = self.manager.admit(holder)
+        if admission is None:
             assert self.manager.table.num_taken == before
             return multiple()
-        limit = (len(tokens) - 1) // PAGE_TOKENS
-        assert holder.path.num_shared <= limit
+        assert admission.cached_tokens == expected * PAGE_TOKENS
+        assert self.tree.num_pinned == pinned or not self.holders, "a pin was given up while others ran"
         self.holders.append(holder)
         return holder
 
@@ -188,17 +410,19 @@ class Churn(RuleBasedStateMachine):
         """The next slices of a prompt, whole chunks, or what is left of it."""
         if holder not in self.holders:
             return
+        self.count()
         self.manager.match_again(holder)
         path = holder.path
         end = min(len(holder.token_ids), (path.num_tokens // PAGE_TOKENS + steps) * PAGE_TOKENS)
         if end > path.num_tokens and self.manager.extend(holder, end):
             self.write(holder, end)
 
-    @rule(holder=live, count=st.integers(1, 70), letter=st.integers(0, 2))
+    @rule(holder=live, count=st.integers(1, 140), letter=st.integers(0, 2))
     def generate(self, holder: Holder, count: int, letter: int) -> None:
         if holder not in self.holders or holder.path.num_tokens < len(holder.token_ids):
             return
         for _ in range(count):
+            self.count()
             holder.token_ids.append(letter)
             if not self.manager.extend(holder, len(holder.token_ids)):
                 holder.token_ids.pop()
@@ -209,15 +433,64 @@ class Churn(RuleBasedStateMachine):
     def leave(self, holder: Holder) -> None:
         """Done or aborted, wherever it stands."""
         if holder in self.holders:
+            self.count()
             self.holders.remove(holder)
             self.manager.release(holder)
 
+    @rule(holder=live, seconds=st.sampled_from([1.0, 15.0, float("inf")]), part=st.integers(1, 200))
+    def pin(self, holder: Holder, seconds: float, part: int) -> None:
+        if holder not in self.holders:
+            return
+        self.count()
+        num_tokens = min(part, holder.path.num_shared * PAGE_TOKENS)
+        allowed = self.manager.may_pin(holder.namespace, holder.token_ids[:num_tokens])
+        assert self.manager.pin(holder, num_tokens, seconds) == (allowed and num_tokens >= PAGE_TOKENS)
+        assert self.tree.num_pinned <= self.manager.table.capacity * PINNED_SHARE
+
+    @rule(holder=live)
+    def unpin(self, holder: Holder) -> None:
+        self.count()
+        self.manager.unpin(holder.namespace, holder.token_ids)
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        """As a demand for memory does."""
+        self.count()
+        idle = self.tree.num_idle
+        dropped = self.tree.evict(count)
+        assert len(dropped) == min(count, idle)
+        self.manager.table.give(dropped)
+
+    @rule(seconds=st.floats(0, 12))
+    def wait(self, seconds: float) -> None:
+        self.count()
+        self.now += seconds
+        self.manager.tick(self.now)
+
+    def count(self) -> None:
+        type(self).operations += 1
+
+    @property
+    def tree(self) -> PrefixTree:
+        assert self.manager.tree is not None
+        return self.manager.tree
+
+    def expected_hit(self, holder: Holder) -> int:
+        """Chunks that a dictionary of prefixes has of a prompt, one after the other from its start."""
+        count, limit = 0, (len(holder.token_ids) - 1) // PAGE_TOKENS
+        while count < limit and (holder.namespace, *holder.token_ids[: (count + 1) * PAGE_TOKENS]) in self.cached:
+            count += 1
+        return count
+
     def write(self, holder: Holder, end: int) -> None:
         path, tokens = holder.path, holder.token_ids
-        for index in range(path.num_tokens // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+        first = path.num_tokens // PAGE_TOKENS
+        for index in range(first, -(-end // PAGE_TOKENS)):
             assert index >= path.num_sealed, "a sealed page is written"
             self.written[int(path.chunks[index])] = (holder.namespace, *tokens[: min(end, (index + 1) * PAGE_TOKENS)])
         self.manager.commit(holder, end)
+        for index in range(first, end // PAGE_TOKENS):
+            self.cached.setdefault((holder.namespace, *tokens[: (index + 1) * PAGE_TOKENS]), int(path.chunks[index]))
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -230,23 +503,44 @@ class Churn(RuleBasedStateMachine):
                     "a path reads pages with other contents"
                 )
 
+    @invariant()
+    def sharers_stand_side_by_side(self) -> None:
+        """In the order in which the scheduler puts them, the readers of every segment are neighbours."""
+        rows = sorted(self.holders, key=lambda holder: self.tree.shared(holder.path))
+        for _, segment in self.tree.segments():
+            reading = [row for row, holder in enumerate(rows) if segment in holder.path.segments]
+            assert (segment.locks == len(reading)).all(), "locks are not the paths that read a segment"
+            assert reading == list(range(reading[0], reading[-1] + 1)) if reading else True
+
+    @invariant()
+    def the_tree_holds_what_was_sealed_and_not_dropped(self) -> None:
+        held = {int(each) for _, segment in self.tree.segments() for each in segment.chunks}
+        assert held == set(self.cached.values())
+
     def teardown(self) -> None:
         for holder in self.holders:
             self.manager.release(holder)
-        tree = self.manager.tree
-        assert tree is not None
+        tree = self.tree
         assert all(not segment.locks.any() for _, segment in tree.segments())
-        assert tree.num_idle == tree.num_chunks == self.manager.table.num_taken
+        assert tree.num_idle + tree.num_pinned == tree.num_chunks == self.manager.table.num_taken
         assert self.manager.stats()["bytes_used"] == 0
+        while tree.unpin_oldest():
+            pass
         self.manager.table.give(tree.evict(tree.num_idle))
         assert self.manager.table.num_taken == 0
         self.manager.check()
 
 
-TestChurn = Churn.TestCase
-TestChurn.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_CHURN", "100")),
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+def test_a_hundred_thousand_operations_lose_nothing() -> None:
+    Churn.operations = 0
+    run_state_machine_as_test(
+        Churn,
+        settings=settings(
+            max_examples=int(os.environ.get("QUIRE_CHURN", "500")),
+            stateful_step_count=200,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(f"{Churn.operations} operations")
+    assert Churn.operations >= 100_000

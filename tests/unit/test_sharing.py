@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
-from quire.engine.params import SamplingParams
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.request import NO_HINTS
+from quire.errors import RequestError
+from quire.llm import gather
 from tests import engines
 from tests.engines import GREEDY, drain, generate
 
@@ -188,3 +195,177 @@ def test_overwriting_a_shared_page_changes_what_the_next_request_says() -> None:
     clean.add("again", None, prompt, params)
     (expected,) = drain(clean).values()
     assert output.outputs[0].logprobs != expected.outputs[0].logprobs or output.outputs[0].token_ids != first[0]
+
+
+PREFIXES = [ids(192, 40), ids(192, 40)[:100] + ids(92, 41), ids(20, 42)]
+ANSWERS: dict[tuple[int, ...], list[int]] = {}
+
+
+def alone(prompt: list[int], count: int) -> list[int]:
+    """What an engine that shares nothing says to a prompt."""
+    key = tuple(prompt)
+    if key not in ANSWERS:
+        params = SamplingParams(max_tokens=MOST, temperature=0.0, ignore_eos=True)
+        (ANSWERS[key],) = generate(make_engine(**{"cache.share": False}), [prompt], params)
+    return ANSWERS[key][:count]
+
+
+MOST = 70
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chunks=st.sampled_from([9, 14, 40]),
+    events=st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("arrive"),
+                st.integers(0, 2),
+                st.sampled_from([1, 63, 64, 65, 127, 128, 140, 192]),
+                st.integers(0, 3),
+                st.integers(1, MOST),
+                st.sampled_from([1, 1, 3]),
+            ),
+            st.tuples(st.just("step"), st.integers(1, 30)),
+            st.tuples(st.just("abort"), st.integers(0, 9)),
+        ),
+        min_size=3,
+        max_size=25,
+    ),
+)
+def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_were_shared(
+    chunks: int, events: list[tuple[Any, ...]]
+) -> None:
+    engine = make_engine(chunks=chunks, **{"scheduler.token_budget": 100, "scheduler.max_running": 5})
+    asked: dict[str, tuple[list[int], int]] = {}
+    collected: dict[str, RequestOutput] = {}
+
+    def step() -> None:
+        for delta in engine.step():
+            gather(collected, delta)
+        engine.check()
+
+    for number, event in enumerate(events):
+        if event[0] == "arrive":
+            _, family, length, tail, count, n = event
+            prompt = PREFIXES[family][:length] + [tail] * tail
+            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, n=n)
+            engine.add(str(number), None, prompt, params)
+            asked[str(number)] = prompt, count
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                step()
+        elif asked:
+            name = sorted(asked)[event[1] % len(asked)]
+            engine.abort(name)
+            del asked[name]
+    while engine.has_work:
+        step()
+    for name, (prompt, count) in asked.items():
+        for output in collected[name].outputs:
+            assert output.token_ids == alone(prompt, count)
+    manager = engine.scheduler.manager
+    assert manager.tree is not None and not any(segment.locks.any() for _, segment in manager.tree.segments())
+    cache = engine.stats()["cache"]
+    assert cache["bytes_used"] == cache["bytes_saved"] == 0
+    assert cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]
+
+
+def test_bytes_saved_are_those_that_sharers_would_take_on_top() -> None:
+    engine = make_engine()
+    common = ids(128, 14)
+    for index in range(3):
+        engine.add(str(index), None, common + ids(5, index), GREEDY)
+    while any(sequence.num_pending > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.chunk_bytes
+
+
+def cached_tokens(engine: Engine, prompt: list[int], hints: CacheHints = NO_HINTS) -> int | None:
+    engine.add("x", None, prompt, SamplingParams(max_tokens=1), hints)
+    return drain(engine)["x"].num_cached_tokens
+
+
+def test_a_salt_keeps_requests_apart() -> None:
+    engine = make_engine()
+    prompt = ids(130, 15)
+    one, other = CacheHints(cache_salt="one"), CacheHints(cache_salt="other")
+    assert [cached_tokens(engine, prompt, hints) for hints in (one, other, NO_HINTS)] == [0, 0, 0]
+    assert [cached_tokens(engine, prompt, hints) for hints in (one, other, NO_HINTS)] == [128, 128, 128]
+    assert {each.token_ids[0] for each in engine.prefixes(lambda salt: salt == "one")} == {prompt[0]}
+    assert len(engine.prefixes()) == 3
+
+
+def test_a_pinned_prompt_outlives_everything_else_and_a_pin_can_be_ended() -> None:
+    engine = make_engine(chunks=10)
+    prompt = ids(130, 16)
+    assert cached_tokens(engine, prompt, CacheHints(cache_pin=True)) == 0
+    for seed in range(50, 60):
+        generate(engine, [ids(250, seed)])
+    assert engine.stats()["cache"]["bytes_evicted"] > 0
+    assert cached_tokens(engine, prompt) == 128
+    assert engine.stats()["cache"]["bytes_pinned"] == 2 * engine.scheduler.manager.chunk_bytes
+    cached_tokens(engine, prompt, CacheHints(cache_pin=0))
+    assert engine.stats()["cache"]["bytes_pinned"] == 0
+
+
+def test_pins_end_and_prefixes_expire_by_the_engine_s_clock() -> None:
+    engine = make_engine(**{"cache.lifetime": 60.0})
+    now = [1000.0]
+    engine.clock = lambda: now[0]
+    assert not engine.forgets
+    cached_tokens(engine, ids(130, 17), CacheHints(cache_pin=100.0))
+    cached_tokens(engine, ids(130, 18))
+    assert engine.forgets
+    for passed, left in ((59.0, 2), (60.0, 1), (99.0, 1), (100.0, 0)):
+        now[0] = 1000.0 + passed
+        engine.step()
+        assert len(engine.prefixes()) == left, f"after {passed} s"
+    assert not engine.forgets
+
+
+@pytest.mark.parametrize(
+    ("hints", "length", "message"),
+    [
+        (CacheHints(cache_pin=True), 63, "whole chunks of 64"),
+        (CacheHints(cache_pin=True), 400, "50% of the cache"),
+    ],
+)
+def test_pins_that_cannot_be_are_refused(hints: CacheHints, length: int, message: str) -> None:
+    engine = make_engine(chunks=10)
+    with pytest.raises(RequestError, match=message) as caught:
+        engine.add("x", None, ids(length, 19), GREEDY, hints)
+    assert caught.value.param == "cache_pin"
+    with pytest.raises(RequestError, match="needs cache.share"):
+        make_engine(**{"cache.share": False}).add("x", None, ids(70, 19), GREEDY, CacheHints(cache_pin=True))
+
+
+def test_pins_beyond_the_limit_are_refused_when_they_are_asked_for() -> None:
+    engine = make_engine(chunks=10)
+    cached_tokens(engine, ids(260, 20), CacheHints(cache_pin=True))
+    with pytest.raises(RequestError, match="end a pin"):
+        engine.add("y", None, ids(130, 21), GREEDY, CacheHints(cache_pin=True))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("value", [-1, "x", float("nan"), 1e12, [1]])
+def test_a_pin_is_seconds_or_a_truth_value(value: Any) -> None:
+    with pytest.raises(RequestError, match="cache_pin"):
+        CacheHints(cache_pin=value)
+
+
+def test_every_hit_and_miss_is_explained_in_the_debug_log(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine()
+    prompt = ids(130, 22)
+    with caplog.at_level(logging.DEBUG, "quire"):
+        cached_tokens(engine, prompt)
+        cached_tokens(engine, prompt)
+        cached_tokens(engine, prompt[:70] + ids(60, 23))
+    said = [message for message in caplog.messages if "found in the cache" in message]
+    assert said == [
+        "request x: 0 of 130 tokens found in the cache: nothing is cached for this model, these settings and this salt",
+        "request x: 128 of 130 tokens found in the cache:"
+        " all 128 tokens that may come from the cache do; the last 2 are computed",
+        "request x: 64 of 130 tokens found in the cache:"
+        " what is cached differs at token 70, inside the chunk from token 64 on",
+    ]

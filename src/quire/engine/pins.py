@@ -39,16 +39,8 @@ def read_pins(file: Path, tokenizer: Any) -> list[list[int]]:
             continue
         where = f"line {number} of {file} (cache.pin)"
         try:
-            given = json.loads(line)
-            if not isinstance(given, dict) or given.keys() not in ({"prompt"}, {"messages"}):
-                raise ValueError('it must be {"prompt": "..."} or {"messages": [...]}')
-            if "prompt" in given:
-                if not isinstance(given["prompt"], str):
-                    raise ValueError("prompt must be a text")
-                ids = tokenizer.encode(given["prompt"])
-            else:
-                ids = tokenizer.encode(tokenizer.chat(given["messages"], False), add_special=False)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            ids = _token_ids(json.loads(line), tokenizer)
+        except ValueError as error:  # the tokenizer's own refusals are ValueErrors too
             raise ConfigError(f"{where}: {error}") from error
         if len(ids) < PAGE_TOKENS:
             raise ConfigError(f"{where}: {len(ids)} tokens; what is kept are whole chunks of {PAGE_TOKENS}")
@@ -56,6 +48,21 @@ def read_pins(file: Path, tokenizer: Any) -> list[list[int]]:
     if not found:
         raise ConfigError(f"{file} (cache.pin) holds no prefix")
     return found
+
+
+def _token_ids(given: Any, tokenizer: Any) -> list[int]:
+    match given:
+        case {"prompt": str(text), **rest} if not rest:
+            ids: list[int] = tokenizer.encode(text)
+        case {"messages": [*messages], **rest} if not rest and all(_is_message(each) for each in messages):
+            ids = tokenizer.encode(tokenizer.chat(messages, False), add_special=False)
+        case _:
+            raise ValueError('it must be {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}')
+    return ids
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 @contextmanager
