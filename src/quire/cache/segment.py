@@ -67,6 +67,8 @@ class ChunkTable:
 
     def give(self, chunks: NDArray[np.int32]) -> None:
         """Gives chunks and their pages back."""
+        if not len(chunks):
+            return
         kinds = self.kinds[chunks]
         for kind in np.unique(kinds):
             self.pool.give(self.pages[chunks[kinds == kind]].reshape(-1), self.codecs[int(kind)])
