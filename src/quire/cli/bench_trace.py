@@ -1,0 +1,284 @@
+"""`quire bench trace`: a trace of requests replayed with shared prefixes, what was found in the cache held to a count.
+
+The count (`quire.cli.traces`) is made from the hash ids, without the engine. It is exact for the prompts that are sent:
+equal ids at equal places are equal tokens, chunks of different ids differ, and every generated token is forced to be
+one that no prompt has, so that an answer in the cache can never pass for a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from quire.cli import shared, traces
+from quire.cli.traces import TraceRequest
+from quire.config import EngineConfig, format_bytes, options_from
+from quire.errors import ConfigError, ModelError, QuireError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quire.llm import LLM
+
+SHOWN_DIFFERENCES = 5
+FORCE = 100.0
+"""Added to the logit of the token that is to be generated: the largest bias there is."""
+
+
+@dataclass(eq=False)
+class Sent:
+    """A request on its way. Times are seconds since the replay began; matched is what the engine says it found."""
+
+    request: TraceRequest
+    prompt: list[int]
+    expected: int
+    begun: float = 0.0
+    first_token: float = math.nan
+    matched: int = 0
+    answer: list[int] = dataclasses.field(default_factory=list)
+
+
+class Trace:
+    """See the module."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "trace": None,
+        "requests": 500,
+        "block_tokens": 32,
+        "concurrency": 1,
+        "speed": None,
+        "output_tokens": None,
+    }
+
+    @staticmethod
+    def add_arguments(group: argparse._ArgumentGroup) -> None:
+        """The flags that only this benchmark has."""
+
+        def add(flag: str, kind: Any, metavar: str, text: str, to: Any = group) -> None:
+            to.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+        add("--trace", Path, "FILE", "the trace; required")
+        add("--requests", shared.count, "N", "requests replayed, from the first (default: 500)")
+        add("--block-tokens", shared.count, "N", "tokens for each 512 of the trace, a multiple of 4 (default: 32)")
+        pace = group.add_mutually_exclusive_group()
+        add("--concurrency", shared.count, "N", "requests at once, as fast as they are done (default: 1)", pace)
+        add("--speed", float, "X", "send by the trace's timestamps, so many times as fast", pace)
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Reads the trace. Raises ConfigError for arguments that cannot be, and where sharing is switched off."""
+        if args.trace is None:
+            raise ConfigError("quire bench trace needs --trace FILE")
+        if args.block_tokens % traces.TELLING_TOKENS:
+            raise ConfigError(
+                f"--block-tokens is {args.block_tokens}; it must be a multiple of {traces.TELLING_TOKENS}"
+            )
+        if args.speed is not None and not 0 < args.speed < math.inf:
+            raise ConfigError(f"--speed is {args.speed}; it must be above 0")
+        if args.output_tokens is not None and args.output_tokens < 1:
+            raise ConfigError(f"--output-tokens is {args.output_tokens}; it must be at least 1")
+        config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
+        if not config.cache.share:
+            raise ConfigError("cache.share is false; quire bench trace measures sharing: leave it true")
+        self._args = args
+        read = traces.read_trace(args.trace, args.requests)
+        self._requests = traces.scaled(read, args.block_tokens, args.output_tokens)
+        self._expected = traces.count_matches(self._requests, args.block_tokens)
+
+    def options(self) -> dict[str, Any]:
+        """Settings of the engine to measure, with a cache that holds the whole trace unless its size is given.
+
+        Raises ConfigError if a request is longer than the context, or a cache of that size does not fit the machine.
+        """
+        from quire.engine.build import resolve, slab_bytes
+        from quire.models.resolve import resolve_model
+        from quire.models.weights import open_model
+
+        options = options_from(self._args, shared.ENGINE_SECTIONS)
+        given = EngineConfig.from_options(options, self._args.config)
+        with open_model(resolve_model(self._args.model)) as checkpoint:
+            shape = checkpoint.shape
+            config, fits = resolve(given, shape, checkpoint)
+        is_auto = given.cache.memory == "auto"
+        self._check_lengths(fits.model_context if is_auto else fits.max_context)
+        at_once = self._args.concurrency if self._args.speed is None else config.scheduler.max_running
+        # One more for each running request: the chunk it has not filled.
+        kept = traces.count_chunks(self._requests, self._expected)
+        chunks = max(2, kept + min(at_once, len(self._requests)))
+        memory = chunks * fits.chunk_bytes
+        # The arena is cut down to whole slabs; whole mebibytes can be shown as they are.
+        memory += 2 * slab_bytes(fits.chunk_bytes // (shape.num_layers * shape.num_kv_heads), memory)
+        self._needed_bytes = memory = -(-memory // 2**20) * 2**20
+        self._chunk_bytes = fits.chunk_bytes
+        self._holds_all = is_auto or fits.num_chunks >= chunks
+        if not is_auto:
+            return options
+        if not dataclasses.replace(fits, cache_bytes=memory).fit_the_machine:
+            raise ConfigError(
+                f"the {len(self._requests)} requests of {self._args.trace} need cache.memory {memory >> 20}MiB"
+                f" beside {format_bytes(fits.weight_bytes)} of weights, and {format_bytes(fits.available_bytes or 0)}"
+                " are free; lower --requests or --block-tokens, or set cache.memory and let it evict"
+            )
+        return options | {"cache.memory": memory}
+
+    def measure(self, llm: LLM, console: Console) -> tuple[list[dict[str, Any]], bool]:
+        """Replays the trace, prints a table and returns it as one row, and whether the count agrees where it must."""
+        from rich.table import Table
+
+        # Ids from the middle of the vocabulary, none of which is special; the one after them is what is generated.
+        ids = range(llm.shape.vocab_size // 4, llm.shape.vocab_size // 2)
+        prompts = traces.make_prompts(self._requests, self._args.block_tokens, ids)
+        work = [Sent(*each) for each in zip(self._requests, prompts, self._expected, strict=True)]
+        _warm(llm, ids)
+        before = llm.stats()
+        seconds = self._replay(llm, work, ids.stop)
+        row = self._row(work, seconds, before, llm)
+        table = Table.grid(padding=(0, 3))
+        for words in self._table(row):
+            table.add_row(*words)
+        console.print(table)
+        if not row["is_exact"]:
+            return [row], True
+        wrong = [sent for sent in work if sent.matched != sent.expected]
+        for sent in wrong[:SHOWN_DIFFERENCES]:
+            console.print(f"line {sent.request.line}: {sent.matched} tokens matched, {sent.expected} expected")
+        return [row], not wrong
+
+    def _check_lengths(self, context: int) -> None:
+        for request in self._requests:
+            if request.input_tokens + request.output_tokens > context:
+                raise ConfigError(
+                    f"{self._args.trace} line {request.line}: {request.input_tokens} tokens of prompt and"
+                    f" {request.output_tokens} of answer exceed the context of {context}; lower --block-tokens"
+                )
+
+    def _replay(self, llm: LLM, work: list[Sent], forced: int) -> float:
+        """Sends everything and fills in what came of it; returns the seconds it took. Raises ModelError or QuireError
+        for an answer that is not as many tokens as were asked for, each the forced one.
+        """
+        from rich.console import Console
+        from rich.progress import Progress
+
+        speed, engine = self._args.speed, llm.engine
+        at_once = self._args.concurrency if speed is None else len(work)
+        due = [0.0 if speed is None else (each.request.seconds - work[0].request.seconds) / speed for each in work]
+        todo = deque(zip(due, work, strict=True))
+        running: dict[str, Sent] = {}
+        begun = time.perf_counter()
+        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task("replaying", total=len(work))
+            while todo or running:
+                now = time.perf_counter() - begun
+                while todo and todo[0][0] <= now and len(running) < at_once and engine.scheduler.has_room(1):
+                    at, sent = todo.popleft()
+                    sent.begun = now if speed is None else at
+                    name = f"line {sent.request.line}"
+                    engine.add(name, None, sent.prompt, _params(forced, sent.request.output_tokens))
+                    running[name] = sent
+                if not running:
+                    time.sleep(max(0.0, todo[0][0] - now))
+                    continue
+                for news in engine.step():
+                    sent = running[news.request_id]
+                    (output,) = news.outputs
+                    if output.finish_reason == "error":
+                        raise ModelError(f"{llm.model_name} cannot be measured: {output.stop_reason}")
+                    if not sent.answer:
+                        sent.first_token = time.perf_counter() - begun
+                        sent.matched = news.num_cached_tokens
+                    sent.answer += output.token_ids
+                    if news.finished:
+                        del running[news.request_id]
+                        progress.advance(task)
+        seconds = time.perf_counter() - begun
+        for sent in work:
+            if sent.answer != [forced] * sent.request.output_tokens:
+                raise QuireError(
+                    f"the answer to line {sent.request.line} of the trace is not the {sent.request.output_tokens}"
+                    f" tokens {forced} that were forced"
+                )
+        return seconds
+
+    def _row(self, work: list[Sent], seconds: float, before: dict[str, Any], llm: LLM) -> dict[str, Any]:
+        """What was measured. before: the engine's counters when the replay began."""
+        import numpy as np
+
+        stats, config = llm.stats(), llm.config.cache
+        prompt_tokens = sum(len(sent.prompt) for sent in work)
+        output_tokens = sum(len(sent.answer) for sent in work)
+        matched = sum(sent.matched for sent in work)
+        delays = [sent.first_token - sent.begun for sent in work]
+        evicted = stats["cache"]["bytes_evicted"]
+        is_sequential = self._args.speed is None and self._args.concurrency == 1
+        # The engine's word that it evicted something counts only where it had a reason to.
+        keeps_all = self._holds_all and config.lifetime is None and config.pin is None
+        return {
+            "trace": str(self._args.trace),
+            "block_tokens": self._args.block_tokens,
+            "concurrency": self._args.concurrency if self._args.speed is None else None,
+            "speed": self._args.speed,
+            "requests": len(work),
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "matched_tokens": matched,
+            "expected_tokens": sum(self._expected),
+            "differing_requests": sum(sent.matched != sent.expected for sent in work),
+            "is_exact": is_sequential and (keeps_all or not evicted),
+            "hit_rate": matched / prompt_tokens,
+            "computed_tokens": stats["prefill_tokens_computed"] - before["prefill_tokens_computed"],
+            "seconds": seconds,
+            "ttft_p50": float(np.percentile(delays, 50)),
+            "ttft_p99": float(np.percentile(delays, 99)),
+            "prompt_tokens_per_second": prompt_tokens / seconds,
+            "output_tokens_per_second": output_tokens / seconds,
+            "cache_bytes": stats["cache"]["bytes_total"],
+            "needed_bytes": self._needed_bytes,
+            "cached_bytes": stats["cache"]["bytes_cached"],
+            "peak_bytes": stats["cache"]["bytes_peak"],
+            "evicted_bytes": evicted,
+            "saved_bytes": matched // traces.CHUNK_TOKENS * self._chunk_bytes,
+        }
+
+    def _table(self, row: dict[str, Any]) -> list[tuple[str, str, str]]:
+        if row["is_exact"]:
+            note = "must be what matched, in every request"
+        elif row["evicted_bytes"]:
+            note = "may be more: something was evicted"
+        else:
+            note = "may be more: some was still being computed"
+        room = "holds all of it" if self._holds_all else f"{row['needed_bytes'] >> 20}MiB would hold all of it"
+        return [
+            ("requests", f"{row['requests']:,}", f"blocks of {row['block_tokens']} tokens"),
+            ("prompt tokens", f"{row['prompt_tokens']:,}", f"{row['prompt_tokens_per_second']:,.0f} a second"),
+            ("output tokens", f"{row['output_tokens']:,}", f"{row['output_tokens_per_second']:,.0f} a second"),
+            ("matched tokens", f"{row['matched_tokens']:,}", f"hit rate {row['hit_rate']:.1%}"),
+            ("expected tokens", f"{row['expected_tokens']:,}", note),
+            ("requests that differ", f"{row['differing_requests']:,}", ""),
+            ("computed tokens", f"{row['computed_tokens']:,}", "of prompts"),
+            ("seconds", f"{row['seconds']:,.1f}", ""),
+            ("first token, p50", f"{row['ttft_p50'] * 1000:,.1f} ms", f"p99 {row['ttft_p99'] * 1000:,.1f} ms"),
+            ("cache", format_bytes(row["cache_bytes"]), room),
+            ("cached at the end", format_bytes(row["cached_bytes"]), ""),
+            ("used at most", format_bytes(row["peak_bytes"]), "by running requests"),
+            ("evicted", format_bytes(row["evicted_bytes"]), ""),
+            ("saved", format_bytes(row["saved_bytes"]), "of keys and values"),
+        ]
+
+
+def _params(forced: int, output_tokens: int) -> Any:
+    from quire.engine.params import SamplingParams
+
+    bias = {forced: FORCE}
+    return SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False, logit_bias=bias)
+
+
+def _warm(llm: LLM, ids: range) -> None:
+    """The first steps warm caches and compile what is compiled late. Less than a chunk: nothing of it stays cached."""
+    tokens = list(ids)[: min(traces.CHUNK_TOKENS, llm.max_context) // 2]
+    llm.generate({"prompt_token_ids": tokens}, _params(ids.stop, 2), use_tqdm=False)
