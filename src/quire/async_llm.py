@@ -180,7 +180,9 @@ class AsyncLLM(Face):
         return self._parts.engine.stats()
 
     async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """What the prefix tree holds of the salts that are visible, parents first; see `LLM.prefixes`."""
+        """What the prefix tree holds of the salts that are visible, parents first; see `LLM.prefixes`. Raises
+        QuireError where the engine does not run, or stops meanwhile.
+        """
         engine = self._parts.engine
         found: asyncio.Future[list[Prefix]] = asyncio.get_running_loop().create_future()
 
@@ -189,7 +191,10 @@ class AsyncLLM(Face):
             self._on_loop(lambda: None if found.done() else found.set_result(answer))
 
         self._submit(ask)
-        return await found
+        while not (await asyncio.wait({found}, timeout=0.1))[0]:
+            if not self.is_ready:
+                raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+        return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
         """Computes and keeps the prefixes of cache.pin, once for each salt. Raises ConfigError for a file that is

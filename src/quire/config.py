@@ -226,8 +226,9 @@ One tree of settings, three ways to give them, the first one that does so wins:
 3. the default
 
 An unknown key is refused with the nearest one that exists. `--print-config` prints every value and where it came from,
-as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Only the log level
-is set elsewhere: `QUIRE_LOG=debug` in the environment.
+as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Two things are
+set elsewhere, in the environment: the log level (`QUIRE_LOG=debug`), and the key that `quire inspect --tree` sends
+(`QUIRE_API_KEY`).
 """
 
 

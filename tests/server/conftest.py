@@ -1,8 +1,15 @@
-"""Async tests run on asyncio alone, as the server does."""
+"""Async tests run on asyncio alone, as the server does; one tiny model serves them all."""
 
 import pytest
+
+from tests.tiny_models import save_tiny
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))

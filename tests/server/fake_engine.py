@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import codecs
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
@@ -66,6 +67,9 @@ class FakeEngine:
     fail_at       index of the token at which generate raises
     queue_limit   requests that prepare takes
     live          the ids of unfinished requests: what a leak would leave behind
+    prompts       as they came
+    cached        (salt, prefix): what it says its cache holds
+    pinned_salts  what it was asked to pin for
     """
 
     model_name = "fake"
@@ -86,6 +90,9 @@ class FakeEngine:
         self.started = 0
         self.aborted = 0
         self.decoded = 0
+        self.prompts: list[dict[str, Any]] = []
+        self.cached: list[tuple[str, Prefix]] = []
+        self.pinned_salts: list[str] = []
 
     def prepare(self, prompt: Any, params: SamplingParams) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:
@@ -102,6 +109,7 @@ class FakeEngine:
         self.prepare(prompt, sampling_params)
         self.live.add(str(request_id))
         self.started += 1
+        self.prompts.append(prompt)
         try:
             async for item in self._generate(prompt["prompt_token_ids"], sampling_params, str(request_id)):
                 yield item
@@ -163,8 +171,23 @@ class FakeEngine:
             "running": len(self.live),
             "waiting": 0,
             "steps": self.decoded,
-            "cache": {"bytes_total": 100, "bytes_used": 0, "bytes_cached": 7, "bytes_free": 93, "bytes_peak": 50},
+            "cache": {
+                "bytes_total": 100,
+                "bytes_used": 0,
+                "bytes_cached": 7,
+                "bytes_free": 93,
+                "bytes_peak": 50,
+                "bytes_pinned": 3,
+                "bytes_saved": 2,
+                "bytes_evicted": 11,
+            },
         }
+
+    async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
+        return [prefix for salt, prefix in self.cached if visible(salt)]
+
+    async def pin(self, salts: Iterable[str] = ("",)) -> None:
+        self.pinned_salts += salts
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         self.is_ready = False

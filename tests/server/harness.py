@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import openai
 
+from quire.async_llm import AsyncLLM
 from quire.config import ServeConfig
 from quire.server.app import create_app
+from quire.server.auth import ApiKeys
 from tests.server.fake_engine import FakeEngine
 
 CHAT = {"messages": [{"role": "user", "content": "Hello, Wörld 🌍!"}]}
 TEXT = {"prompt": "Hello, Wörld 🌍!"}
+OPTIONS = {
+    "model.dtype": "float32",
+    "model.name": "tiny",
+    "cache.memory": "8MiB",
+    "runtime.threads": 2,
+    "runtime.device": "cpu",
+    "scheduler.max_running": 4,
+    "scheduler.max_queue": 8,
+}
+"""Of the real engine with a tiny model."""
 
 
 def application(engine: FakeEngine, **settings: Any) -> Any:
@@ -28,10 +40,28 @@ def application(engine: FakeEngine, **settings: Any) -> Any:
 async def client(engine: FakeEngine | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of a new server; afterwards the engine must hold no request."""
     engine = FakeEngine() if engine is None else engine
-    transport = httpx.ASGITransport(application(engine, **settings))
-    async with httpx.AsyncClient(transport=transport, base_url="http://quire") as http:
+    async with asgi_client(application(engine, **settings)) as http:
         yield http
     assert not engine.live, f"requests left in the engine: {engine.live}"
+
+
+def asgi_client(app: Any) -> httpx.AsyncClient:
+    """A client of an application, which it reaches by this machine's own name."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000", timeout=30)
+
+
+@asynccontextmanager
+async def real_server(
+    folder: str, options: Mapping[str, Any] | None = None, keys: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[tuple[AsyncLLM, Any, httpx.AsyncClient]]:
+    """(engine, application, client) with a real model; afterwards no request may use the cache."""
+    async with AsyncLLM(folder, OPTIONS | dict(options or {})) as llm:
+        app = create_app(llm, ServeConfig(**settings), ApiKeys(list(keys)))
+        async with asgi_client(app) as http:
+            yield llm, app, http
+        async with asyncio.timeout(10):
+            while (stats := llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
+                await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -65,13 +95,20 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class RawCall:
     """One request as ASGI messages: the test decides when the client leaves and, if the body is None, when it comes."""
 
-    def __init__(self, app: Any, path: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: dict[str, str] | None = None,
+        method: str = "POST",
+    ) -> None:
         sent = {"content-type": "application/json"} | (headers or {})
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),

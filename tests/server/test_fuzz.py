@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.async_llm import AsyncLLM
+from quire.cache.manager import PINNED_SHARE
 from quire.config import ServeConfig
 from quire.server.app import create_app
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -86,6 +87,8 @@ LIKELY = {
     "stop_token_ids": IDS,
     "logit_bias": st.dictionaries(st.integers(0, 257).map(str), st.integers(-100, 100), max_size=3),
     "tokens": IDS,
+    "cache_salt": st.sampled_from(["", "a", "b", "/", "x" * 256, "x" * 257]) | TEXT,
+    "cache_pin": st.booleans() | st.sampled_from([0, 1, 1e-3, 0.02, 3600, -1]) | st.floats(0, 5),
 }
 REQUIRED = {"prompt", "messages", "tokens"}
 
@@ -167,6 +170,11 @@ GOOD = {
     "ignore_eos": st.booleans(),
     "stop": st.text(min_size=1, max_size=2),
 }
+CACHE = {"cache_salt": st.sampled_from(["", "a", "é" * 256]), "cache_pin": LIKELY["cache_pin"]}
+# Of few prompts, so that they meet, and long enough to be shared and pinned.
+SHARED_IDS = st.tuples(st.integers(0, 2), st.sampled_from([64, 65, 100, 129, 140]), st.integers(0, 2)).map(
+    lambda drawn: [drawn[0]] * drawn[1] + [drawn[2]] * 3
+)
 GOOD_TEXT = st.text(min_size=1, max_size=20)
 GOOD_IDS = st.lists(st.integers(0, 255), min_size=1, max_size=70)
 WORK = st.one_of(
@@ -175,6 +183,13 @@ WORK = st.one_of(
         st.fixed_dictionaries(
             {"prompt": GOOD_TEXT | GOOD_IDS | st.lists(GOOD_IDS, min_size=1, max_size=3)},
             optional=GOOD | {"echo": LIKELY["echo"], "logprobs": st.integers(0, 3)},
+        ),
+    ),
+    st.tuples(
+        st.just("/v1/completions"),
+        st.fixed_dictionaries(
+            {"prompt": SHARED_IDS | st.lists(SHARED_IDS, min_size=1, max_size=3)},
+            optional=GOOD | CACHE | {"max_tokens": st.integers(1, 30)},
         ),
     ),
     st.tuples(
@@ -212,28 +227,35 @@ class RealServer:
         self.runner.run(self.llm.close())
         self.runner.close()
 
-    async def send_all(self, requests):
-        """Requests side by side; a client with a patience leaves after so many parts of its answer."""
+    async def send_all(self, requests, unpin):
+        """Requests side by side; a client with a patience leaves after so many parts of its answer. What they pinned
+        stays for the next ones, or not.
+        """
         transport = httpx.ASGITransport(self.app)
-        client = httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=30)
+        client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=30)
         async with client as http, asyncio.TaskGroup() as group:
             for request in requests:
                 group.create_task(self.one(http, *request))
         async with asyncio.timeout(10):
             while (stats := self.llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
                 await asyncio.sleep(0.001)
-        await self.check()
+        await self.check(unpin)
         rest = self.llm.stats()["cache"]
         assert rest["bytes_used"] == rest["bytes_saved"] == 0
         assert rest["bytes_cached"] + rest["bytes_free"] == rest["bytes_total"] == self.at_rest["bytes_total"]
+        assert 0 <= rest["bytes_pinned"] <= rest["bytes_cached"]
+        assert rest["bytes_pinned"] <= (0 if unpin else rest["bytes_total"] * PINNED_SHARE)
 
-    async def check(self):
+    async def check(self, unpin):
         """The engine's own proof, on its own thread: it may still be putting the last request away."""
         checked = asyncio.get_running_loop().create_future()
 
         def check():
             try:
-                self.llm._parts.engine.check()
+                engine = self.llm._parts.engine
+                while unpin and engine.scheduler.manager.tree.unpin_oldest():
+                    pass
+                engine.check()
             except AssertionError as error:
                 self.llm._on_loop(lambda error=error: checked.set_exception(error))
             else:
@@ -267,7 +289,8 @@ def real_server(tmp_path_factory):
 @given(
     requests=st.lists(
         st.tuples(WORK, st.none() | st.integers(0, 8)).map(lambda both: (*both[0], both[1])), min_size=1, max_size=5
-    )
+    ),
+    unpin=st.booleans(),
 )
-def test_the_real_engine_answers_side_by_side_and_keeps_no_page(real_server, requests):
-    real_server.runner.run(real_server.send_all(requests))
+def test_the_real_engine_answers_side_by_side_and_keeps_no_page(real_server, requests, unpin):
+    real_server.runner.run(real_server.send_all(requests, unpin))

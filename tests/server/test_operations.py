@@ -17,7 +17,7 @@ from tests.server.harness import CHAT, TEXT, RawCall, application, client, error
 pytestmark = pytest.mark.anyio
 
 OPEN = ["/health", "/health/live", "/health/ready"]
-CLOSED = ["/v1/models", "/version", "/metrics", "/openapi.json", "/nowhere"]
+CLOSED = ["/v1/models", "/version", "/metrics", "/openapi.json", "/debug/cache", "/nowhere"]
 
 
 @pytest.fixture
@@ -161,6 +161,14 @@ async def test_tokenize_and_back():
         assert long["count"] == 20_001
 
 
+async def test_the_hit_rate_of_nothing_is_zero():
+    engine = FakeEngine()
+    stats = engine.stats() | {"prefill_tokens_computed": 0, "prefill_tokens_cached": 0}
+    engine.stats = lambda: stats
+    async with client(engine) as http:
+        assert "quire_prefix_cache_hit_rate 0.0\n" in (await http.get("/metrics")).text
+
+
 async def test_metrics_count_what_happened():
     engine = FakeEngine()
     async with client(engine) as http:
@@ -187,6 +195,10 @@ async def test_metrics_count_what_happened():
         assert values[f"quire_{name}_seconds_count",] == 2
     assert values["quire_cache_bytes", "cached"] == 7
     assert values["quire_prefill_tokens_total", "computed"] == 10
+    assert values["quire_prefix_cache_hit_rate",] == 5 / 15
+    assert values["quire_cache_pinned_bytes",] == 3
+    assert values["quire_cache_saved_bytes",] == 2
+    assert values["quire_cache_evicted_bytes_total",] == 11
     assert {
         "quire_requests_running",
         "quire_requests_waiting",

@@ -2,9 +2,7 @@
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 
 from quire.async_llm import AsyncLLM
@@ -12,43 +10,12 @@ from quire.config import ServeConfig
 from quire.engine.params import SamplingParams
 from quire.llm import LLM
 from quire.server.app import create_app
-from tests.server.harness import RawCall, events
-from tests.tiny_models import save_tiny
+from tests.server.harness import OPTIONS, RawCall, asgi_client, events, real_server
 
 pytestmark = pytest.mark.anyio
 
-OPTIONS = {
-    "model.dtype": "float32",
-    "model.name": "tiny",
-    "cache.memory": "8MiB",
-    "runtime.threads": 2,
-    "runtime.device": "cpu",
-    "scheduler.max_running": 4,
-    "scheduler.max_queue": 8,
-}
 PROMPT = "Quires are gatherings of pages. " * 5
 MESSAGES = [{"role": "user", "content": "What is a quire?"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
-
-
-def client(app):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quire", timeout=30)
-
-
-@asynccontextmanager
-async def server(folder):
-    """(engine, application, client); afterwards the cache must be empty."""
-    async with AsyncLLM(folder, OPTIONS) as llm:
-        app = create_app(llm, ServeConfig())
-        async with client(app) as http:
-            yield llm, app, http
-        async with asyncio.timeout(10):
-            while (stats := llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
-                await asyncio.sleep(0.005)
 
 
 class Held:
@@ -84,7 +51,7 @@ async def test_answers_are_the_librarys_alone_in_a_batch_and_streamed(folder):
         expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
         said = llm.chat(MESSAGES, SamplingParams(max_tokens=10, temperature=0))[0].outputs[0].text
     body = {"model": "tiny", "prompt": prompts, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    async with server(folder) as (_, _, http):
+    async with real_server(folder) as (_, _, http):
         whole = (await http.post("/v1/completions", json=body)).json()
         assert [choice["text"] for choice in whole["choices"]] == expected
         texts = ["", "", ""]
@@ -100,7 +67,7 @@ async def test_echoed_logprobs_are_those_of_generation(folder):
     """Scoring a text gives its generated tokens the log probabilities they had when they were generated."""
     prompt = [65, 66, 67, 68] * 20
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=2, ignore_eos=True)
-    async with server(folder) as (llm, _, http):
+    async with real_server(folder) as (llm, _, http):
         outputs = [output async for item in llm.generate(prompt, params) for output in item.outputs]
         ids = [token for output in outputs for token in output.token_ids]
         expected = [place[output.token_ids[0]].logprob for output in outputs for place in output.logprobs]
@@ -116,7 +83,7 @@ async def test_echoed_logprobs_are_those_of_generation(folder):
 @pytest.mark.parametrize("after", [0, 1, 20], ids="after {} steps".format)
 async def test_leaving_frees_the_cache_within_one_step(folder, stream, after):
     body = {"prompt": PROMPT, "max_tokens": 350, "n": 3, "ignore_eos": True, "stream": stream}
-    async with server(folder) as (llm, app, _):
+    async with real_server(folder) as (llm, app, _):
         with Held(llm, after) as held:
             call = RawCall(app, "/v1/completions", body)
             assert await asyncio.to_thread(held.reached.wait, 30)
@@ -135,7 +102,7 @@ async def test_leaving_frees_the_cache_within_one_step(folder, stream, after):
 
 
 async def test_a_burst_is_answered_or_refused(folder):
-    async with server(folder) as (_, _, http):
+    async with real_server(folder) as (_, _, http):
         body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
         answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(40)))
         codes = [answer.status_code for answer in answers]
@@ -149,7 +116,7 @@ async def test_a_broken_engine_is_a_503(folder):
     def broken():
         raise RuntimeError("broken on purpose")
 
-    async with AsyncLLM(folder, OPTIONS) as llm, client(create_app(llm, ServeConfig())) as http:
+    async with AsyncLLM(folder, OPTIONS) as llm, asgi_client(create_app(llm, ServeConfig())) as http:
         llm._parts.engine.step = broken
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code >= 500
         assert (await http.get("/health/ready")).status_code == 503
@@ -160,8 +127,78 @@ async def test_a_broken_engine_is_a_503(folder):
 async def test_a_closed_engine_is_a_503(folder):
     llm = AsyncLLM(folder, OPTIONS)
     await llm.start()
-    async with client(create_app(llm, ServeConfig())) as http:
+    async with asgi_client(create_app(llm, ServeConfig())) as http:
         await llm.close()
         assert (await http.get("/health/ready")).status_code == 503
         assert (await http.get("/metrics")).status_code == 503
         assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+
+
+WHOLE_CHUNKS = 128
+"""Of the 160 tokens of PROMPT and of the rendered CONVERSATION those that may be found."""
+CONVERSATION = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": CONVERSATION})]
+)
+async def test_usage_tells_what_was_found_in_the_cache(folder, path, body, stream, n):
+    async def cached_tokens():
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await http.post(f"/v1/{path}", json=body | options | {"n": n, "max_tokens": 3, "ignore_eos": True})
+        usage = events(answer.text)[-1]["usage"] if stream else answer.json()["usage"]
+        assert usage["completion_tokens"] == 3 * n and usage["prompt_tokens"] > WHOLE_CHUNKS + 1
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    async with real_server(folder) as (_, _, http):
+        assert await cached_tokens() == 0
+        assert await cached_tokens() == WHOLE_CHUNKS
+
+
+async def test_usage_adds_up_what_several_prompts_found(folder):
+    async def cached_tokens(*prompts):
+        answer = await http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2, "ignore_eos": True})
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    other = PROMPT[::-1]
+    async with real_server(folder) as (_, _, http):
+        # Of two that come together the second finds what the first has just computed.
+        assert await cached_tokens(PROMPT, PROMPT) == WHOLE_CHUNKS
+        assert await cached_tokens(PROMPT, other) == WHOLE_CHUNKS
+        assert await cached_tokens(other, "short", PROMPT) == 2 * WHOLE_CHUNKS
+
+
+async def test_a_pinned_prompt_outlives_others_and_its_pin_can_end(folder):
+    async def ask(prompt, **hints):
+        answer = await http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2} | hints)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    chunk_bytes = 64 * 2 * 2 * 12 * 2 * 4
+    async with real_server(folder, {"cache.memory": 10 * chunk_bytes}) as (llm, _, http):
+        await ask(PROMPT, cache_pin=3600)
+        assert llm.stats()["cache"]["bytes_pinned"] == WHOLE_CHUNKS // 64 * chunk_bytes
+        for each in range(8):
+            await ask([each] * 160)
+        assert await ask(PROMPT, cache_pin=False) == WHOLE_CHUNKS
+        assert llm.stats()["cache"]["bytes_pinned"] == 0
+        for each in range(8):
+            await ask([each] * 160)
+        assert await ask(PROMPT) == 0
+
+
+async def test_a_pin_that_cannot_be_is_refused_by_name(folder):
+    async with real_server(folder, {"cache.memory": "256KiB"}) as (_, _, http):
+        for prompt, said in (("short", "whole chunks"), ([1] * 400, "may be pinned")):
+            for stream in (False, True):
+                body = {"prompt": prompt, "cache_pin": True, "stream": stream}
+                refused = await http.post("/v1/completions", json=body)
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_pin"
+                assert said in refused.text
+        bodies = [{"prompt": [each] * 160, "cache_pin": True, "max_tokens": 1} for each in range(4)]
+        answers = [await http.post("/v1/completions", json=body) for body in bodies]
+        # Of ten chunks half may be pinned: two prompts of two.
+        assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
+        assert answers[-1].json()["error"]["param"] == "cache_pin"

@@ -223,7 +223,8 @@ class CacheManager:
         """
         total, cached = self.table.pool.num_bytes, self._bytes_cached
         chunk_bytes, tree = self.chunk_bytes, self.tree
-        read = sum(holder.path.num_shared for holder in self._live)
+        # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
+        read = sum(holder.path.num_shared for holder in list(self._live))
         return {
             "bytes_total": total,
             "bytes_used": self.table.pool.bytes_out - cached,
@@ -231,7 +232,7 @@ class CacheManager:
             "bytes_free": total - self.table.pool.bytes_out,
             "bytes_peak": self._bytes_peak,
             "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
-            "bytes_saved": 0 if tree is None else (read - tree.num_read) * chunk_bytes,
+            "bytes_saved": 0 if tree is None else max(0, read - tree.num_read) * chunk_bytes,
             "bytes_evicted": 0 if tree is None else tree.num_dropped * chunk_bytes,
         }
 

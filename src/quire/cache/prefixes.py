@@ -13,6 +13,9 @@ from quire.cache.page import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
 
+SHOWN_TOKENS = 320
+"""Tokens a prefix is shown with: a copy of all would keep the engine from its next step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -21,7 +24,8 @@ class Prefix:
     id                digest of the namespace and of all tokens up to its end: the same on every machine
     parent            id of the segment before it; None for a first one
     start             position of its first token
-    token_ids         its tokens
+    num_tokens        how many it holds
+    token_ids         the first of them, `SHOWN_TOKENS` at most
     sharers           live sequences that read it
     hits              sequences that found it, hence did not compute it
     computed          sequences that computed it
@@ -34,6 +38,7 @@ class Prefix:
     id: str
     parent: str | None
     start: int
+    num_tokens: int
     token_ids: list[int]
     sharers: int
     hits: int
@@ -64,7 +69,8 @@ def prefixes(
                 id=ids[segment],
                 parent=parent,
                 start=segment.start,
-                token_ids=segment.tokens.tolist(),
+                num_tokens=len(segment.tokens),
+                token_ids=segment.tokens[:SHOWN_TOKENS].tolist(),
                 sharers=sharers,
                 hits=segment.hits,
                 computed=segment.computed,

@@ -1,7 +1,8 @@
-"""Show what a model needs and what fits, before anything is started.
+"""Show what a model needs and what fits, before anything is started; or what the cache of a running server holds.
 
-Prints the bytes of a token in the cache, the tokens and sequences that fit, the weights, the machine's memory, and what
-runs out first. Reads the model's headers only.
+With MODEL: the bytes of a token in the cache, the tokens and sequences that fit, the weights, the machine's memory, and
+what runs out first. Reads the model's headers only.
+With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
+from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.cache.sizes import Sizes
     from quire.models.shape import ModelShape
 
-HELP = "show what a model needs and what fits, before anything starts"
+HELP = "show what a model needs and what fits, or what a server's cache holds"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    shared.add_engine_arguments(parser)
+    shared.add_engine_arguments(parser, needs_model=False)
     parser.add_argument(
         "--length",
         type=shared.count,
@@ -32,11 +35,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="lengths of sequences in tokens (default: 512 2048 8192)",
     )
+    parser.add_argument(
+        "--tree",
+        nargs="?",
+        const=shared.DEFAULT_URL,
+        metavar="URL",
+        help=f"show the prefixes that a running server's cache holds (default: {shared.DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"with --tree: file whose first key is sent; without it {shared.KEY_VARIABLE} is, if it is set",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes."""
+    """Print the sizes, or the prefixes."""
+    if args.tree is not None:
+        return _show_tree(args)
+    if args.model is None:
+        raise ConfigError("quire inspect needs a MODEL, or --tree for a server that runs")
+    if args.api_key_file is not None:
+        raise ConfigError("--api-key-file is for --tree")
     if shared.printed_config(args):
         return 0
     from quire.engine.build import resolve
@@ -52,6 +74,19 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))
     else:
         _print_table(args.model, shape, given, config, sizes, lengths)
+    return 0
+
+
+def _show_tree(args: argparse.Namespace) -> int:
+    if args.model is not None or args.config is not None or options_from(args, shared.ENGINE_SECTIONS):
+        raise ConfigError("--tree asks a server that runs: it takes no MODEL and no settings of an engine")
+    from quire.cli import tree
+
+    answer = tree.fetch(args.tree, tree.read_key(args.api_key_file))
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        tree.print_tree(answer)
     return 0
 
 

@@ -38,9 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
     async def main() -> None:
         async with shared.engine(args) as llm:
-            seconds = time.monotonic() - begun
-            ready = f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1"
-            await serve(llm, listener, lambda: print(ready, flush=True))
+
+            def ready() -> None:
+                seconds = time.monotonic() - begun
+                print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1", flush=True)
+
+            await serve(llm, listener, ready)
 
     try:
         with shared.runner() as loop:

@@ -16,12 +16,20 @@ if TYPE_CHECKING:
 
     from quire.async_llm import AsyncLLM
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where `quire serve` listens unless told otherwise."""
+KEY_VARIABLE = "QUIRE_API_KEY"
+"""The environment variable with the API key for commands that ask a server: a flag would show it to everybody here."""
+
 ENGINE_SECTIONS = ("model", "cache", "attention", "scheduler", "runtime")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, sections: tuple[str, ...] = ENGINE_SECTIONS) -> None:
-    """MODEL, the settings of the sections, --config and --print-config."""
-    parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id or smollm2")
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
+) -> None:
+    """MODEL, which may be left out if it is not needed, the settings of the sections, --config and --print-config."""
+    nargs = None if needs_model else "?"
+    parser.add_argument("model", metavar="MODEL", nargs=nargs, help="folder, .gguf file, hub id or smollm2")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags win over it")
     parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and stop")
     add_flags(parser, sections)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.auth import ApiKeys
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
+from quire.server.debug import LIMIT, show_cache
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.openapi import components, operation
@@ -33,7 +34,10 @@ HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 
 
 class Gate:
-    """Around every request: the key, the shutdown, the count of requests inside, the status, and unanswered errors."""
+    """Around every request: the key, the shutdown, the count of requests inside, the status, and unanswered errors.
+
+    Puts the tenant, whose key it was, into the state of the request.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -71,12 +75,14 @@ class Gate:
         if scope["path"] in HEALTH:
             return
         authorization = Headers(scope=scope).get("authorization", "")
-        if not self.service.keys.accept(authorization.encode("latin-1")):
+        tenant = self.service.keys.tenant(authorization.encode("latin-1"))
+        if tenant is None:
             headers = {"WWW-Authenticate": "Bearer"}
             message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self.service.draining and scope["path"] != "/metrics":
             raise shutting_down()
+        scope.setdefault("state", {})["tenant"] = tenant
 
 
 def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None) -> FastAPI:
@@ -164,8 +170,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Whether a request would be worked on."""
         if service.draining:
             raise shutting_down()
-        if not service.is_ready:
-            raise ApiError(503, "the engine is not running", code="not_ready")
+        service.check_ready()
         return json_response({"status": "ready"})
 
     @app.get("/version", **operation("Version", 401, 503))
@@ -177,6 +182,11 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """The metrics, in Prometheus's text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/debug/cache", **operation("Cache", 400, 401, 403, 500, 503, query={"limit": LIMIT}))
+    async def debug_cache(request: Request) -> Response:
+        """Which of the caller's prefixes the cache holds, and who uses them."""
+        return await show_cache(service, request)
 
 
 def _document(app: FastAPI, service: Service) -> None:

@@ -8,17 +8,23 @@ import socket
 import stat
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.server.tenants import tenant_of
 
 log = logging.getLogger("quire.server")
 
 
 class ApiKeys:
-    """The accepted keys; none means that everybody is accepted."""
+    """The accepted keys; none means that everybody is accepted.
+
+    tenants  a name for each key: a digest, never the key
+    """
 
     def __init__(self, keys: list[str]) -> None:
         self.keys = [key.encode() for key in keys]
+        self.tenants = [tenant_of(key) for key in self.keys]
 
     @classmethod
     def from_file(cls, path: str | Path | None) -> ApiKeys:
@@ -40,15 +46,17 @@ class ApiKeys:
             log.warning("API keys in %s are readable by every user of this machine; chmod 600 it", path)
         return cls(keys)
 
-    def accept(self, authorization: bytes) -> bool:
-        """Whether the Authorization header carries a key. A wrong key takes the same time wherever it differs."""
+    def tenant(self, authorization: bytes) -> str | None:
+        """Whose key the Authorization header carries: None if it carries none, the empty name if none is asked for. A
+        wrong key takes the same time wherever it differs.
+        """
         if not self.keys:
-            return True
+            return ""
         scheme, _, given = authorization.strip().partition(b" ")
         if scheme.lower() != b"bearer":
-            return False
+            return None
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return any(matches)
+        return self.tenants[matches.index(True)] if any(matches) else None
 
 
 def is_loopback(host: str) -> bool:
@@ -58,6 +66,17 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"serve.host {host!r} is no address of this machine: {error}") from error
     return all(ip_address(str(address).partition("%")[0]).is_loopback for address in found)
+
+
+def names_loopback(host: str) -> bool:
+    """Whether a Host header names this machine by itself: then no page of another site sent the request under a name
+    that was made to lead here.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def check_exposure(host: str, keys: ApiKeys, allow_public: bool) -> None:

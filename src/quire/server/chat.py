@@ -30,7 +30,8 @@ async def create_chat(service: Service, request: Request) -> Response:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
-    chat = Chat(service, body, Job(ids, params))
+    tenant = request.state.tenant
+    chat = Chat(service, body, Job(ids, params, service.hints(body, tenant), tenant))
     service.admit([chat.job])
     if body.stream:
         return EventStream(chat.events())

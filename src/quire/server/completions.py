@@ -26,14 +26,14 @@ async def create_completion(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     body = CompletionRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
-    completion = Completion(service, body, await _jobs(service, body))
+    completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
     service.admit(completion.jobs)
     if body.stream:
         return EventStream(completion.events())
     return json_response(await unless_disconnected(request.receive, completion.whole()))
 
 
-async def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
+async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[Job]:
     num_sequences = len(body.prompt) * (body.n or 1)
     limit = service.engine.config.scheduler.max_queue
     if num_sequences > limit:
@@ -59,7 +59,7 @@ async def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,
         )
-        jobs.append(Job(ids, params, text))
+        jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
     return jobs
 
 

@@ -23,6 +23,11 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100,
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
+def hit_rate(cached: int, computed: int) -> float:
+    """The share of prompt tokens that came from the cache; 0 before there were any."""
+    return cached / (cached + computed) if cached + computed else 0.0
+
+
 class Metrics:
     """The metrics of one server, in a registry of their own, so that two servers live in one process."""
 
@@ -116,10 +121,16 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "quire_replayed_tokens", "Tokens computed again after a preemption.", stats["replayed_tokens"]
         )
+        computed, cached = stats["prefill_tokens_computed"], stats["prefill_tokens_cached"]
         prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by how they came.", labels=["source"])
-        prefill.add_metric(["computed"], stats["prefill_tokens_computed"])
-        prefill.add_metric(["cached"], stats["prefill_tokens_cached"])
+        prefill.add_metric(["computed"], computed)
+        prefill.add_metric(["cached"], cached)
         yield prefill
+        yield GaugeMetricFamily(
+            "quire_prefix_cache_hit_rate",
+            "Share of the prompt tokens since start that came from the cache.",
+            hit_rate(cached, computed),
+        )
         cache = stats["cache"]
         yield GaugeMetricFamily("quire_cache_capacity_bytes", "Size of the cache's arena.", cache["bytes_total"])
         yield GaugeMetricFamily("quire_cache_peak_bytes", "Most bytes ever used at once.", cache["bytes_peak"])
@@ -127,3 +138,14 @@ class _EngineCollector(Collector):
         for name in ("used", "cached", "free"):
             state.add_metric([name], cache[f"bytes_{name}"])
         yield state
+        yield GaugeMetricFamily(
+            "quire_cache_pinned_bytes", "Bytes, cached or used, that were asked to be kept.", cache["bytes_pinned"]
+        )
+        yield GaugeMetricFamily(
+            "quire_cache_saved_bytes",
+            "Bytes that running requests would take on top, did they share nothing.",
+            cache["bytes_saved"],
+        )
+        yield CounterMetricFamily(
+            "quire_cache_evicted_bytes", "Bytes of cached prefixes that were dropped.", cache["bytes_evicted"]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +16,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, Detoke
 
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
+_NUMBER = {"type": "number", "minimum": 0}
+_RATE = {"type": "number", "minimum": 0, "maximum": 1}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -32,7 +35,12 @@ def _answer(choice: dict[str, Any]) -> dict[str, Any]:
         created=_COUNT,
         model=_STRING,
         choices={"type": "array", "items": choice},
-        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+        usage=_object(
+            prompt_tokens=_COUNT,
+            completion_tokens=_COUNT,
+            total_tokens=_COUNT,
+            prompt_tokens_details=_object(cached_tokens=_COUNT),
+        ),
     )
 
 
@@ -59,6 +67,38 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "Text": _object(prompt=_STRING),
     "Status": _object(status=_STRING),
     "Version": _object(version=_STRING),
+    "Prefix": _object(
+        id=_STRING,
+        parent=_nullable(_STRING),
+        start=_COUNT,
+        tokens=_COUNT,
+        text=_STRING,
+        sharers=_COUNT,
+        hits=_COUNT,
+        computed=_COUNT,
+        hit_rate=_RATE,
+        bytes=_COUNT,
+        idle_seconds=_NUMBER,
+        pinned_seconds={"anyOf": [_NUMBER, {"type": "string", "enum": ["forever"]}, {"type": "null"}]},
+    ),
+    "Cache": _object(
+        prefixes={"type": "array", "items": {"$ref": _REF + "Prefix"}},
+        num_prefixes=_COUNT,
+        truncated={"type": "boolean"},
+        scope={"type": "string", "enum": ["all", "tenant"]},
+        totals=_object(
+            bytes_total=_COUNT,
+            bytes_used=_COUNT,
+            bytes_cached=_COUNT,
+            bytes_free=_COUNT,
+            bytes_pinned=_COUNT,
+            bytes_saved=_COUNT,
+            bytes_evicted=_COUNT,
+            cached_tokens=_COUNT,
+            computed_tokens=_COUNT,
+            hit_rate=_RATE,
+        ),
+    ),
 }
 
 
@@ -70,9 +110,17 @@ def components() -> dict[str, Any]:
 
 
 def operation(
-    answer: str, *errors: int, body: str | None = None, stream: bool = False, text: bool = False
+    answer: str,
+    *errors: int,
+    body: str | None = None,
+    query: Mapping[str, dict[str, Any]] | None = None,
+    stream: bool = False,
+    text: bool = False,
 ) -> dict[str, Any]:
-    """FastAPI's keyword arguments that document a route: what it takes, what it answers, and with which errors."""
+    """FastAPI's keyword arguments that document a route: what it takes, what it answers, and with which errors.
+
+    query  the schemas of the parameters after the question mark, none of which is required
+    """
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + answer}}}
     if text:
         content = {"text/plain": {"schema": _STRING}}
@@ -86,4 +134,6 @@ def operation(
     if body is not None:
         schema = {"schema": {"$ref": _REF + body}}
         extra["requestBody"] = {"required": True, "content": {"application/json": schema}}
+    if query is not None:
+        extra["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
     return {"responses": responses, "openapi_extra": extra}

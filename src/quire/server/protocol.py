@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from quire.cache.prefixes import Prefix
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
@@ -83,6 +84,13 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Counters since start, and the state of the cache."""
+
+    async def prefixes(self, visible: Callable[[str], bool]) -> list[Prefix]:
+        """What the cache holds of the salts that are visible, parents first."""
+        ...
+
+    async def pin(self, salts: Iterable[str]) -> None:
+        """Computes and keeps the prefixes of cache.pin for each salt. Raises ConfigError for what cannot be."""
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Stop: let running requests finish for `drain_seconds`, then abort them."""

@@ -47,7 +47,8 @@ class Listener:
 async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None) -> None:
     """Serve `llm` until a signal ends it; `llm` is started before and closed here.
 
-    ready  called once the server listens
+    ready  called once the prefixes of cache.pin are computed, for every tenant, and the server listens
+    Raises ConfigError for a file of cache.pin that is wrong or asks for too much.
     """
     config = listener.config
     app = create_app(llm, config, listener.keys)
@@ -63,8 +64,11 @@ async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lam
             timeout_graceful_shutdown=2,
         )
     )
-    stop = asyncio.ensure_future(_drain_on_signal(app.state.service, server, config.drain_seconds))
+    stop: asyncio.Future[None] | None = None
     try:
+        # Until here, and while this is computed, a signal ends the process as it does while the model is loaded.
+        await llm.pin(app.state.service.tenants.salts)
+        stop = asyncio.ensure_future(_drain_on_signal(app.state.service, server, config.drain_seconds))
         serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
@@ -72,9 +76,13 @@ async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lam
             ready()
         await serving
     finally:
-        stop.cancel()
-        await asyncio.gather(stop, return_exceptions=True)
+        if stop is not None:
+            stop.cancel()
+            await asyncio.gather(stop, return_exceptions=True)
         await llm.close(0.0)
+        for each in getattr(server, "servers", ()):
+            # Cancelled, uvicorn leaves its socket with the loop, which would take the next one of this number for it.
+            each.close()
         listener.close()
 
 

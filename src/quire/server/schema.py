@@ -15,7 +15,9 @@ from pydantic_core import PydanticCustomError
 from quire.engine.params import (
     MAX_LOGIT_BIAS_IDS,
     MAX_LOGPROBS,
+    MAX_PIN_SECONDS,
     MAX_REPETITION_PENALTY,
+    MAX_SALT_CHARS,
     MAX_SEQUENCES,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -68,6 +70,14 @@ def _stops(value: Any) -> list[str] | None:
             f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
         )
     return stops
+
+
+def _pin(value: Any) -> bool | float | None:
+    # NaN and infinity are no JSON.
+    if value is None or isinstance(value, bool) or (type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS):
+        found: bool | float | None = value
+        return found
+    raise ValueError(f"Must be true, false or a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}")
 
 
 def _template_variables(value: Any) -> dict[str, Any] | None:
@@ -132,6 +142,21 @@ TemplateVariables = Annotated[
     PlainValidator(_template_variables),
     WithJsonSchema({"type": ["object", "null"], "description": "Extension: names the chat template may read."}),
 ]
+Pin = Annotated[
+    bool | float | None,
+    PlainValidator(_pin),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "number", "minimum": 0, "maximum": MAX_PIN_SECONDS},
+                {"type": "null"},
+            ],
+            "description": "Extension: keep the prompt's whole chunks of 64 tokens in the cache for so many seconds, or"
+            " for good (true), though others want their memory; 0 or false ends that.",
+        }
+    ),
+]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
@@ -183,6 +208,11 @@ class Sampling(Model):
     include_stop_str_in_output: bool | None = Field(
         None, description="Extension: keep the stop string that ended the text."
     )
+
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
+        None, description="Extension: only requests with an equal salt share cached prefixes; empty by default."
+    )
+    cache_pin: Pin = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:

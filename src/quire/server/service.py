@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.outputs import RequestOutput
@@ -19,6 +19,7 @@ from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.schema import Message, Sampling, StreamOptions
+from quire.server.tenants import Tenants
 from quire.server.wire import DONE, event, merge
 
 if TYPE_CHECKING:
@@ -35,8 +36,24 @@ class Job:
 
     prompt_ids: list[int]
     params: SamplingParams
+    hints: dict[str, Any] = field(default_factory=dict)
+    """What is asked of the cache, under the names of `CacheHints`."""
+    tenant: str = ""
     text: str | None = None
     """The prompt as it was given, if it was text."""
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """The prompt as the engine takes it."""
+        return {"prompt_token_ids": self.prompt_ids, **self.hints}
+
+
+@dataclass
+class Found:
+    """Prompt tokens of one tenant's requests since start, each request's once: found in the cache, and computed."""
+
+    cached: int = 0
+    computed: int = 0
 
 
 @dataclass
@@ -100,6 +117,8 @@ class Service:
         self.engine = engine
         self.config = config
         self.keys = keys
+        self.tenants = Tenants(() if config.tenants_share else keys.tenants)
+        self.found: dict[str, Found] = {}
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.draining = False
@@ -220,20 +239,31 @@ class Service:
             **{name: value for name, value in given.items() if value is not None},
         )
 
+    def hints(self, request: Sampling, tenant: str) -> dict[str, Any]:
+        """What a request of `tenant` asks of the cache."""
+        hints: dict[str, Any] = {"cache_salt": self.tenants.salt(tenant, request.cache_salt)}
+        if request.cache_pin is not None:
+            hints["cache_pin"] = request.cache_pin
+        return hints
+
     def check_tokens(self, token_ids: Sequence[int] | dict[int, float] | None, param: str) -> None:
         """Raises 400 for an id that the model does not have."""
         size = self.engine.shape.vocab_size
         if token_ids and max(token_ids) >= size:
             raise bad_request(f"'{param}' holds token id {max(token_ids)}; this model's ids are below {size}", param)
 
+    def check_ready(self) -> None:
+        """Raises 503 if the engine has stopped."""
+        if not self.engine.is_ready:
+            raise ApiError(503, "the engine is not running", code="not_ready")
+
     def admit(self, jobs: Sequence[Job]) -> None:
         """Raises what refuses the jobs, before anything is computed or sent."""
         if self.draining:
             raise shutting_down()
-        if not self.engine.is_ready:
-            raise ApiError(503, "the engine is not running", code="not_ready")
+        self.check_ready()
         for job in jobs:
-            self.engine.prepare({"prompt_token_ids": job.prompt_ids}, job.params)
+            self.engine.prepare(job.prompt, job.params)
 
     def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What the engine generates, as (index of the job, delta), in order of arrival. Closing it aborts all jobs."""
@@ -243,12 +273,14 @@ class Service:
     async def _follow(self, job: Job, request_id: str, arrived: float) -> AsyncGenerator[RequestOutput, None]:
         timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
         reason = "abort"
+        found: int | None = None
         try:
-            async with aclosing(
-                self.engine.generate({"prompt_token_ids": job.prompt_ids}, job.params, request_id)
-            ) as items:
+            async with aclosing(self.engine.generate(job.prompt, job.params, request_id)) as items:
                 async for item in items:
                     timer.saw(item)
+                    if found is None:
+                        found = item.num_cached_tokens or 0
+                        self._count_found(job, found)
                     for output in item.outputs:
                         if output.finish_reason == "abort":
                             raise self._aborted()
@@ -260,6 +292,11 @@ class Service:
             raise
         finally:
             timer.end(reason)
+
+    def _count_found(self, job: Job, cached: int) -> None:
+        found = self.found.setdefault(job.tenant, Found())
+        found.cached += cached
+        found.computed += len(job.prompt_ids) - cached
 
     def _aborted(self) -> ApiError:
         return shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")

@@ -1,0 +1,202 @@
+"""What `quire inspect --tree` does: asks a running server which prefixes its cache holds, and prints them as a tree.
+
+Knows HTTP and the form of GET /debug/cache; loads no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from quire.cli.shared import DEFAULT_URL, KEY_VARIABLE
+from quire.config import format_bytes
+from quire.errors import ConfigError, QuireError
+
+TIMEOUT_SECONDS = 60.0
+MAX_ANSWER_BYTES = 256 * 2**20
+
+
+def read_key(file: Path | None) -> str | None:
+    """The first key of the file, else that of the environment, if there is one. Raises ConfigError for what no header
+    can carry, without showing it.
+    """
+    if file is not None:
+        from quire.server.auth import ApiKeys
+
+        return ApiKeys.from_file(file).keys[0].decode()
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if key and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(f"{KEY_VARIABLE} holds blanks or characters that no HTTP header can carry")
+    return key or None
+
+
+def fetch(url: str, key: str | None) -> dict[str, Any]:
+    """The answer of a server's /debug/cache. Raises ConfigError for what is no URL, QuireError for a server that is
+    not there, refuses, or is none of ours.
+    """
+    shown, target = _target(url)
+    request = Request(target, headers={"Accept": "application/json"})
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    # No redirections: they would carry the key elsewhere. No proxies on the way to this machine.
+    local = urlsplit(target).hostname in ("127.0.0.1", "::1", "localhost")
+    opener = build_opener(_Staying, *([ProxyHandler({})] if local else []))
+    try:
+        with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
+            body = answer.read(MAX_ANSWER_BYTES + 1)
+        found = json.loads(body) if len(body) <= MAX_ANSWER_BYTES else None
+    except HTTPError as error:
+        with error:
+            raise QuireError(_refusal(shown, error, key)) from error
+    except URLError as error:
+        reason = getattr(error.reason, "strerror", None) or error.reason
+        raise QuireError(f"no server answers at {shown} ({_plain(str(reason))[:200]})") from error
+    except TimeoutError as error:
+        raise QuireError(f"{shown} does not answer within {TIMEOUT_SECONDS:.0f} s") from error
+    except Exception as error:  # whatever http.client and json say to what is no HTTP or no JSON
+        raise _not_quire(shown) from error
+    if not (isinstance(found, dict) and isinstance(found.get("prefixes"), list)):
+        raise _not_quire(shown)
+    return found
+
+
+class _Staying(HTTPRedirectHandler):
+    """Takes a redirection for the error that it is here."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follows nothing."""
+
+
+def _target(url: str) -> tuple[str, str]:
+    """The server's address for messages, and the URL to ask; the `/v1` that clients are given is no part of it."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or not (url.isascii() and url.isprintable()) or " " in url or "@" in parts.netloc:
+        raise ConfigError(f"--tree: {_plain(url)[:200]!r} is no address of a server, such as {DEFAULT_URL}")
+    base = parts.path.rstrip("/").removesuffix("/v1")
+    shown = urlunsplit((parts.scheme, parts.netloc, base, "", ""))
+    return shown, f"{shown}/debug/cache"
+
+
+def _refusal(shown: str, error: HTTPError, key: str | None) -> str:
+    try:
+        said = json.loads(error.read(2**16))["error"]["message"]
+    except Exception:
+        return str(_not_quire(shown))
+    if error.code == 401:
+        return f"{shown} " + (
+            "does not accept this API key"
+            if key is not None
+            else f"wants an API key: --api-key-file FILE, or {KEY_VARIABLE} in the environment"
+        )
+    if error.code == 404:
+        return f"{shown} has no /debug/cache: an older Quire, or another server"
+    return f"{shown} refuses ({error.code}): {_plain(str(said))[:300]}"
+
+
+def _not_quire(shown: str) -> QuireError:
+    return QuireError(f"what answers at {shown} is not Quire")
+
+
+def print_tree(answer: dict[str, Any]) -> None:
+    """Prints the prefixes, each under the one it goes on from, and the totals. Raises QuireError for an answer of
+    another form.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("prefix", no_wrap=True, overflow="ellipsis", ratio=1)
+    for name in ("tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "pinned" else "right")
+    try:
+        for guide, prefix in _rows(answer["prefixes"]):
+            cells = _cells(prefix)
+            # Text, so that brackets of a prompt are no markup.
+            table.add_row(Text(guide, "dim") + Text(cells[0]), *map(Text, cells[1:]))
+        lines = _totals(answer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise QuireError("the server's answer has another form; is it of another version of Quire?") from error
+    if table.row_count:
+        console.print(table)
+    for line in lines:
+        console.print(Text(line))
+
+
+def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The prefixes in depth-first order, each with the lines that lead to it. One without its parent stands first."""
+    known = {prefix["id"] for prefix in prefixes}
+    children: dict[str | None, list[dict[str, Any]]] = {}
+    for prefix in prefixes:
+        children.setdefault(prefix["parent"] if prefix["parent"] in known else None, []).append(prefix)
+    todo = [("", "", prefix) for prefix in reversed(children.pop(None, []))]
+    while todo:
+        guide, indent, prefix = todo.pop()
+        yield guide, prefix
+        below = children.pop(prefix["id"], [])
+        todo += [
+            (indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "), child)
+            for last, child in reversed([(child is below[-1], child) for child in below])
+        ]
+
+
+def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
+    start, tokens, pinned = prefix["start"], prefix["tokens"], prefix["pinned_seconds"]
+    return (
+        _plain(prefix["text"]),
+        f"{start:,}-{start + tokens:,}",
+        f"{prefix['sharers']:,}",
+        f"{prefix['hits']:,}",
+        f"{prefix['hit_rate']:.0%}",
+        format_bytes(prefix["bytes"]),
+        "now" if prefix["sharers"] else f"{_duration(prefix['idle_seconds'])} ago",
+        "" if pinned is None else "forever" if pinned == "forever" else f"{_duration(pinned)} more",
+    )
+
+
+def _totals(answer: dict[str, Any]) -> list[str]:
+    totals = answer["totals"]
+    size = {name: format_bytes(totals[f"bytes_{name}"]) for name in _SIZES}
+    count = answer["num_prefixes"]
+    lines = [f"{count:,} prefix{'' if count == 1 else 'es'}" + (" of this API key" * (answer["scope"] == "tenant"))]
+    if answer["truncated"]:
+        lines[0] += f"; shown are the {len(answer['prefixes']):,} used last"
+    lines.append(
+        f"cache of {size['total']}: {size['used']} used, {size['cached']} cached, {size['free']} free;"
+        f" {size['evicted']} evicted since start"
+    )
+    lines.append(f"pinned {size['pinned']}; sharing saves {size['saved']} now")
+    lines.append(
+        f"hit rate {totals['hit_rate']:.1%}: {totals['cached_tokens']:,} prompt tokens found,"
+        f" {totals['computed_tokens']:,} computed"
+    )
+    return lines
+
+
+_SIZES = ("total", "used", "cached", "free", "evicted", "pinned", "saved")
+
+
+def _duration(seconds: float) -> str:
+    """Seconds for people, in whole units."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length):,} {unit}"
+    return f"{int(seconds):,} s"
+
+
+def _plain(text: str) -> str:
+    """A text on one line, without characters that would steer a terminal."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

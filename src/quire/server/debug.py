@@ -1,0 +1,149 @@
+"""GET /debug/cache: which of the caller's prefixes the cache holds, for people who ask why a request was slow.
+
+It shows the beginnings of prompts. So nobody sees those of another tenant, and where everybody may ask, nobody sees
+anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.auth import is_loopback, names_loopback
+from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.metrics import hit_rate
+from quire.server.service import Found, Service
+from quire.server.wire import unless_disconnected
+
+if TYPE_CHECKING:
+    from quire.cache.prefixes import Prefix
+
+LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000}
+"""How many prefixes are told of."""
+
+TEXT_CHARS = 80
+# No character takes more than the four bytes of UTF-8, nor fewer than a byte a token.
+TEXT_TOKENS = 4 * TEXT_CHARS
+
+# The engine answers between steps; none takes as long.
+PATIENCE_SECONDS = 30.0
+
+
+async def show_cache(service: Service, request: Request) -> Response:
+    """Answer one request."""
+    _check_allowed(service, request)
+    limit = _limit(request)
+    service.check_ready()
+    return json_response(
+        await unless_disconnected(request.receive, _contents(service, str(request.state.tenant), limit))
+    )
+
+
+def _check_allowed(service: Service, request: Request) -> None:
+    """Raises 403 where whoever asks need not be somebody who may read all prompts."""
+    if service.keys.keys:
+        return
+    config = service.config
+    if config.allow_public or not is_loopback(config.host):
+        raise ApiError(
+            403,
+            "this shows prompts, and everybody may ask this server: it has no API keys and is public"
+            " (serve.allow_public); set serve.api_key_file",
+            code="prompts_not_shown",
+        )
+    host = request.headers.get("host", "")
+    if not names_loopback(host):
+        raise ApiError(
+            403,
+            f"this shows prompts, and without API keys only to who asks for this machine by its own name, such as"
+            f" 127.0.0.1 or localhost, not {host[:100]!r}",
+            code="prompts_not_shown",
+        )
+
+
+def _limit(request: Request) -> int:
+    unknown = next((name for name in request.query_params if name != "limit"), None)
+    if unknown is not None:
+        raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+    low, high = LIMIT["minimum"], LIMIT["maximum"]
+    text = request.query_params.get("limit", str(LIMIT["default"]))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and low <= int(text) <= high):
+        raise bad_request(f"'limit' is '{text[:64]}'; it must be an integer from {low} to {high}", "limit")
+    return int(text)
+
+
+async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]:
+    """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            found = await service.engine.prefixes(service.tenants.sees(tenant))
+    except TimeoutError:
+        raise ApiError(503, "the engine has no time to answer; try again", code="busy") from None
+    # Who uses a prefix uses its parents, so none is older than what follows it: a cut leaves no prefix without them.
+    shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
+    return {
+        "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer),
+        "num_prefixes": len(found),
+        "truncated": len(shown) < len(found),
+        "scope": "tenant" if service.tenants.are_apart else "all",
+        "totals": _totals(service, tenant, found),
+    }
+
+
+def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> list[dict[str, Any]]:
+    """The prefixes as JSON, each with the beginning of its own text."""
+    return [
+        {
+            "id": prefix.id,
+            "parent": prefix.parent,
+            "start": prefix.start,
+            "tokens": prefix.num_tokens,
+            "text": tokenizer.decode(prefix.token_ids[:TEXT_TOKENS], skip_special=False)[:TEXT_CHARS],
+            "sharers": prefix.sharers,
+            "hits": prefix.hits,
+            "computed": prefix.computed,
+            "hit_rate": round(prefix.hit_rate, 4),
+            "bytes": prefix.num_bytes,
+            "idle_seconds": round(prefix.idle_seconds, 3),
+            "pinned_seconds": _pinned(prefix.pinned_seconds),
+        }
+        for prefix in prefixes
+    ]
+
+
+def _pinned(seconds: float | None) -> float | str | None:
+    if seconds is None:
+        return None
+    return "forever" if math.isinf(seconds) else round(max(0.0, seconds), 3)
+
+
+def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str, Any]:
+    """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
+    stats = service.engine.stats()
+    cache = stats["cache"]
+    if service.tenants.are_apart:
+        tokens = service.found.get(tenant, Found())
+    else:
+        tokens = Found(stats["prefill_tokens_cached"], stats["prefill_tokens_computed"])
+    return {
+        **{f"bytes_{name}": cache[f"bytes_{name}"] for name in ("total", "used", "cached", "free", "evicted")},
+        "bytes_pinned": _pinned_bytes(found),
+        "bytes_saved": sum(prefix.num_bytes * max(0, prefix.sharers - 1) for prefix in found),
+        "cached_tokens": tokens.cached,
+        "computed_tokens": tokens.computed,
+        "hit_rate": round(hit_rate(tokens.cached, tokens.computed), 4),
+    }
+
+
+def _pinned_bytes(found: Sequence[Prefix]) -> int:
+    """Bytes of the pinned prefixes and of all before them. `found` has parents first."""
+    kept: set[str | None] = set()
+    for prefix in reversed(found):
+        if prefix.pinned_seconds is not None or prefix.id in kept:
+            kept |= {prefix.id, prefix.parent}
+    return sum(prefix.num_bytes for prefix in found if prefix.id in kept)
