@@ -1,59 +1,183 @@
-"""Requests that begin with the same tokens, with `cache.share` and without it, and requests that share nothing.
+"""Requests that begin with the same tokens: Quire, with sharing and without, and the peers with their prefix caches.
 
-    python benchmarks/shared_prefix.py [--rounds 5] [--threads 2] [--json FILE]
+    scripts/peers.sh                                # installs the peers below .peers/
+    python benchmarks/shared_prefix.py              # every engine, every cell, five rounds: about 20 minutes
+    python benchmarks/shared_prefix.py --engines quire,quire-unshared --cells apart-1,apart-32
+    python benchmarks/shared_prefix.py --markdown --json results.jsonl
 
-SmolLM2 in bfloat16; median seconds for all requests of a batch, new random tokens in every round, interleaved, one
-round to warm up. Shared: 1,024 common tokens, 64 own, 64 out. Apart: 128 own, 128 out.
+The same model, weights, threads and turns as in `peers.py`; every engine has its prefix cache on, except Quire once,
+for comparison (`cache.share` false).
+
+Cells
+    shared-B    B requests at once of 1,024 tokens in common and 64 of their own, 64 out. The common tokens are new in
+                every turn, so the time includes computing them once, or more often by an engine that starts all
+                requests before it looks for what they share
+    apart-B     B requests of 128 tokens with nothing in common, 128 out: what sharing costs those who have nothing to
+                share. Measured on Quire alone: `peers.py` has the peers' numbers
+
+Figures
+    total       seconds from all prompts to all answers
+    prompts     seconds of the same for one token, after another new prefix: at batch 1 the time to first token
+    decode      tokens/s: B * (out - 1) / (total - prompts)
+    hit         milliseconds to the one token of another request with the same prefix, asked after the batch
+    found       prompt tokens found in the cache by the batch, and by the request after it, as far as engines tell. At
+                most 1,024 for each request but the first, and 1,024
+
+Below each table stands how many times as good Quire is as the best peer, and as it is without sharing: medians of the
+ratios within a round.
+
+llama.cpp takes part twice: its server with its prompt cache, and its decoding loop alone (see `run_llamacpp.py`), an
+upper bound for whatever is built upon it, and compared with as if it were an engine.
+
+The exit status is 1 when an engine had to be left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import dataclasses
+import math
 import sys
-import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
-sys.path.insert(0, str(Path(__file__).parent))
-from common import append_record, format_table, median
+import contest
+from common import append_record, format_rate, format_table, median
+from contest import LLAMACPP, OPENVINO, QUIRE, VLLM, Contest, Engine, Figures, Results
+from turns import Worker
 
-from quire import LLM, SamplingParams
 
-CASES = [("shared", 1024, 64, 64, batch) for batch in (1, 4, 16, 32)] + [
-    ("apart", 0, 128, 128, 1),
-    ("apart", 0, 128, 128, 32),
+@dataclass(frozen=True)
+class Cell:
+    """One shape of work: `common` and `own` tokens in, `output` out."""
+
+    name: str
+    batch: int
+    common: int
+    own: int
+    output: int
+
+
+CELLS = [Cell(f"shared-{batch}", batch, 1024, 64, 64) for batch in (1, 4, 16, 32)]
+CELLS += [Cell(f"apart-{batch}", batch, 0, 128, 128) for batch in (1, 32)]
+
+UNSHARED = dataclasses.replace(QUIRE, name="quire-unshared", title="Quire, not sharing", options=("cache.share=false",))
+ENGINES = [
+    dataclasses.replace(QUIRE, options=("cache.share=true",)),
+    UNSHARED,
+    VLLM,
+    OPENVINO,
+    dataclasses.replace(
+        LLAMACPP, name="llamacpp-server", title="llama-server", runner="run_llamacpp_server.py", restarts=False
+    ),
+    dataclasses.replace(LLAMACPP, title="llama.cpp, loop alone"),
 ]
 
+# Of each figure its title, how a number is shown, and whether less of it is better.
+TABLES = {
+    "total": ("total, s", lambda value: f"{value:.2f}", True),
+    "decode": ("decode, tokens/s", format_rate, False),
+    "prompts": ("prompts, s", lambda value: f"{value:.3f}", True),
+    "hit": ("hit, ms", lambda value: f"{1e3 * value:.1f}", True),
+}
 
-def main() -> None:
-    """Measures and prints."""
+
+def ask(worker: Worker, cell: Cell, output: int, seed: int, common_seed: int, batch: int) -> Figures:
+    """One call in the cell's shape: its `seconds`, `first_seconds` and `cached_tokens`, NaN where there is none."""
+    shape = {"batch": batch, "prompt": cell.common + cell.own, "common": cell.common, "output": output}
+    answer = worker.ask(op="run", **shape, seed=seed, common_seed=common_seed)
+    return {key: math.nan if value is None else value for key, value in answer.items()}
+
+
+def measure(worker: Worker, cell: Cell, seed: int) -> Figures:
+    """All figures of a cell; decode is NaN on a machine too busy to tell."""
+    whole = ask(worker, cell, cell.output, seed, seed, cell.batch)
+    figures = {"total": whole["seconds"], "found": whole["cached_tokens"], "hit": math.nan, "hit_found": math.nan}
+    if cell.common:
+        # Too short to be timed once.
+        hits = [ask(worker, cell, 1, seed + repeat, seed, 1) for repeat in (1, 2, 3)]
+        figures["hit"] = median(hit["seconds"] for hit in hits)
+        figures["hit_found"] = hits[0]["cached_tokens"]
+    prompts = whole["first_seconds"]
+    if math.isnan(prompts):
+        prompts = ask(worker, cell, 1, seed + 4, seed + 4, cell.batch)["seconds"]
+    decoding = figures["total"] - prompts
+    rate = cell.batch * (cell.output - 1) / decoding if decoding > 0 else math.nan
+    return {**figures, "prompts": prompts, "decode": rate}
+
+
+def joins(engine: Engine, cell: Cell) -> bool:
+    """Whether an engine takes part in a cell."""
+    return cell.common > 0 or not engine.is_peer
+
+
+def report(run: Contest, results: Results) -> str:
+    """Everything that was found, as text or Markdown."""
+
+    def samples(name: str, cell: Cell, figure: str) -> list[float]:
+        return results.get((name, cell.name), {}).get(figure, [])
+
+    shares = {QUIRE.name, UNSHARED.name} <= run.workers.keys()
+    against = {"Quire to the best peer": run.rivals(), "sharing to not sharing": [UNSHARED.name] if shares else []}
+    tables = []
+    for figure, (title, form, less_is_better) in TABLES.items():
+        cells = [cell for cell in run.given.cells if cell.common or figure != "hit"]
+        rows = [
+            [run.engines[name].title, *(show(median(samples(name, cell, figure)), form) for cell in cells)]
+            for name in run.workers
+        ]
+        for words, others in against.items():
+            ratios = [
+                contest.times_the_best(
+                    samples("quire", cell, figure), [samples(name, cell, figure) for name in others], less_is_better
+                )
+                for cell in cells
+            ]
+            if others:
+                rows.append([words, *(show(ratio, "{:.2f}x".format) for ratio in ratios)])
+        tables.append(format_table([title, *(cell.name for cell in cells)], rows, run.given.markdown))
+    cells = [cell for cell in run.given.cells if cell.common]
+    rows = [["at most", *(f"{(cell.batch - 1) * cell.common} + {cell.common}" for cell in cells)]]
+    for name in run.workers:
+        found = [[median(samples(name, cell, figure)) for figure in ("found", "hit_found")] for cell in cells]
+        shown = [[show(value, "{:.0f}".format) for value in both] for both in found]
+        rows.append([run.engines[name].title, *(" + ".join(both) for both in shown)])
+    tables.append(format_table(["found, tokens", *(cell.name for cell in cells)], rows, run.given.markdown))
+    return "\n\n".join([*tables, run.conditions(results, "total")])
+
+
+def show(value: float, form: Callable[[float], str]) -> str:
+    """A number in the table; a dash when nothing was measured."""
+    return "-" if math.isnan(value) else form(value)
+
+
+def record(run: Contest, results: Results) -> None:
+    """Append one JSON line per engine and cell: the medians, and all samples under `rounds`."""
+    for (name, cell), samples in results.items():
+        medians = {figure: median(values) for figure, values in samples.items()}
+        about = {"benchmark": "shared_prefix", **run.about(name), "cell": cell}
+        append_record(run.given.json, {**about, **medians, "rounds": samples})
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    draw = random.Random(0)
-    options = {"model.dtype": "bfloat16", "runtime.threads": args.threads, "cache.memory": "1600MiB"}
-    engines = {share: LLM("smollm2", options={**options, "cache.share": share}) for share in (True, False)}
-    table = []
-    for name, common, own, out, batch in CASES:
-        params = SamplingParams(max_tokens=out, temperature=0.0, ignore_eos=True)
-        times: dict[bool, list[float]] = {share: [] for share in engines}
-        for number in range(args.rounds + 1):
-            prefix = [draw.randrange(1000, 40000) for _ in range(common)]
-            prompts = [prefix + [draw.randrange(1000, 40000) for _ in range(own)] for _ in range(batch)]
-            for share, llm in engines.items():
-                start = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                if number:
-                    times[share].append(time.perf_counter() - start)
-        found = {share: median(values) for share, values in times.items()}
-        table.append([name, batch, f"{found[True]:.3f}", f"{found[False]:.3f}", f"{found[False] / found[True]:.2f}x"])
-        if args.json:
-            record = {"benchmark": "shared_prefix", "case": name, "batch": batch}
-            append_record(args.json, {**record, "shared": found[True], "unshared": found[False]})
-    print(format_table(["requests", "batch", "cache.share, s", "without, s", "gain"], table))
+    contest.add_arguments(parser, ENGINES, CELLS)
+    return contest.parse(parser, ENGINES, CELLS)
+
+
+def main() -> int:
+    """Run everything, print the tables."""
+    given = arguments()
+    with Contest(given, measure, joins) as run:
+        run.start(lambda worker, cell: ask(worker, cell, 8, given.seed - 1, given.seed - 1, cell.batch))
+        results = run.rounds(lambda figures: f"{figures['total']:6.2f} s {format_rate(figures['decode']):>6} tok/s")
+        complete = len(run.workers) == len(given.engines)
+        print(report(run, results))
+        if given.json:
+            record(run, results)
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

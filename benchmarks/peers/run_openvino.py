@@ -3,7 +3,7 @@
 import numpy
 import openvino
 import openvino_genai
-from worker import Engine, arguments, library, serve
+from worker import Answer, Engine, arguments, library, serve
 
 
 def start() -> Engine:
@@ -21,11 +21,11 @@ def start() -> Engine:
     }
     pipeline = openvino_genai.ContinuousBatchingPipeline(given.model, scheduler, "CPU", properties)
 
-    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], output: int) -> list[Answer]:
         sampling = openvino_genai.GenerationConfig(max_new_tokens=output, do_sample=False, ignore_eos=True)
         inputs = [openvino.Tensor(numpy.array([ids], dtype=numpy.int64)) for ids in prompts]
         answers = pipeline.generate(inputs, [sampling] * len(prompts))
-        return [list(answer.m_generation_ids[0]) for answer in answers]
+        return [Answer(list(answer.m_generation_ids[0])) for answer in answers]
 
     version = openvino_genai.__version__.split("-")[0]
     return library(generate, version, "bf16, continuous batching, prefix caching")

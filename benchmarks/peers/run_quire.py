@@ -1,6 +1,6 @@
 """Quire, through its `LLM`."""
 
-from worker import Engine, arguments, library, serve
+from worker import Answer, Engine, arguments, library, serve
 
 
 def start() -> Engine:
@@ -14,15 +14,17 @@ def start() -> Engine:
         "model.weights": "native" if given.native else "dequantized",
         "runtime.threads": given.threads,
         "cache.memory": f"{given.cache_gib}GiB",
+        **dict(option.split("=", 1) for option in given.option),
     }
     llm = LLM(given.model, options=options)
 
-    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], output: int) -> list[Answer]:
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False)
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return [Answer(list(answer.outputs[0].token_ids), answer.num_cached_tokens) for answer in answers]
 
-    return library(generate, quire.__version__, "4-bit weights, bf16 cache" if given.native else "bf16")
+    settings = ["4-bit weights, bf16 cache" if given.native else "bf16", *given.option]
+    return library(generate, quire.__version__, ", ".join(settings))
 
 
 if __name__ == "__main__":

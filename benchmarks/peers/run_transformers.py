@@ -3,7 +3,7 @@
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
-from worker import Engine, arguments, library, serve
+from worker import Answer, Engine, arguments, library, serve
 
 
 def start() -> Engine:
@@ -14,12 +14,12 @@ def start() -> Engine:
     # The model's own end token would otherwise come back for every request that names none.
     model.generation_config.eos_token_id = None
 
-    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], output: int) -> list[Answer]:
         ids = torch.tensor(prompts)
         mask = torch.ones_like(ids)
         with torch.inference_mode():
             answer = model.generate(ids, attention_mask=mask, max_new_tokens=output, do_sample=False, pad_token_id=0)
-        return answer[:, ids.shape[1] :].tolist()
+        return [Answer(new) for new in answer[:, ids.shape[1] :].tolist()]
 
     return library(generate, transformers.__version__, "bf16, static batch")
 

@@ -2,7 +2,7 @@
 
 import os
 
-from worker import Engine, arguments, library, serve
+from worker import Answer, Engine, arguments, library, serve
 
 
 def start() -> Engine:
@@ -25,10 +25,10 @@ def start() -> Engine:
 
     llm = LLM(given.model, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, enable_prefix_caching=True)
 
-    def generate(prompts: list[list[int]], output: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], output: int) -> list[Answer]:
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False)
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return [Answer(list(answer.outputs[0].token_ids), answer.num_cached_tokens) for answer in answers]
 
     return library(generate, vllm.__version__, "bf16, one process, prefix caching")
 

@@ -3,9 +3,12 @@
 Runs in the engine's own virtual environment, so it knows the standard library only. The engine logs what it likes:
 file descriptor 1 is given to standard error first, and answers leave through a private copy of it.
 
-    {"op": "run", "batch": 8, "prompt": 128, "output": 128, "seed": 3}  ->  {"seconds": 1.23, "first_seconds": null}
-    {"op": "check"}                                                     ->  {"tokens": [284, ...]}
+    {"op": "run", "batch": 8, "prompt": 128, "output": 128, "seed": 3}
+        ->  {"seconds": 1.23, "first_seconds": null, "cached_tokens": 0}
+    {"op": "check"}  ->  {"tokens": [284, ...]}
     {"op": "quit"}
+
+A run's further fields, "common" and "common_seed", are those of `Work`.
 """
 
 import argparse
@@ -19,7 +22,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG = 1
 
@@ -32,14 +36,60 @@ TEXT_TOKENS = range(17, 49152)
 
 
 @dataclass(frozen=True)
+class Work:
+    """Requests that are handed over at once, of random token ids.
+
+    batch        requests
+    prompt       tokens of each
+    output       new tokens of each
+    seed         of the token ids
+    common       leading tokens that are the same in all of them, and in any other work of equal `common_seed`
+    """
+
+    batch: int
+    prompt: int
+    output: int
+    seed: int
+    common: int = 0
+    common_seed: int = 0
+
+    def prompts(self) -> list[list[int]]:
+        """The token ids of every request."""
+        source, common = random.Random(self.seed), random.Random(f"common {self.common_seed}")
+        prefix = [common.choice(TEXT_TOKENS) for _ in range(self.common)]
+        own = self.prompt - self.common
+        return [prefix + [source.choice(TEXT_TOKENS) for _ in range(own)] for _ in range(self.batch)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long some work took.
+
+    seconds        from token ids to all new token ids
+    first_seconds  of these, a prompt phase that ends for the whole batch at once with the first tokens; None if there
+                   is none
+    cached_tokens  prompt tokens, over all requests, found in the engine's cache; None where it does not tell
+    """
+
+    seconds: float
+    first_seconds: float | None = None
+    cached_tokens: int | None = None
+
+
+class Answer(NamedTuple):
+    """One request's new token ids, and its prompt tokens found in the cache where the engine tells."""
+
+    token_ids: list[int]
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine that has started."""
 
     check: Callable[[], list[int]]
     """Greedy continuation of CHECK_PROMPT by CHECK_TOKENS tokens."""
-    run: Callable[[int, int, int, int], tuple[float, float | None]]
-    """(batch, prompt tokens, output tokens, seed) -> seconds from token ids to all new token ids, and of these the
-    seconds of a prompt phase that ends, for the whole batch at once, with the first tokens; None if there is none."""
+    run: Callable[[Work], Timing]
     version: str
     settings: str
 
@@ -52,35 +102,43 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=int, required=True, help="size of the KV cache, the same for every engine")
     parser.add_argument("--programs", help="folder of the engine's programs, where it is not a Python package")
     parser.add_argument("--native", action="store_true", help="keep 4-bit weights packed")
+    parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, one of Quire's settings")
     return parser.parse_args()
 
 
-def library(generate: Callable[[list[list[int]], int], list[list[int]]], version: str, settings: str) -> Engine:
-    """An engine called in this process.
+def library(generate: Callable[[list[list[int]], int], list[Answer]], version: str, settings: str) -> Engine:
+    """An engine that takes all prompts in one call.
 
-    generate  (prompts, output tokens) -> the new token ids of every prompt; greedy, not stopping at an end token
+    generate  (prompts, output tokens) -> an answer to every prompt; greedy, not stopping at an end token
     """
 
-    def run(batch: int, prompt: int, output: int, seed: int) -> tuple[float, None]:
-        source = random.Random(seed)
-        prompts = [[source.choice(TEXT_TOKENS) for _ in range(prompt)] for _ in range(batch)]
+    def run(work: Work) -> Timing:
+        prompts = work.prompts()
         began = time.perf_counter()
-        answers = generate(prompts, output)
+        answers = generate(prompts, work.output)
         elapsed = time.perf_counter() - began
-        if [len(answer) for answer in answers] != [output] * batch:
-            lengths = sorted({len(answer) for answer in answers})
-            raise RuntimeError(f"asked for {batch} x {output} tokens, got {len(answers)} x {lengths}")
-        return elapsed, None
+        if [len(answer.token_ids) for answer in answers] != [work.output] * work.batch:
+            lengths = sorted({len(answer.token_ids) for answer in answers})
+            raise RuntimeError(f"asked for {work.batch} x {work.output} tokens, got {len(answers)} x {lengths}")
+        found = [answer.cached_tokens for answer in answers]
+        return Timing(elapsed, cached_tokens=None if None in found else sum(found))
 
-    return Engine(lambda: generate([CHECK_PROMPT], CHECK_TOKENS)[0], run, version, settings)
+    return Engine(lambda: generate([CHECK_PROMPT], CHECK_TOKENS)[0].token_ids, run, version, settings)
+
+
+def end_with_parent() -> None:
+    """Have the calling process killed when the one that started it ends.
+
+    A benchmark that is killed must not leave gigabytes of engine behind, and paused ones would never see the end of
+    their input. Where this call (Linux) does not exist nothing is lost but that.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(start: Callable[[], Engine]) -> None:
     """Start the engine, then answer requests until standard input ends. An exception is answered and ends it."""
-    # A benchmark that is killed must not leave gigabytes of engine behind, and paused ones would never see the end of
-    # their input. Where this call (Linux) does not exist nothing is lost but that.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -99,8 +157,7 @@ def serve(start: Callable[[], Engine]) -> None:
             if operation == "check":
                 answer(tokens=engine.check())
             else:
-                seconds, first_seconds = engine.run(**request)
-                answer(seconds=seconds, first_seconds=first_seconds)
+                answer(**asdict(engine.run(Work(**request))))
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}".splitlines()[0])

@@ -1,0 +1,306 @@
+"""Engines in turn on one machine: how each is started, held against the others and timed.
+
+Knows no shape of work: a script brings its cells, how one is measured, and what is done to warm an engine up.
+
+Each engine is one process, started and warmed up once in every shape, and stopped (SIGSTOP) while it is not its turn:
+some keep threads spinning after a call, which would slow down whoever is next. In a round every cell is measured on
+every engine, the order of engines moving on by one from round to round. Beside its figures each turn records how many
+cores other processes kept busy meanwhile; a turn during which that exceeds --quiet is repeated, at most --retries
+times. Numbers taken on a busy machine are worth little: two busy threads and one competitor can cost a factor of ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from common import ROOT, commit, format_table, hardware, hardware_line, median, spread
+from turns import Meter, Worker, WorkerError
+
+HERE = Path(__file__).resolve().parent / "peers"
+
+# The first start of vLLM compiles for about two minutes.
+START_SECONDS = 900
+CACHE_GIB = 1
+# Engines in agreement differ only where two tokens are almost equally likely in bf16: later than this.
+MIN_SAME_TOKENS = 8
+
+
+class Cell(Protocol):
+    """One shape of work."""
+
+    @property
+    def name(self) -> str:
+        """What the command line and the records call it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start one engine. `python`, `model` and `programs` are paths below the folder of the peers.
+
+    restarts  every run is a fresh process
+    options   settings of Quire's own, as its flags have them
+    """
+
+    name: str
+    title: str
+    runner: str
+    python: str | None = None
+    model: str = ""
+    programs: str | None = None
+    native: bool = False
+    restarts: bool = False
+    options: tuple[str, ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether this is somebody else's engine."""
+        return family(self.name) != "quire"
+
+    @property
+    def counts(self) -> bool:
+        """Whether Quire with the same weights is compared with it."""
+        return self.is_peer and not self.native
+
+
+QUIRE = Engine("quire", "Quire", "run_quire.py")
+VLLM = Engine("vllm", "vLLM", "run_vllm.py", "vllm/bin/python", "models/float32")
+OPENVINO = Engine("openvino", "OpenVINO GenAI", "run_openvino.py", "openvino/bin/python", "models/openvino")
+LLAMACPP = Engine("llamacpp", "llama.cpp", "run_llamacpp.py", None, "models/bf16.gguf", "llamacpp/bin", restarts=True)
+
+Figures = dict[str, float]
+"""What one turn measured, by name; NaN where there is nothing to measure."""
+
+Samples = dict[str, list[float]]
+"""The figures of all rounds."""
+
+Results = dict[tuple[str, str], Samples]
+"""By engine and cell name. `other_cores` is among the samples of each."""
+
+OTHER_CORES = "other_cores"
+
+
+class Contest:
+    """The engines of one run, `workers` those still in it. All end with the context.
+
+    given    what `parse` found
+    measure  (engine's worker, cell, seed) -> figures; seeds within ten of each other belong to one turn
+    joins    whether an engine takes part in a cell
+    """
+
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        measure: Callable[[Worker, Any, int], Figures],
+        joins: Callable[[Engine, Any], bool] = lambda engine, cell: True,
+    ) -> None:
+        self.given, self.measure, self.joins = given, measure, joins
+        self.engines = {engine.name: engine for engine in given.engines}
+        self.workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> Self:
+        # Paused engines would outlive this script if it simply ended.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def start(self, warm: Callable[[Worker, Any], object]) -> None:
+        """Start every engine and warm it up with all its cells; one that fails or computes something else is left
+        out. Ends the script when none remains.
+        """
+        answers: dict[str, list[int]] = {}
+        for engine in self.engines.values():
+            say(f"{engine.title}: starting")
+            try:
+                worker = self.workers[engine.name] = start(engine, self.given)
+                worker.resume()
+                answers[engine.name] = worker.ask(op="check")["tokens"]
+                for cell in self.given.cells:
+                    if self.joins(engine, cell):
+                        warm(worker, cell)
+                worker.pause()
+            except WorkerError as error:
+                self._leave_out(engine.name, error)
+                continue
+            ready = worker.ready
+            say(f"{engine.title} {ready['version']}: warmed up; started in {ready['start_seconds']:.1f} s")
+        for name in [name for name in self.workers if not self.engines[name].native]:
+            others = [answers[other] for other in self.workers if family(other) != family(name)]
+            if others and (same := max(same_tokens(answers[name], other) for other in others)) < MIN_SAME_TOKENS:
+                self._leave_out(name, WorkerError(f"{name}: no other engine agrees with more than {same} tokens"))
+        if not self.workers:
+            sys.exit("no engine could be started")
+
+    def rounds(self, describe: Callable[[Figures], str]) -> Results:
+        """All rounds; an engine that fails is left out, with all it measured.
+
+        describe  one turn's figures in a few words, for the progress
+        """
+        results: Results = {}
+        turns = [(number, cell) for number in range(self.given.rounds) for cell in self.given.cells]
+        for turn, (number, cell) in enumerate(turns):
+            names = [name for name in self.workers if self.joins(self.engines[name], cell)]
+            first = number % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                try:
+                    # The same seed, thus the same token ids, for every engine; 1000 leaves room for repeats.
+                    figures = self._take_turn(self.workers[name], cell, self.given.seed + 1000 * turn)
+                except WorkerError as error:
+                    self._leave_out(name, error)
+                    continue
+                samples = results.setdefault((name, cell.name), {})
+                for key, value in figures.items():
+                    samples.setdefault(key, []).append(value)
+                progress = f"round {number + 1}/{self.given.rounds}  {cell.name:12}  {name:15} {describe(figures)}"
+                say(f"{progress}  others {figures[OTHER_CORES]:.2f}")
+        return {key: samples for key, samples in results.items() if key[0] in self.workers}
+
+    def conditions(self, results: Results, spread_of: str) -> str:
+        """The machine, how quiet it was, and the engines' versions and settings.
+
+        spread_of  the figure whose movement from round to round is told
+        """
+        given = self.given
+        others = [cores for samples in results.values() for cores in samples[OTHER_CORES]]
+        noisy = sum(cores > given.quiet for cores in others) > len(others) // 4
+        moved = median(spread(samples[spread_of]) for samples in results.values())
+        notes = []
+        for name, ready in ((name, worker.ready) for name, worker in self.workers.items()):
+            engine = self.engines[name]
+            started = "every run" if engine.restarts else f"{ready['start_seconds']:.1f} s"
+            notes.append([engine.title, ready["version"], started, ready["settings"]])
+        return (
+            f"{hardware_line(hardware())}; {given.threads} threads; commit {commit()}; {time.strftime('%Y-%m-%d')}; "
+            f"rounds: {given.rounds}, medians shown.\nOther processes kept {median(others):.2f} cores busy (at worst "
+            f"{max(others, default=0.0):.2f}); between rounds a cell moved by {moved:.0%} of its median."
+            + ("\nTHE MACHINE WAS NOT QUIET: these numbers are not for publication." if noisy else "")
+            + "\n\n"
+            + format_table(["engine", "version", "started in", "settings"], notes, given.markdown)
+        )
+
+    def about(self, name: str) -> dict[str, Any]:
+        """What a record says of an engine and the run."""
+        settings = {"threads": self.given.threads, "cache_gib": CACHE_GIB, "seed": self.given.seed}
+        return {"engine": name, **self.workers[name].ready, **settings}
+
+    def rivals(self) -> list[str]:
+        """The engines Quire is compared with; none where it does not take part itself."""
+        return [name for name in self.workers if self.engines[name].counts] if QUIRE.name in self.workers else []
+
+    def _take_turn(self, worker: Worker, cell: Cell, seed: int) -> Figures:
+        """Measure one cell on one engine; of repeated turns the quietest counts."""
+        attempts: list[Figures] = []
+        worker.resume()
+        while len(attempts) <= self.given.retries and not (
+            attempts and min(attempt[OTHER_CORES] for attempt in attempts) <= self.given.quiet
+        ):
+            # Untimed: wakes threads and refills the processor's caches.
+            worker.ask(op="run", batch=1, prompt=32, output=4, seed=seed)
+            meter = Meter(worker)
+            figures = self.measure(worker, cell, seed + 1)
+            attempts.append({**figures, OTHER_CORES: meter.other_cores()})
+            seed += 10
+        worker.pause()
+        return min(attempts, key=lambda attempt: attempt[OTHER_CORES])
+
+    def _leave_out(self, name: str, error: WorkerError) -> None:
+        """Report an engine's failure and go on without it."""
+        say(f"LEFT OUT  {error}")
+        if name in self.workers:
+            self.workers.pop(name).close()
+
+
+def start(engine: Engine, given: argparse.Namespace) -> Worker:
+    """Start one engine. Raises WorkerError."""
+    python = given.peers / engine.python if engine.python else Path(sys.executable)
+    model = given.peers / engine.model if engine.is_peer else given.model
+    programs = ["--programs", given.peers / engine.programs] if engine.programs else []
+    for path in [python, *([model] if engine.is_peer else []), *programs[1:]]:
+        if not path.exists():
+            raise WorkerError(f"{engine.name}: {path} is missing; run scripts/peers.sh")
+    command = [python, HERE / engine.runner, "--model", model, "--threads", given.threads, "--cache-gib", CACHE_GIB]
+    command += [*programs, *(["--native"] if engine.native else [])]
+    command += [word for option in engine.options for word in ("--option", option)]
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if engine.is_peer else str(ROOT / "src")}
+    return Worker(engine.name, command, environment, given.logs / f"{engine.name}.log", START_SECONDS)
+
+
+def family(name: str) -> str:
+    """What variants of one engine have in common, which makes their agreement worth nothing."""
+    return name.partition("-")[0]
+
+
+def same_tokens(tokens: list[int], other: list[int]) -> int:
+    """How many leading tokens are equal."""
+    pairs = enumerate(zip(tokens, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(other)))
+
+
+def times_the_best(ours: Sequence[float], rivals: Iterable[Sequence[float]], less_is_better: bool = False) -> float:
+    """How many times as good Quire is as the rival with the best median: the median of the ratios within each round;
+    NaN without a rival.
+
+    ours, rivals  one number for each round, of which more is better unless `less_is_better`
+    """
+    known = [samples for samples in rivals if not math.isnan(median(samples))]
+    if not known:
+        return math.nan
+    best = (min if less_is_better else max)(known, key=median)
+    pairs = zip(ours, best, strict=True)
+    return median(theirs / mine if less_is_better else mine / theirs for mine, theirs in pairs)
+
+
+def add_arguments(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> None:
+    """The arguments every contest takes."""
+    names, shapes = (", ".join(each.name for each in group) for group in (engines, cells))
+    parser.add_argument("--engines", help=f"comma-separated, of {names} (default: all but those with 4-bit weights)")
+    parser.add_argument("--cells", help=f"comma-separated, of {shapes} (default: all)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default="smollm2", help="what Quire loads")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
+    parser.add_argument("--logs", type=Path, help="folder for what the engines print (default: PEERS/logs)")
+    parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use before a turn is repeated")
+    parser.add_argument("--retries", type=int, default=2, help="how often a disturbed turn is repeated")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**9), help="of all token ids")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per engine and cell")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+
+
+def parse(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> argparse.Namespace:
+    """The command line, with `engines` and `cells` as lists of these objects in their order here. Where the script
+    has a flag --native, that adds the engines with 4-bit weights.
+    """
+    given = parser.parse_args()
+    given.logs = given.logs or given.peers / "logs"
+    usual = [engine.name for engine in engines if not engine.native]
+    wanted = given.engines.split(",") if given.engines else usual
+    wanted += [engine.name for engine in engines if engine.native and getattr(given, "native", False)]
+    shapes = given.cells.split(",") if given.cells else [cell.name for cell in cells]
+    for names, known in ((wanted, engines), (shapes, cells)):
+        for name in names:
+            if name not in (titles := [each.name for each in known]):
+                parser.error(f"{name!r} is none of {', '.join(titles)}")
+    given.engines = [engine for engine in engines if engine.name in wanted]
+    given.cells = [cell for cell in cells if cell.name in shapes]
+    return given
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error: standard output carries the table alone."""
+    print(text, file=sys.stderr, flush=True)
