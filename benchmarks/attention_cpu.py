@@ -2,9 +2,11 @@
 
     python benchmarks/attention_cpu.py [--rounds 5] [--json FILE]
 
-Columns: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention` in
-bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
-reading the same bytes once (a sum over them), which is the floor of decode attention. Median microseconds per layer,
+First table: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention`
+in bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
+reading the same bytes once (a sum over them), which is the floor of decode attention. Second: decode rows that share a
+segment of 1,024 tokens and have 32 of their own, over the segment alone (the time less that of the same rows without
+it), read together and each by itself; must be at most 4 times one reader's for 16. Median microseconds per layer,
 interleaved.
 """
 
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -36,26 +39,52 @@ CASES = [(1, 3, 3, 64, 192, 1), (8, 3, 3, 64, 192, 1), (32, 3, 3, 64, 192, 1), (
 LAYERS = 30
 
 
-def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
-    """Attention of one layer by our kernel, on pages."""
-    batch, heads, group, dim, context, rows = case
+SHARERS = [1, 2, 4, 8, 16, 32, 64]
+SHARED_TOKENS, OWN_TOKENS = 1024, 32
+SHARED_HEADS = (3, 3, 64)  # kv heads, group, head dim: SmolLM2's
+
+
+def make_spec(chunks: int, heads: int, group: int, dim: int, context: int, dtype: torch.dtype) -> AttentionSpec:
+    """A cache of zeros."""
     codec = DenseCodec(dim, dtype)
-    chunks = -(-context // 64)
-    pool = PagePool((batch * chunks * LAYERS * heads + 64) * codec.page_bytes, slab_bytes=codec.page_bytes * 64)
+    pool = PagePool((chunks * LAYERS * heads + 64) * codec.page_bytes, slab_bytes=codec.page_bytes * 64)
     pool.arena.zero_()
     table = ChunkTable(pool, LAYERS, heads, codec)
     angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(dim // 2) / (dim // 2)))
-    spec = AttentionSpec(table, LAYERS, heads, group, dim, dtype, angle.cos(), angle.sin())
-    backend = CpuAttention(spec)
-    plan = backend.plan([RowSlice(context - rows, rows, table.take(chunks, codec)) for _ in range(batch)])
-    q = torch.randn(batch * rows, heads * group, dim).to(dtype)
-    k, v = (torch.randn(batch * rows, heads, dim).to(dtype) for _ in range(2))
+    return AttentionSpec(table, LAYERS, heads, group, dim, dtype, angle.cos(), angle.sin())
+
+
+def attending(spec: AttentionSpec, slices: list[RowSlice]) -> Callable[[int], object]:
+    """Attention of one layer by our kernel, on pages."""
+    plan = CpuAttention(spec).plan(slices)
+    rows = sum(piece.num_rows for piece in slices)
+    q = torch.randn(rows, spec.num_kv_heads * spec.group_size, spec.head_dim).to(spec.dtype)
+    k, v = (torch.randn(rows, spec.num_kv_heads, spec.head_dim).to(spec.dtype) for _ in range(2))
 
     def run(layer: int) -> object:
         plan.write(layer, k, v)
         return plan.attend(layer, q)
 
     return run
+
+
+def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
+    """The case by our kernel."""
+    batch, heads, group, dim, context, rows = case
+    chunks = -(-context // 64)
+    spec = make_spec(batch * chunks, heads, group, dim, context, dtype)
+    paths = [spec.table.take(chunks, spec.table.open_codec) for _ in range(batch)]
+    return attending(spec, [RowSlice(context - rows, rows, path) for path in paths])
+
+
+def sharing(num_rows: int, shared_tokens: int, together: bool, dtype: torch.dtype) -> Callable[[int], object]:
+    """Decode rows that share the tokens before their own, by our kernel; read once for all of them if `together`."""
+    shared = shared_tokens // 64
+    spec = make_spec(shared + num_rows, *SHARED_HEADS, shared_tokens + OWN_TOKENS, dtype)
+    common, own = (spec.table.take(count, spec.table.open_codec) for count in (shared, num_rows))
+    names = ((1, shared),) if together and shared else ()
+    start = shared_tokens + OWN_TOKENS - 1
+    return attending(spec, [RowSlice(start, 1, np.append(common, chunk), names) for chunk in own])
 
 
 def torch_attention(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
@@ -90,15 +119,7 @@ def main() -> None:
             "torch f32": torch_attention(case, torch.float32),
             "read bf16": read(case, torch.bfloat16),
         }
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(args.rounds + 1):
-            for name, attend in sides.items():
-                start = time.perf_counter()
-                for layer in range(LAYERS):
-                    attend(layer)
-                if number:
-                    times[name].append((time.perf_counter() - start) / LAYERS * 1e6)
-        found = {name: median(values) for name, values in times.items()}
+        found = measure(sides, args.rounds)
         rows.append(
             [
                 "x".join(map(str, case)),
@@ -108,7 +129,49 @@ def main() -> None:
         )
         if args.json:
             append_record(args.json, {"benchmark": "attention_cpu", "case": case, "microseconds": found})
-    print(format_table(["batch x heads x group x dim x context x rows", *found, "bf16 gain"], rows))
+    print(format_table(["batch x heads x group x dim x context x rows", *found, "bf16 gain"], rows), "\n")
+    shared_segment(args.rounds, args.json)
+
+
+def shared_segment(rounds: int, record: Path | None) -> None:
+    """What a shared segment costs 1 to 64 sharers."""
+    rows, one = [], 0.0
+    for count in SHARERS:
+        sides = {
+            "own only": sharing(count, 0, True, torch.bfloat16),
+            "together": sharing(count, SHARED_TOKENS, True, torch.bfloat16),
+            "apart": sharing(count, SHARED_TOKENS, False, torch.bfloat16),
+        }
+        found = measure(sides, 4 * rounds)
+        together, apart = (found[name] - found["own only"] for name in ("together", "apart"))
+        one = one or together
+        rows.append(
+            [
+                count,
+                *(f"{value:.0f}" for value in found.values()),
+                f"{together:.0f}",
+                f"{together / one:.2f}",
+                f"{apart / together:.1f}x",
+            ]
+        )
+        if record:
+            case = {"benchmark": "attention_cpu_shared", "sharers": count, "shared_tokens": SHARED_TOKENS}
+            append_record(record, {**case, "microseconds": found})
+    print(format_table(["sharers", "own only", "together", "apart", "segment", "of one", "gain over it"], rows))
+    print("must: at most 4 times one reader's for 16 sharers")
+
+
+def measure(sides: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
+    """Median microseconds per layer of each side, interleaved, after a round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, attend in sides.items():
+            start = time.perf_counter()
+            for layer in range(LAYERS):
+                attend(layer)
+            if number:
+                times[name].append((time.perf_counter() - start) / LAYERS * 1e6)
+    return {name: median(values) for name, values in times.items()}
 
 
 if __name__ == "__main__":

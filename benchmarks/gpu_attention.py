@@ -4,8 +4,8 @@
 
 Decode: GB/s of keys and values, and their share of what a copy reads and writes on this device, measured in the same
 run; ours includes rotating and storing the new key and value. `scaled_dot_product_attention` has contiguous keys and
-values that are rotated already. Prefill: TFLOP/s. All under CUDA graphs, over enough layers to leave the caches.
---sweep tries other launches of the decode kernel.
+values that are rotated already. Prefill: TFLOP/s. Shared prefixes: gpu_shared.py. All under CUDA graphs, over enough
+layers to leave the caches. --sweep tries other launches of the decode kernel and of shared runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, format_table
 from gpu import copy_bandwidth, graph_seconds, require_gpu
+from gpu_shared import shared
+from gpu_shared import sweep as sweep_shared
 
 from quire.attention.plan import AttentionSpec, RowSlice
 from quire.cache.codecs.dense import DenseCodec
@@ -157,7 +159,7 @@ def sweep(copy: float) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other launches of the decode kernel")
+    parser.add_argument("--sweep", action="store_true", help="try other launches of the decode kernels")
     parser.add_argument("--json", type=Path, help="append the measurements as JSON lines")
     given = parser.parse_args()
     require_gpu()
@@ -165,8 +167,10 @@ def main() -> None:
     print(f"copy: {copy / 1e9:.0f} GB/s; {HEADS} kv heads, {GROUP} query heads each, head size {DIM}, {DTYPE}\n")
     decode(copy, given.json)
     prefill()
+    shared(copy, given.json)
     if given.sweep:
         sweep(copy)
+        sweep_shared()
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
-from quire.attention.plan import RowSlice
+from quire.attention.plan import AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
 from quire.engine.graphs import DecodeGraphs
@@ -25,16 +27,24 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "opt"])
 @pytest.mark.parametrize("replays", [True, False], ids=["graphs", "eager"])
-def test_decode_steps_equal_the_reference(family: str, replays: bool, seed: int) -> None:
+@pytest.mark.parametrize("shared_chunks", [0, 3])
+def test_decode_steps_equal_the_reference(family: str, replays: bool, shared_chunks: int, seed: int) -> None:
     shape = tiny_shape(family, head_dim=64, hidden_size=256)
+
+    def backend_of(spec: AttentionSpec) -> TritonAttention:
+        backend = TritonAttention(spec)
+        # However little it saves here.
+        backend.tiles = replace(backend.tiles, min_saved=0)
+        return backend
 
     def replaying(model: Model, backend: TritonAttention) -> Step:
         return DecodeGraphs(model, backend, (1, 2, 4, 8)).replay
 
     settings = {"seed": seed, "steps": 150, "starts": (0, 7, 60, 126), "device": "cuda"}
+    settings |= {"shared_chunks": shared_chunks}
     with torch.no_grad():
         expected, rows = decode(shape, TorchOps(), ReferenceAttention, eager, **settings)
-        actual, _ = decode(shape, TritonOps(), TritonAttention, replaying if replays else eager, **settings)
+        actual, _ = decode(shape, TritonOps(), backend_of, replaying if replays else eager, **settings)
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert relative_rms(ours, theirs) < 1e-4, f"step {step} of {rows[step]} rows"
     assert len(set(rows)) > 3

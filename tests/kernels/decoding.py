@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
 from quire.cache.codecs.dense import DenseCodec
@@ -35,9 +36,13 @@ def decode(
     seed: int,
     steps: int = 10,
     starts: tuple[int, ...] = (0, 7, 60),
+    shared_chunks: int = 0,
     device: str = "cpu",
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Logits and the number of rows of every decode step, in float32. Two runs with one seed are the same scenario."""
+    """Logits and the number of rows of every decode step, in float32. Two runs with one seed are the same scenario.
+
+    shared_chunks  what every second sequence begins with; its start comes on top
+    """
     random = np.random.default_rng(seed)
     codec = DenseCodec(shape.head_dim, torch.float32)
     pool = PagePool(codec.page_bytes * shape.num_layers * shape.num_kv_heads * 60, device, slab_bytes=codec.page_bytes)
@@ -61,21 +66,32 @@ def decode(
     model = build_model(shape, RandomWeights(shape), ops, torch.float32, device)
     backend = make_backend(spec)
     run = make_step(model, backend)
-    running: list[list[Any]] = []
+
+    def prefill(first: int, count: int, chunks: NDArray[np.int32]) -> None:
+        prompt = torch.from_numpy(random.integers(0, shape.vocab_size, count)).to(device)
+        if count:
+            positions = torch.arange(first, first + count, device=device)
+            model.hidden(prompt, positions, backend.plan([RowSlice(first, count, chunks)]))
+
+    common = table.take(shared_chunks, codec)
+    prefill(0, shared_chunks * PAGE_TOKENS, common)
+    running: list[list[Any]] = []  # [position, path as a view, chunks of its own, what it shares]
     logits, rows = [], []
     for step in range(steps):
         if step % 10 in (0, 1, 3, 4, 9):
-            start = int(random.choice(starts))
-            chunks = table.take((start + steps + 1) // PAGE_TOKENS + 1, codec)
-            prompt = torch.from_numpy(random.integers(0, shape.vocab_size, start)).to(device)
-            if start:
-                model.hidden(prompt, torch.arange(start, device=device), backend.plan([RowSlice(0, start, chunks)]))
-            running.append([start, chunks])
+            shares = shared_chunks > 0 and step % 2 == 0
+            prefix = common if shares else common[:0]
+            start, count = len(prefix) * PAGE_TOKENS, int(random.choice(starts))
+            own = table.take((count + steps + 1) // PAGE_TOKENS + 1, codec)
+            path = np.append(prefix, own)
+            prefill(start, count, path)
+            running.append([start + count, path, own, ((1, shared_chunks),) if shares else ()])
         if step % 10 in (6, 7, 8) or (step > 10 and step % 10 in (2, 5)):
-            table.give(running.pop(0)[1])
+            table.give(running.pop(0)[2])
+        running.sort(key=lambda sequence: sequence[3])
         tokens = torch.from_numpy(random.integers(0, shape.vocab_size, len(running)))
-        positions = torch.tensor([position for position, _ in running])
-        plan = backend.plan([RowSlice(position, 1, chunks) for position, chunks in running])
+        positions = torch.tensor([position for position, *_ in running])
+        plan = backend.plan([RowSlice(position, 1, path[:], shared) for position, path, _, shared in running])
         logits.append(run(tokens, positions, plan).clone())
         rows.append(len(running))
         for sequence in running:

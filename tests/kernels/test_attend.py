@@ -136,6 +136,8 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
         [RowSlice(16, 1, other.chunks[:1])],  # fewer chunks
         [RowSlice(17, 1, other.chunks[:1].copy())],  # other memory
         [RowSlice(18, 2, other.chunks)],  # more rows
+        [RowSlice(63, 1, other.chunks)],  # fewer
+        [RowSlice(64, 1, other.chunks)],  # the next chunk of the same ones
     ):
         built = backend.plans_built
         backend.plan(slices)

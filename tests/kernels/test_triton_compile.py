@@ -23,7 +23,7 @@ import triton
 
 from quire.attention.kernels.attend import attend
 from quire.attention.kernels.write import write
-from quire.attention.triton import PIECES_PER_PROCESSOR, WRITE_ROWS, launches
+from quire.attention.triton import PIECES_PER_PROCESSOR, WRITE_ROWS, common_launch, launches
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.models import triton_ops
 
@@ -31,21 +31,26 @@ from .ahead import POINTERS, Compiled, compile_for
 
 HOPPER = 90
 REGISTERS, SHARED_BYTES = 65536, 227 << 10  # of a multiprocessor
-KINDS = ("append", "short", "tall")
+KINDS = ("append", "append-seeded", "short", "short-seeded", "tall")
+COMMON = ("common-2", "common-8", "common-16", "common-64")
+"""Shared runs of decode steps of so many rows, in tiles of 16, 32, 64 and, as tall, 128 queries for groups of 4."""
 
 
 @functools.cache
 def attention(
     kind: str, dtype: torch.dtype, group: int, dim: int, window: int = 0, rotate: bool = True
 ) -> tuple[Compiled, int]:
-    """The attention kernel and its warps."""
+    """The attention kernel and its warps. kind: one of KINDS, or "common-" and the rows of a step that shares."""
     short, tall = launches(dtype, group, dim)
     launch = tall if kind == "tall" else short
-    append = kind == "append"
+    if kind.startswith("common-"):
+        launch = common_launch(tall, group, int(kind.removeprefix("common-")))
+    append, seeded = kind.startswith("append"), kind.endswith("-seeded")
     pointer = POINTERS[str(dtype).removeprefix("torch.")]
     arguments: dict[str, Any] = dict.fromkeys(("q", "out", "arena"), pointer)
     arguments |= dict.fromkeys(("new_k", "new_v"), pointer if append else None)
-    arguments |= dict.fromkeys(("table", "positions", "indices", "pieces", "arrivals"), "*i32")
+    arguments |= dict.fromkeys(("table", "positions", "indices", "pieces", "entries", "arrivals"), "*i32")
+    arguments["reads"] = None
     arguments |= dict.fromkeys(("partial_o", "partial_lse"), "*fp32")
     arguments |= dict.fromkeys(("cos", "sin"), "*fp32" if rotate else None)
     arguments |= {"layer": "i32", "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16"}
@@ -64,9 +69,10 @@ def attention(
         "WINDOW": window,
         "ROTATE": rotate,
         "APPEND": append,
+        "SEEDED": seeded,
     }
     compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
-    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.warps} warps")
+    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.rows} rows, {launch.warps} warps")
     return compiled, launch.warps
 
 
@@ -75,7 +81,7 @@ def describe(compiled: Compiled) -> str:
     return f"{c.registers} registers, {c.stack_bytes} bytes of local memory, {c.shared_bytes} of shared"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + COMMON)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str, dim: int) -> None:
     compiled, warps = attention(kind, torch.bfloat16, 4, dim)
@@ -84,16 +90,18 @@ def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str,
     assert copies > 0 and compiled.count(r"\bLDGSTS\.\S*128") == copies
     # Besides pages and queries only scalars are loaded: piece, positions, page ids, and one lse a row of a merge.
     assert compiled.count(r"\bSTG\.\S*128") >= 4
-    resident = 1 if kind == "tall" else PIECES_PER_PROCESSOR
+    resident = 1 if kind in ("tall", "common-16", "common-64") else PIECES_PER_PROCESSOR
     assert (
         compiled.registers * warps * 32 * resident <= REGISTERS and compiled.shared_bytes * resident <= SHARED_BYTES
     ), describe(compiled)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + COMMON)
 def test_attention_runs_on_the_tensor_cores(kind: str) -> None:
     compiled, _ = attention(kind, torch.bfloat16, 4, 128)
-    assert compiled.count(r"\bHGMMA\." if kind == "tall" else r"\bHMMA\.") > 0
+    # Warp groups multiply 64 rows at a time.
+    groups = kind in ("tall", "common-16", "common-64")
+    assert compiled.count(r"\bHGMMA\." if groups else r"\bHMMA\.") > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.attention.kernels.layout import PIECE_INTS, TileLayout, Tiles, lay_out
+from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.plan import RowSlice
 from quire.cache.page import PAGE_TOKENS
 
 from .harness import Shape, make_spec
+from .sharing import counting, forest, sharers, taking
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
@@ -43,21 +45,68 @@ def read_by(layout: TileLayout, row: int) -> list[int]:
     return [found[slot] for slot in sorted(found)]
 
 
-@settings(max_examples=150, deadline=None)
+def check_partials(layout: TileLayout) -> None:
+    """Every partial row is left once and merged once, by the row it belongs to."""
+    pieces = np.concatenate((layout.short, layout.tall)).tolist()
+    left: dict[int, int] = {}  # slot -> query row
+    for first_row, rows, _, _, _, slot, *_ in pieces:
+        for i in range(rows if slot >= 0 else 0):
+            assert left.setdefault(slot + i, first_row + i) == first_row + i, f"slot {slot + i} has two owners"
+    assert sorted(left) == list(range(layout.num_partials)) and layout.num_partials <= MAX_PARTIALS
+    assert len(layout.entries) <= MAX_PARTIALS
+    merged: set[int] = set()
+
+    def merge(first_row: int, rows: int, slots: list[int]) -> None:
+        for slot in slots:
+            for i in range(rows):
+                assert left[slot + i] == first_row + i and slot + i not in merged
+                merged.add(slot + i)
+
+    finished = [0] * len(layout.positions)
+    blocks: dict[int, tuple] = {}
+    for first_row, rows, _, _, _, slot, first_seed, seeds, first_part, parts in pieces:
+        merge(first_row, rows, layout.entries[first_seed : first_seed + seeds].tolist())
+        assert not seeds or rows == 1, "blocks of one row begin with what others left"
+        own = layout.entries[first_part : first_part + parts].tolist()
+        if slot < 0:
+            assert parts == 0
+        elif parts:
+            # Each piece names the same parts, and the first of them counts the arrivals of no other block.
+            assert slot in own and blocks.setdefault(own[0], (first_row, rows, own)) == (first_row, rows, own)
+        for row in range(first_row, first_row + rows):
+            finished[row] += 1 if slot < 0 else 0
+    for first_row, rows, own in blocks.values():
+        merge(first_row, rows, own)
+        for row in range(first_row, first_row + rows):
+            finished[row] += 1
+    assert merged == set(left), "a partial is left and never merged"
+    assert set(finished) == {1}, "each row is written once"
+
+
+@settings(max_examples=200, deadline=None)
 @given(
-    lengths=st.lists(
-        st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(0, 300))), min_size=1, max_size=8
-    ),
+    num_sharers=st.integers(0, 40),
+    lengths=st.lists(st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(0, 300))), max_size=6),
     group=st.sampled_from([1, 3, 4, 8, 32]),
     heads=st.sampled_from([1, 2, 8]),
-    workers=st.sampled_from([1, 16, 264]),
-    window=st.sampled_from([None, 1, 70, 500]),
+    processors=st.sampled_from([1, 8, 132]),
+    window=st.sampled_from([None, None, 1, 70, 500]),
     tall=st.sampled_from([32, 64, 128]),
+    common_rows=st.sampled_from([None, 1, 4, 16]),
+    seed=st.integers(0, 9999),
 )
-def test_every_row_reads_each_visible_chunk_once(lengths, group, heads, workers, window, tall) -> None:  # type: ignore[no-untyped-def]
+def test_every_row_reads_each_visible_chunk_once(
+    num_sharers, lengths, group, heads, processors, window, tall, common_rows, seed
+) -> None:  # type: ignore[no-untyped-def]
     slices = slices_at(lengths)
-    tiles = Tiles(group, heads, max(16, group), max(tall, group), workers)
-    layout = lay_out(slices, tiles, window)
+    if num_sharers:
+        used = sum(len(piece.chunks) for piece in slices)
+        rows = forest(counting(), np.random.default_rng(seed), num_sharers, max_chunks=12)
+        slices = [replace(row, chunks=row.chunks + used) for row in rows] + slices
+    if not sum(piece.num_rows for piece in slices):
+        return
+    tiles = Tiles(group, heads, max(16, group), max(tall, group), 2 * processors, processors)
+    layout = lay_out(slices, tiles, window, common_rows)
     row = 0
     for piece in slices:
         for position in range(piece.start, piece.start + piece.num_rows):
@@ -68,76 +117,140 @@ def test_every_row_reads_each_visible_chunk_once(lengths, group, heads, workers,
             read = read_by(layout, row)
             assert set(needed) <= set(read) <= set(piece.chunks.tolist())
             row += 1
-    for pieces, rows_of_tile in ((layout.short, tiles.short), (layout.tall, tiles.tall)):
-        assert (pieces[:, 1] * group <= rows_of_tile).all() and (pieces[:, 3] > 0).all()
-        num_blocks = len({tuple(block) for block in pieces[:, :2].tolist()})
-        assert len(pieces) <= tiles.max_pieces(num_blocks)
-        split = pieces[pieces[:, 7] > 1]
-        assert sorted(split[:, 5].tolist()) == list(range(len(split))), "partial tiles are distinct and dense"
-        assert len(split) <= tiles.max_partial_tiles
-        for first in np.unique(split[:, 6]):
-            block = split[split[:, 6] == first]
-            assert (block[:, 7] == len(block)).all() and block[:, 5].min() == first == block[:, 5].max() - len(
-                block
-            ) + 1
-            assert len(np.unique(block[:, :2], axis=0)) == 1
+    check_partials(layout)
+    common = layout.tall[(layout.tall[:, 5] >= 0) & (layout.tall[:, 9] == 0)]
+    assert len(common) == layout.num_common and (window is None or not len(common))
+    assert (common[:, 1] <= (common_rows or tiles.tall_rows)).all()
+    assert (layout.short[:, 1] <= tiles.short_rows).all() and (layout.short[:, 3] > 0).all()
+    assert (layout.tall[:, 1] <= max(tiles.tall_rows, common_rows or 0)).all() and (layout.tall[:, 3] > 0).all()
+    singles = next((i for i, piece in enumerate(slices) if piece.num_rows != 1), len(slices))
+    assert len(common) <= tiles.max_common(singles)
+    num_blocks = len({tuple(block) for block in layout.short[:, :2].tolist()})
+    assert len(layout.short) <= tiles.max_short(num_blocks)
 
 
 def test_one_long_sequence_fills_the_machine_and_many_equal_ones_are_not_split() -> None:
-    tiles = Tiles(group_size=4, num_heads=8, short=16, tall=128, workers=264)
-    alone = lay_out(slices_at([(8191, 1)]), tiles, None).short
+    alone = lay_out(slices_at([(8191, 1)]), LLAMA, None).short
     assert len(alone) * 8 >= 0.9 * 264 and alone[:, 3].max() <= 1.5 * alone[:, 3].mean()
-    equal = lay_out(slices_at([(1023, 1)] * 64), tiles, None).short
-    assert (equal[:, 7] == 1).all()
-    ragged = lay_out(slices_at([(32767, 1)] + [(1023, 1)] * 7), tiles, None).short
+    equal = lay_out(slices_at([(1023, 1)] * 64), LLAMA, None).short
+    assert (equal[:, 9] == 0).all()
+    ragged = lay_out(slices_at([(32767, 1)] + [(1023, 1)] * 7), LLAMA, None).short
     assert ragged[:, 3].max() <= 1.5 * ragged[:, 3].sum() / 33
 
 
+LLAMA = Tiles(group_size=4, num_heads=8, short=16, tall=128, workers=264, tall_workers=132)
+"""Of a Llama-3-8B on an H200."""
+
+
+@pytest.mark.parametrize("heads, group, num_rows, chunks", [(8, 4, 64, 64), (32, 1, 32, 64), (8, 4, 128, 32)])
+def test_a_shared_run_fills_the_machine(heads: int, group: int, num_rows: int, chunks: int) -> None:
+    tiles = replace(LLAMA, num_heads=heads, group_size=group)
+    layout = lay_out(sharers(counting(), num_rows, chunks, 130), tiles, None)
+    assert 0.8 * 132 <= len(layout.tall) * heads <= 1.5 * 132
+    assert layout.tall[:, 3].max() <= 1.5 * layout.tall[:, 3].mean()
+    assert len(layout.short) == num_rows and (layout.short[:, 3] == 3).all()
+
+
+def test_what_saves_too_little_is_read_apart() -> None:
+    slices = sharers(counting(), 4, 10, 10)
+    assert lay_out(slices, replace(LLAMA, min_saved=30), None).num_common > 0
+    assert lay_out(slices, replace(LLAMA, min_saved=31), None).num_common == 0
+
+
+def test_a_deep_tree_of_many_rows_stays_inside_the_partials() -> None:
+    """256 rows that share ten levels would leave 2,560 partials, before any split."""
+    take = counting()
+    path, shared = np.empty(0, np.int32), ()
+    rows: list[RowSlice] = []
+    for level in range(10):
+        chunks = take(40)
+        path, shared = np.append(path, chunks), (*shared, (level + 1, 40))
+        # Rows that end at each level keep it a segment of its own.
+        ends = 2 if level < 9 else 238
+        rows += [RowSlice(len(path) * PAGE_TOKENS, 1, np.append(path, take(1)), shared) for _ in range(ends)]
+    layout = lay_out(sorted(rows, key=lambda row: row.shared), LLAMA, None)
+    assert 0 < layout.num_partials <= MAX_PARTIALS
+    check_partials(layout)
+
+
+@pytest.mark.parametrize(
+    "slices", [sharers(counting(), 200, 400, 10), slices_at([(50_000, 128)])], ids=["shared", "prefill"]
+)
+def test_few_heads_are_split_no_further_than_the_partials_reach(slices: list[RowSlice]) -> None:
+    """One kv head would take hundreds of parts of hundreds of rows to fill the machine."""
+    layout = lay_out(slices, replace(LLAMA, num_heads=1, group_size=1), None)
+    assert MAX_PARTIALS // 4 < layout.num_partials <= MAX_PARTIALS
+    check_partials(layout)
+
+
 def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() -> None:
-    spec = make_spec(Shape(layers=2, heads=2, dim=16), 800, positions=8192)
+    """Sequences of four prefixes, of no prefix and of two levels join, grow over boundaries and leave."""
+    spec = make_spec(Shape(layers=2, heads=2, dim=16), 900, positions=8192)
     backend = TritonAttention(spec)
     random = np.random.default_rng(0)
-    fixed: dict[int, list[tuple[int, torch.Size, tuple[int, ...]]]] = {}
+    fixed: dict[tuple[int, bool], list] = {}
     mirror = backend.mirror.pages.data_ptr()
-    running: list[list] = []  # [position, chunks]
-    uploaded = 0
+    take = taking(spec)
+    prefixes = [(np.empty(0, np.int32), ())]
+    for name in range(1, 5):
+        chunks = take(name + 1)
+        prefixes.append((chunks, ((name, len(chunks)),)))
+    deeper = take(3)
+    prefixes.append((np.append(prefixes[4][0], deeper), (*prefixes[4][1], (5, 3))))
+    running: list[list] = []  # [position, own chunks, prefix]
+    uploaded = shared_steps = 0
     for step in range(1000):
         if len(running) < 40 and random.random() < 0.15:
-            start = int(random.integers(0, 300))
-            running.append([start, spec.table.take(start // PAGE_TOKENS + 1, spec.table.open_codec)])
-        if running and random.random() < 0.05:
+            prefix = int(random.integers(len(prefixes)))
+            tail = int(random.integers(0, 300))
+            running.append([len(prefixes[prefix][0]) * PAGE_TOKENS + tail, take(tail // PAGE_TOKENS + 1), prefix])
+        if running and random.random() < 0.05 + (0.5 if step % 250 > 220 else 0):
             spec.table.give(running.pop(int(random.integers(len(running))))[1])
+        running.sort(key=lambda sequence: prefixes[sequence[2]][1])
+        slices = []
         for sequence in running:
-            if sequence[0] // PAGE_TOKENS == len(sequence[1]):
-                sequence[1] = np.concatenate((sequence[1], spec.table.take(1, spec.table.open_codec)))
+            position, own, prefix = sequence
+            path, shared = prefixes[prefix]
+            if position // PAGE_TOKENS == len(path) + len(own):
+                sequence[1] = own = np.concatenate((own, take(1)))
+            slices.append(RowSlice(position, 1, np.append(path, own), shared))
         if not running:
             continue
-        plan = backend.plan([RowSlice(position, 1, chunks) for position, chunks in running])
+        plan = backend.plan(slices)
         size = plan.batch_size
         assert size == next(size for size in BATCH_SIZES if size >= len(running))
-        partials = backend.partials[0]
-        arrays = [plan.positions, plan.write_chunk, *plan.pieces, partials.o, partials.lse, partials.arrivals]
+        assert plan.graph_key == (size, plan.shares) and (not plan.shares or size > 1)
+        shared_steps += plan.shares
+        partials = backend.partials
+        arrays = [plan.positions, plan.write_chunk, plan.short, plan.tall, plan.entries]
+        arrays += [partials.o, partials.lse, partials.arrivals]
         seen = [(array.data_ptr(), array.shape, array.stride()) for array in arrays] + [
-            (plan.indices.data_ptr(), None, None)
+            (plan.indices.data_ptr(), None, None),
+            (plan._launches, None, None),
         ]
-        assert fixed.setdefault(size, seen) == seen, f"step {step}: a buffer of batch size {size} moved"
+        assert fixed.setdefault(plan.graph_key, seen) == seen, f"step {step}: a buffer of {plan.graph_key} moved"
         assert backend.mirror.pages.data_ptr() == mirror
         # What the buffers say is this step's plan.
-        assert plan.positions[: len(running)].tolist() == [position for position, _ in running]
-        pieces = plan.pieces[0].numpy()
-        assert pieces.shape[1] == PIECE_INTS and sorted(set(pieces[pieces[:, 1] > 0, 0].tolist())) == list(range(size))
-        for first_row, _, first_index, chunks, start, *_ in pieces[pieces[:, 3] > 0].tolist():
+        assert plan.positions[: len(running)].tolist() == [position for position, *_ in running]
+        short, tall = plan.short.numpy(), plan.tall.numpy()
+        assert short.shape[1] == tall.shape[1] == PIECE_INTS
+        assert sorted(set(short[short[:, 1] > 0, 0].tolist())) == list(range(size))
+        assert bool(len(tall)) is plan.shares and (tall[:, 1] > 0).any() == plan.shares
+        for first_row, rows, first_index, chunks, start, *_ in [*short.tolist(), *tall.tolist()]:
             named = plan.indices[first_index : first_index + chunks].numpy()
             slot = start // PAGE_TOKENS
-            assert (named == running[first_row][1][slot : slot + chunks]).all()
+            for row in range(first_row, first_row + rows) if chunks else ():
+                assert (named == slices[row].chunks[slot : slot + chunks]).all()
             assert (backend.mirror.pages[named].numpy() == spec.table.pages[named]).all(), (
                 "a page id on the device is out of date"
             )
-        uploaded += backend.mirror.refresh(np.concatenate([chunks for _, chunks in running]))
+        uploaded += backend.mirror.refresh(np.concatenate([piece.chunks for piece in slices]))
         for sequence in running:
             sequence[0] += 1
     assert uploaded == 0, "rows were uploaded twice"
-    assert len(fixed) >= 4 and max(position for position, _ in running) > 5 * PAGE_TOKENS
+    assert len({size for size, _ in fixed}) >= 4 and 300 < shared_steps < 1000
+    assert {(size, shares) for size, shares in fixed if size > 1 and not shares}, "some steps share nothing"
+    assert max(position for position, *_ in running) > 5 * PAGE_TOKENS
 
 
 def test_a_retaken_chunk_is_uploaded_again() -> None:

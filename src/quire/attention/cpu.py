@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out
-from quire.cache.page import PAGE_TOKENS
+from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
 from quire.kernels import runtime
 
 _FIELDS: list[tuple[str, type]] = [
@@ -20,6 +19,7 @@ _FIELDS: list[tuple[str, type]] = [
         for name in ("arena", "table", "kinds", "cos", "sin", "positions", "write_chunk", "indices")
     ),
     *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
+    ("reads", ctypes.c_void_p),
     *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
     *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows")),
     *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "kind", "decode")),
@@ -33,7 +33,12 @@ class _Plan(ctypes.Structure):
 
 
 class CpuAttention:
-    """Attention on CPU pages in bfloat16, float16 or float32; sums in float32."""
+    """Attention on CPU pages in bfloat16, float16 or float32; sums in float32.
+
+    plans_built  plans laid out; other steps moved the last one on
+    reads        int32 [C, H], or None: the kernels of every layer add one for each page they read, from the next plan
+                 that is laid out on
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -42,6 +47,7 @@ class CpuAttention:
             "the kernels were built from another version of attention.h"
         )
         self.plans_built = 0
+        self.reads: torch.Tensor | None = None
         self._last: CpuPlan | None = None
         # A tall piece reuses each page's scratch tiles; more than about 192 query rows of it leave the second-level
         # cache.
@@ -62,9 +68,10 @@ class CpuAttention:
 
     def plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
         """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
-        if self._last is not None and self._last.moves_on_to(slices):
-            return self._last
         spec = self.spec
+        if self._last is not None and spec.window is None and moves_on(self._last.slices, slices):
+            self._last.advance(slices)
+            return self._last
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
@@ -83,13 +90,15 @@ class CpuPlan:
     def __init__(self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice]) -> None:
         self._spec = spec = backend.spec
         self._layout = layout
-        self._slices = slices
-        self._is_decode = all(piece.num_rows == 1 for piece in slices)
+        self.slices = slices
         plan = _Plan.from_buffer_copy(backend._fixed)
         for name in ("positions", "write_chunk", "indices", "pieces", "merges", "merge_parts"):
             setattr(plan, name, getattr(layout, name).ctypes.data)
         plan.num_pieces, plan.num_merges, plan.num_rows = len(layout.pieces), len(layout.merges), len(layout.positions)
-        plan.decode = self._is_decode
+        plan.decode = all(piece.num_rows == 1 for piece in slices)
+        if backend.reads is not None:
+            self._reads = backend.reads
+            plan.reads = self._reads.data_ptr()
         if layout.num_partials:
             heads = spec.num_kv_heads * spec.group_size
             self._partial_o = np.empty((layout.num_partials, heads, spec.head_dim), np.float32)
@@ -99,28 +108,13 @@ class CpuPlan:
         self.address = ctypes.addressof(plan)
         self._attend = backend.kernels.quire_attend
         self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
-        self._window = spec.window
         self._out: torch.Tensor | None = None
 
-    def moves_on_to(self, slices: Sequence[RowSlice]) -> bool:
-        """Whether the slices are this plan's, each one position on in the same chunks; if so, it is their plan now."""
-        if not self._is_decode or len(slices) != len(self._slices) or self._window is not None:
-            return False
-        for new, old in zip(slices, self._slices, strict=True):
-            # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
-            if (
-                new.chunks.base is not old.chunks.base
-                or new.chunks.base is None
-                or len(new.chunks) != len(old.chunks)
-                or new.start != old.start + 1
-                or new.num_rows != 1
-                or new.start % PAGE_TOKENS == 0
-            ):
-                return False
+    def advance(self, slices: Sequence[RowSlice]) -> None:
+        """Makes it the plan of the slices, which are its own one position on."""
         positions = self._layout.positions
         positions += 1
-        self._slices = slices
-        return True
+        self.slices = slices
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` rotates and stores them."""

@@ -6,13 +6,15 @@ slices of the step          pieces                                    work items
 
 Rows whose chunks are split over several pieces leave partials; merges name them.
 
-A segment that several neighbouring rows share is one piece with all of them: ChunkAttention's chunk-first phase is a
-matrix product over the rows, where the private tails, its sequence-first phase, are products with one.
+A run of chunks that several neighbouring rows share is one piece with all of them: ChunkAttention's chunk-first phase
+is a matrix product over the rows, where the private tails, its sequence-first phase, are products with one.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -42,9 +44,9 @@ class RowSlice:
     start     position of the first row
     num_rows  rows, all at consecutive positions; their keys and values are written before they attend
     chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
-    shared    (name, chunks) of the segments the path begins with; equal names at the same place mean the same chunks.
-              Slices that share stand
-              side by side, or they are read apart
+    shared    (name, chunks) of the segments the path begins with, all before `start`; equal names at the same place
+              mean the same chunks. They are read together by slices of one row that stand side by side at the
+              beginning of a step
     """
 
     start: int
@@ -103,6 +105,88 @@ class Layout:
     num_partials: int
 
 
+def moves_on(old: Sequence[RowSlice], new: Sequence[RowSlice]) -> bool:
+    """Whether a decode step is another one, each row one position on in the same chunks: without a window, only the
+    positions of its plan differ.
+
+    What is shared may have other names by now: the chunks are what counts.
+    """
+    if len(new) != len(old):
+        return False
+    for after, before in zip(new, old, strict=True):
+        # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
+        if (
+            after.chunks.base is not before.chunks.base
+            or after.chunks.base is None
+            or len(after.chunks) != len(before.chunks)
+            or after.start != before.start + 1
+            or after.num_rows != 1
+            or before.num_rows != 1
+            or after.start % PAGE_TOKENS == 0
+        ):
+            return False
+    return True
+
+
+def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+    """The slices of one row that a step begins with: those that may be read together."""
+    count = next((i for i, piece in enumerate(slices) if piece.num_rows != 1), len(slices))
+    return slices[:count]
+
+
+def common_runs(
+    slices: Sequence[RowSlice], block_rows: int, *, max_runs: int = sys.maxsize, max_rows: int = sys.maxsize
+) -> list[tuple[int, int, int, int]]:
+    """What neighbouring slices of one row share, to be read once for all of them: (first row, rows, first chunk, chunk
+    after the last), parents first.
+
+    block_rows          rows of a run at most; more sharers have several runs of the same chunks
+    max_runs, max_rows  of all runs together: what does not fit is read apart
+
+    Below what is read apart everything is, so that a row's runs cover the beginning of its path without a gap, and what
+    it reads by itself is one run as well.
+    """
+    names = [piece.shared for piece in slices]
+    if not any(names):
+        return []
+
+    def together(row: int, end: int, depth: int) -> int:
+        """The end of the rows from `row` on that have the same segment at `depth`."""
+        if depth >= len(names[row]):
+            return row + 1
+        name, stop = names[row][depth], row + 1
+        while stop < end and depth < len(names[stop]) and names[stop][depth] == name:
+            stop += 1
+        return stop
+
+    found: list[tuple[int, int, int, int]] = []
+    # Rows [low, high) that share their first `depth` segments, which the runs found so far cover up to chunk `start`.
+    # Level by level, so that what little fits is what most rows share.
+    todo = deque([(0, len(slices), 0, 0)] if len(slices) > 1 else [])
+    while todo:
+        low, high, depth, start = todo.popleft()
+        stop = start
+        while together(low, high, depth) == high:
+            stop += names[low][depth][1]
+            depth += 1
+        if stop > start:
+            rows = high - low
+            count = -(-rows // block_rows)
+            saved = (rows - count) * (stop - start)
+            if saved < MIN_SHARED_CHUNKS or len(found) + count > max_runs or rows > max_rows:
+                continue
+            max_rows -= rows
+            bounds = [low + rows * i // count for i in range(count + 1)]
+            found.extend((first, after - first, start, stop) for first, after in itertools.pairwise(bounds))
+        row = low
+        while row < high:
+            end = together(row, high, depth)
+            if end - row > 1:
+                todo.append((row, end, depth, stop))
+            row = end
+    return found
+
+
 def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, workers: int, window: int | None) -> Layout:
     """Cuts a step into pieces of near-equal cost.
 
@@ -112,41 +196,35 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
 
     A run is split only if one piece alone would take more than half of a worker's fair share.
     """
-    if all(piece.num_rows == 1 for piece in slices):
-        starts = np.array([piece.start for piece in slices], np.int32)
-        blocks = _decode_blocks(starts, window)
-        positions = starts
-        common = _common_runs(slices, block_rows) if window is None else []
-        for first, count, low, high in common:
-            blocks[first : first + count, 4] = high
-            blocks[first : first + count, 3] -= high - low
-            blocks[first : first + count, 5] = _LEAVES_PARTIALS
-        runs = [
-            piece.chunks[low : low + count]
-            for piece, low, count in zip(slices, *blocks[:, [4, 3]].T.tolist(), strict=True)
-        ]
-        if common:
-            shared = np.array(
-                [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common], np.int32
-            )
-            blocks = np.concatenate((blocks, shared))
-            runs += [slices[first].chunks[low:high] for first, _, low, high in common]
-        write_chunk = np.array([piece.chunks[piece.start // PAGE_TOKENS] for piece in slices], np.int32)
-    else:
-        positions = np.concatenate(
-            [np.arange(piece.start, piece.start + piece.num_rows, dtype=np.int32) for piece in slices]
-        )
+    singles = leading_singles(slices)
+    positions = np.array([piece.start for piece in singles], np.int32)
+    write_chunk = np.array([piece.chunks[piece.start // PAGE_TOKENS] for piece in singles], np.int32)
+    blocks = _single_blocks(positions, window)
+    common = common_runs(singles, block_rows) if window is None else []
+    for first, count, low, high in common:
+        blocks[first : first + count, 4] = high
+        blocks[first : first + count, 3] -= high - low
+        blocks[first : first + count, 5] = _LEAVES_PARTIALS
+    runs = [
+        piece.chunks[low : low + count]
+        for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
+    ]
+    if common:
+        shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
+        blocks = np.concatenate((blocks, np.array(shared, np.int32)))
+        runs += [slices[first].chunks[low:high] for first, _, low, high in common]
+    if len(singles) < len(slices):
+        ranges = [np.arange(piece.start, piece.start + piece.num_rows, dtype=np.int32) for piece in slices]
+        positions = np.concatenate(ranges)
         write_chunk = np.concatenate(
             [
-                piece.chunks[np.arange(piece.start, piece.start + piece.num_rows) // PAGE_TOKENS]
-                if piece.num_rows
-                else np.empty(0, np.int32)
-                for piece in slices
+                piece.chunks[range_ // PAGE_TOKENS] if len(range_) else np.empty(0, np.int32)
+                for piece, range_ in zip(slices, ranges, strict=True)
             ]
         )
-        rows, runs = [], []
-        first_row = 0
-        for piece in slices:
+        rows = []
+        first_row = len(singles)
+        for piece in slices[len(singles) :]:
             at = piece.start
             end = piece.start + piece.num_rows
             while at < end:
@@ -157,7 +235,7 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
                 runs.append(piece.chunks[low:high])
                 at = stop
             first_row += piece.num_rows
-        blocks = np.array(rows, np.int32)
+        blocks = np.concatenate((blocks, np.array(rows, np.int32).reshape(-1, 6)))
     # Largest first: work items are handed out in order, and a large one begun last would be waited for.
     cost = blocks[:, 1] * blocks[:, 3]
     order = np.argsort(-cost, kind="stable") if len(blocks) > 1 and cost.max() != cost.min() else None
@@ -186,7 +264,7 @@ _NO_MERGES = np.empty((0, 3), np.int32)
 _NO_PARTS = np.empty(0, np.int32)
 
 
-def _decode_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+def _single_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
     """One piece per row; column 4 counts chunks, not positions, until the layout is done."""
     blocks = np.zeros((len(starts), 6), np.int32)
     blocks[:, 0] = np.arange(len(starts))
@@ -200,48 +278,6 @@ def _decode_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.
 
 _LEAVES_PARTIALS = -2
 """In a block's last column, until partial rows are numbered: its rows have other pieces too."""
-
-
-def _common_runs(slices: Sequence[RowSlice], block_rows: int) -> list[tuple[int, int, int, int]]:
-    """(first row, rows, first chunk, chunk after the last) of what neighbouring rows share, parents first; at most
-    `block_rows` rows each.
-    """
-    found: list[tuple[int, int, int, int]] = []
-    names = [piece.shared for piece in slices]
-
-    def together(row: int, end: int, depth: int) -> int:
-        """The end of the rows from `row` on that have the same segment at `depth`."""
-        if depth >= len(names[row]):
-            return row + 1
-        name, stop = names[row][depth], row + 1
-        while stop < end and depth < len(names[stop]) and names[stop][depth] == name:
-            stop += 1
-        return stop
-
-    def visit(low: int, high: int, depth: int, start: int) -> None:
-        """Rows that share their first `depth` segments, which other runs cover up to chunk `start`."""
-        stop = start
-        while together(low, high, depth) == high:
-            stop += names[low][depth][1]
-            depth += 1
-        if stop > start:
-            if (high - low - 1) * (stop - start) < MIN_SHARED_CHUNKS:
-                return
-            found.extend((row, min(block_rows, high - row), start, stop) for row in range(low, high, block_rows))
-        row = low
-        while row < high:
-            end = together(row, high, depth)
-            if end - row > 1:
-                visit(row, end, depth, stop)
-            row = end
-
-    row = 0
-    while row < len(slices):
-        end = together(row, len(slices), 0)
-        if end - row > 1:
-            visit(row, end, 0, 0)
-        row = end
-    return found
 
 
 def _split(blocks: NDArray[np.int32], limit: int) -> NDArray[np.int32]:

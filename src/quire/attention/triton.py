@@ -1,8 +1,9 @@
 """The Triton backend: attention on pages in GPU memory, planned on the host and ready for CUDA graphs.
 
-A decode step's arrays lie in buffers whose addresses and shapes depend on its padded batch size alone, so a graph
-captured once reads the plan of every later step. All arrays of a step travel in one copy; page ids are mirrored on the
-device, a row when its chunk is new.
+A decode step's arrays lie in buffers whose addresses and shapes depend on its padded batch size and on whether rows
+share anything, so a graph captured once for each reads the plan of every later step. All arrays of a step travel in one
+copy, and none while only positions move on: these advance on the device. Page ids are mirrored there, a row when its
+chunk is new.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.kernels.attend import attend
-from quire.attention.kernels.layout import PIECE_INTS, TileLayout, Tiles, lay_out
+from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.kernels.write import write
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec, RowSlice, moves_on
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.cache.segment import ChunkTable
 
@@ -32,6 +33,10 @@ MAX_DECODE_INDICES = 1 << 19
 
 PIECES_PER_PROCESSOR = 2
 """Programs a multiprocessor holds at once: three stages of a bf16 page of head size 128 are 96 of its 227 KiB."""
+
+MIN_SAVED_BYTES = 8 << 20
+"""Bytes that a decode step must not read again, or its rows are read apart: two microseconds of an H200, about what a
+second launch in a graph costs."""
 
 WRITE_ROWS = 16
 """Rows of a program of `write`."""
@@ -62,10 +67,19 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch
     return Launch(max(16, least), 4, 3), Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
 
 
+def common_launch(tall: Launch, group_size: int, num_rows: int) -> Launch:
+    """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
+    rows = max(16, triton.next_power_of_2(num_rows * group_size))
+    return tall if rows >= tall.rows else Launch(rows, 4, tall.stages)
+
+
 class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
-    `batch_sizes` are the padded sizes of decode steps, in rising order.
+    batch_sizes  the padded sizes of decode steps, in rising order
+    plans_built  plans laid out; other steps moved the last one on
+    copies       from the host to the device so far: of plans, and of rows of the mirror
+    reads        int32 [C, H] on the device, or None: the kernels of every layer add one for each page they read
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -82,32 +96,59 @@ class TritonAttention:
         self.device = device
         self.batch_sizes = BATCH_SIZES
         self.launches = launches(spec.dtype, spec.group_size, spec.head_dim)
-        # Off the GPU, in the interpreter, 16 stands for a small machine: enough to split and merge.
-        workers = (
-            torch.cuda.get_device_properties(device).multi_processor_count * PIECES_PER_PROCESSOR
-            if device.type == "cuda"
-            else 16
-        )
+        # Off the GPU, in the interpreter, 8 stand for a small machine: enough to split and merge.
+        on_gpu = device.type == "cuda"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         short, tall = self.launches
-        self.tiles = Tiles(spec.group_size, spec.num_kv_heads, short.rows, tall.rows, workers)
+        self.tiles = Tiles(
+            spec.group_size,
+            spec.num_kv_heads,
+            short.rows,
+            tall.rows,
+            processors * PIECES_PER_PROCESSOR,
+            processors,
+            MIN_SAVED_BYTES // (spec.num_kv_heads * table.open_codec.page_bytes) if on_gpu else 0,
+        )
         self.arena = table.pool.arena.view(spec.dtype)
         self.mirror = TableMirror(table)
-        self.partials = (Partials(self, short.rows), Partials(self, tall.rows))
+        self.partials = Partials(spec)
+        self.plans_built = self._plan_copies = 0
+        self.reads: Tensor | None = None
+        self._last: TritonPlan | None = None
         largest = self.batch_sizes[-1]
         self._decode = torch.zeros(
-            _offsets(largest, largest, self.tiles.max_pieces(largest))[-1] + MAX_DECODE_INDICES,
+            _offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES,
             dtype=torch.int32,
             device=device,
         )
 
+    @property
+    def copies(self) -> int:
+        """See the class."""
+        return self._plan_copies + self.mirror.copies
+
     def plan(self, slices: Sequence[RowSlice]) -> TritonPlan:
-        """See AttentionBackend."""
-        layout = lay_out(slices, self.tiles, self.spec.window)
-        self.mirror.refresh(layout.indices)
-        batch_size = None
-        if layout.is_decode and len(layout.indices) <= MAX_DECODE_INDICES:
+        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+        if self._last is not None and self.spec.window is None and moves_on(self._last.slices, slices):
+            self._last.advance(slices)
+            return self._last
+        batch_size, common = None, self.launches[1]
+        if all(piece.num_rows == 1 for piece in slices):
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
-        return TritonPlan(self, layout, batch_size)
+        if batch_size is not None:
+            common = common_launch(common, self.spec.group_size, batch_size)
+        layout = lay_out(slices, self.tiles, self.spec.window, max(1, common.rows // self.spec.group_size))
+        self.mirror.refresh(layout.indices)
+        if len(layout.indices) > MAX_DECODE_INDICES:
+            batch_size = None
+        self.plans_built += 1
+        self._plan_copies += 1
+        self._last = TritonPlan(self, slices, layout, batch_size, (self.launches[0], common))
+        return self._last
+
+    def max_pieces(self, batch_size: int) -> int:
+        """Pieces of a decode step of so many padded rows at most."""
+        return self.tiles.max_short(batch_size) + self.tiles.max_common(batch_size)
 
     def decode_buffer(self, num_ints: int) -> Tensor:
         """The start of the one buffer of decode plans."""
@@ -117,38 +158,53 @@ class TritonAttention:
 class TritonPlan:
     """One step of the Triton backend.
 
-    num_rows    R
-    batch_size  padded rows of a decode step; None for a step that is none or too large, which cannot be a graph. Keys,
-                values and queries have either R rows or batch_size of them; rows past R give zeros
-    is_decode   every slice has one row
+    slices       of the step
+    num_rows     R
+    batch_size   padded rows of a decode step; None for a step that is none or too large, which cannot be a graph. Keys,
+                 values and queries have either R rows or batch_size of them; rows past R give zeros
+    shares       some rows share chunks that are read for them together, among the tall pieces
+    is_decode    every slice has one row
+    short, tall  int32 [n, PIECE_INTS] on the device; of a decode step, padded with pieces of no rows
     """
 
-    def __init__(self, backend: TritonAttention, layout: TileLayout, batch_size: int | None) -> None:
+    def __init__(
+        self,
+        backend: TritonAttention,
+        slices: Sequence[RowSlice],
+        layout: TileLayout,
+        batch_size: int | None,
+        launches: tuple[Launch, Launch],
+    ) -> None:
         self._backend = backend
+        self._launches = launches
+        self.slices = slices
         self.num_rows = len(layout.positions)
         self.batch_size = batch_size
+        self.shares = layout.num_common > 0
         self.is_decode = layout.is_decode
         self._new: tuple[int, Tensor, Tensor] | None = None
-        rows = self.num_rows if batch_size is None else batch_size
-        short, tall = layout.short, layout.tall
-        capacity = len(short) + len(tall)
+        short, tall, num_entries = layout.short, layout.tall, len(layout.entries)
+        rows, max_short, max_tall, max_entries = self.num_rows, len(short), len(tall), num_entries
         if batch_size is not None:
-            capacity = backend.tiles.max_pieces(batch_size)
+            max_short = backend.tiles.max_short(batch_size)
+            max_tall = backend.tiles.max_common(batch_size) if self.shares else 0
+            rows, max_entries = batch_size, MAX_PARTIALS
             # A padded row has a piece without chunks: it reads nothing and writes zeros.
             idle = np.zeros((batch_size - self.num_rows, PIECE_INTS), np.int32)
             idle[:, 0] = np.arange(self.num_rows, batch_size)
-            idle[:, [1, 7]] = 1
+            idle[:, 1], idle[:, 5] = 1, -1
             short = np.concatenate((short, idle))
-        at = _offsets(rows, rows, capacity)
+        at = _offsets(rows, max_short + max_tall, max_entries)
         used = at[-1] + max(1, len(layout.indices))
         host = torch.zeros(used, dtype=torch.int32, pin_memory=backend.device.type == "cuda")
         ints: NDArray[np.int32] = host.numpy()
         ints[: self.num_rows] = layout.positions
         ints[at[0] : at[0] + self.num_rows] = layout.write_chunk
-        pieces = ints[at[1] : at[1] + capacity * PIECE_INTS].reshape(capacity, PIECE_INTS)
+        pieces = ints[at[1] : at[1] + (max_short + max_tall) * PIECE_INTS].reshape(-1, PIECE_INTS)
         pieces[: len(short)] = short
-        pieces[len(short) : len(short) + len(tall)] = tall
-        ints[at[2] : at[2] + len(layout.indices)] = layout.indices
+        pieces[max_short : max_short + len(tall)] = tall
+        ints[at[2] : at[2] + num_entries] = layout.entries
+        ints[at[3] : at[3] + len(layout.indices)] = layout.indices
         device = (
             torch.empty(used, dtype=torch.int32, device=backend.device)
             if batch_size is None
@@ -158,15 +214,23 @@ class TritonPlan:
         device.copy_(host, non_blocking=True)
         self.positions = device[:rows]
         self.write_chunk = device[at[0] : at[0] + rows]
-        all_pieces = device[at[1] : at[1] + capacity * PIECE_INTS].view(capacity, PIECE_INTS)
-        self.indices = device[at[2] :]
-        if batch_size is None:
-            self.pieces = (all_pieces[: len(short)], all_pieces[len(short) :])
-        else:
-            self.pieces = (all_pieces, all_pieces[:0])
-        self._num_short = len(layout.short)
-        for partials, kind in zip(backend.partials, (short, tall), strict=True):
-            partials.reserve(int(np.where(kind[:, 7] > 1, kind[:, 5] + 1, 0).max(initial=0)))
+        all_pieces = device[at[1] : at[1] + (max_short + max_tall) * PIECE_INTS].view(-1, PIECE_INTS)
+        self.short, self.tall = all_pieces[:max_short], all_pieces[max_short:]
+        self.entries = device[at[2] : at[2] + max(1, max_entries)]
+        self.indices = device[at[3] :]
+        self._num_short, self._num_tall = len(layout.short), len(layout.tall)
+
+    @property
+    def graph_key(self) -> tuple[int, bool] | None:
+        """What must be equal for two plans to have their arrays at the same addresses and in the same shapes; None for
+        a step that cannot be a graph.
+        """
+        return None if self.batch_size is None else (self.batch_size, self.shares)
+
+    def advance(self, slices: Sequence[RowSlice]) -> None:
+        """Makes it the plan of the slices, which are its own one position on."""
+        self.positions[: self.num_rows] += 1
+        self.slices = slices
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Rotates keys and stores them and the values, [R, H, D] each, rows strided.
@@ -189,7 +253,7 @@ class TritonPlan:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""
-        backend, spec = self._backend, self._backend.spec
+        backend, spec, partials = self._backend, self._backend.spec, self._backend.partials
         rows = self.num_rows if len(q) != self.batch_size else self.batch_size
         _check(spec, q, spec.num_kv_heads * spec.group_size, rows)
         k = v = None
@@ -200,21 +264,26 @@ class TritonPlan:
             _check(spec, k, spec.num_kv_heads, rows)
             _check(spec, v, spec.num_kv_heads, rows)
         out = torch.empty(rows, spec.num_kv_heads * spec.group_size * spec.head_dim, dtype=q.dtype, device=q.device)
-        for kind, partials, launch in zip(self.pieces, backend.partials, backend.launches, strict=True):
-            # Pieces of padded rows come after the step's own.
-            pieces = kind[: self._num_short] if self.batch_size is not None and rows != self.batch_size else kind
+        # Pieces of padded rows come after the step's own.
+        padded = self.batch_size is None or rows == self.batch_size
+        short = self.short if padded else self.short[: self._num_short]
+        tall = self.tall if padded else self.tall[: self._num_tall]
+        short_launch, tall_launch = self._launches
+        # Tall before short: what short pieces merge of the others must be there.
+        for pieces, launch, is_short in ((tall, tall_launch, False), (short, short_launch, True)):
             if not len(pieces):
                 continue
+            append = is_short and self.is_decode
             attend[(spec.num_kv_heads, len(pieces))](
-                q, k, v, out, backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.indices,
-                pieces,
-                partials.o, partials.lse, partials.arrivals,
+                q, k if append else None, v if append else None, out,
+                backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.indices,
+                pieces, self.entries, partials.o, partials.lse, partials.arrivals, backend.reads,
                 layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
                 L=spec.num_layers, H=spec.num_kv_heads, G=spec.group_size, D=spec.head_dim, P=PAGE_TOKENS,
                 DP=triton.next_power_of_2(spec.head_dim), ROWS=launch.rows, UNIT=UNIT // spec.dtype.itemsize,
                 SCALE=math.log2(math.e) / math.sqrt(spec.head_dim), WINDOW=spec.window or 0,
-                ROTATE=spec.cos is not None, APPEND=self.is_decode, num_warps=launch.warps, num_stages=launch.stages,
-                enable_fp_fusion=True,
+                ROTATE=spec.cos is not None, APPEND=append, SEEDED=is_short and self.shares,
+                num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
@@ -222,10 +291,12 @@ class TritonPlan:
 class TableMirror:
     """`ChunkTable.pages` on the device, at one address.
 
-    pages  int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
+    pages   int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
+    copies  from the host so far
     """
 
     def __init__(self, table: ChunkTable) -> None:
+        self.copies = 0
         self._table = table
         self._seen = np.zeros(table.capacity, np.int64)
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=table.pool.device)
@@ -243,6 +314,7 @@ class TableMirror:
         host[: 2 * count].view(torch.int64).numpy()[:] = ids
         host[2 * count :].numpy()[:] = rows.reshape(-1)
         sent = host.to(self.pages.device, non_blocking=True)
+        self.copies += 1
         # A chunk that several sequences share is named several times, with the same row.
         self.pages.view(-1, row_ints).index_copy_(
             0, sent[: 2 * count].view(torch.int64), sent[2 * count :].view(count, row_ints)
@@ -251,44 +323,32 @@ class TableMirror:
 
 
 class Partials:
-    """Where the pieces of split blocks leave their partials.
+    """Where pieces leave their partials, one slot a query row; allocated once, because graphs hold the addresses.
 
-    o         f32 [tiles, H, ROWS, D]
-    lse       f32 [tiles, H, ROWS]
-    arrivals  int32 [tiles, H], zero between launches
-
-    The short kind is allocated once at its largest, because graphs hold its addresses; the tall kind when first needed.
+    o         f32 [MAX_PARTIALS, H, G, D]
+    lse       f32 [MAX_PARTIALS, H, G], base 2
+    arrivals  int32 [MAX_PARTIALS, H], zero between launches
     """
 
-    def __init__(self, backend: TritonAttention, rows: int) -> None:
-        self._spec, self._device, self._rows = backend.spec, backend.device, rows
-        self._limit = backend.tiles.max_partial_tiles
-        self._allocate(self._limit if rows == backend.tiles.short else 1)
-
-    def _allocate(self, num_tiles: int) -> None:
-        spec = self._spec
-        self.o = torch.empty(
-            num_tiles, spec.num_kv_heads, self._rows, spec.head_dim, dtype=torch.float32, device=self._device
-        )
-        self.lse = torch.empty(num_tiles, spec.num_kv_heads, self._rows, dtype=torch.float32, device=self._device)
-        self.arrivals = torch.zeros(num_tiles, spec.num_kv_heads, dtype=torch.int32, device=self._device)
-
-    def reserve(self, num_tiles: int) -> None:
-        """Makes room for so many tiles."""
-        assert num_tiles <= self._limit, f"{num_tiles} partial tiles, at most {self._limit}"
-        if num_tiles > len(self.arrivals):
-            self._allocate(self._limit)
+    def __init__(self, spec: AttentionSpec) -> None:
+        heads, device = (MAX_PARTIALS, spec.num_kv_heads), spec.table.pool.device
+        self.o = torch.empty(*heads, spec.group_size, spec.head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(*heads, spec.group_size, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(heads, dtype=torch.int32, device=device)
 
 
-def _offsets(num_positions: int, num_chunks: int, num_pieces: int) -> tuple[int, int, int]:
-    """Where the write chunks, the pieces and the indices start in a plan buffer, in int32s; positions start at 0."""
+def _offsets(num_rows: int, num_pieces: int, num_entries: int) -> tuple[int, int, int, int]:
+    """Where the write chunks, the pieces, the entries and the indices start in a plan buffer, in int32s; positions
+    start at 0.
+    """
 
     def after(at: int, count: int) -> int:
         return -(-(at + count) // _ALIGN) * _ALIGN
 
-    write_chunk = after(0, num_positions)
-    pieces = after(write_chunk, num_chunks)
-    return write_chunk, pieces, after(pieces, num_pieces * PIECE_INTS)
+    write_chunk = after(0, num_rows)
+    pieces = after(write_chunk, num_rows)
+    entries = after(pieces, num_pieces * PIECE_INTS)
+    return write_chunk, pieces, entries, after(entries, max(1, num_entries))
 
 
 def _check(spec: AttentionSpec, x: Tensor, heads: int, rows: int) -> None:

@@ -1,9 +1,11 @@
-"""Decode steps as CUDA graphs: captured once per padded batch size, replayed with one launch a step. GPU only.
+"""Decode steps as CUDA graphs: captured once per padded batch size, with shared runs and without, replayed with one
+launch a step. GPU only.
 
     static   tokens, positions, logits (here); plan arrays, page-id mirror, partials (the backend's); arena; weights
     moving   their contents alone
 
-A graph reads whatever its addresses hold when it is replayed, so a step is: plan (one copy), inputs (two), replay.
+A graph reads whatever its addresses hold when it is replayed, so a step is: plan (one copy, or an addition on the
+device), inputs (two copies), replay.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class DecodeGraphs:
         self._batch_sizes = frozenset(batch_sizes)
         self._tokens, self._positions = torch.zeros(2, max(batch_sizes), dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, plan: TritonPlan) -> Tensor:
@@ -40,13 +42,13 @@ class DecodeGraphs:
 
         tokens, positions  int64 [n] on the device, or on the host, pinned lest the host wait
         plan               the backend's newest plan, of the same n rows
-        returns            logits [n, vocab] on the device, overwritten by the next replay of the same padded size
+        returns            logits [n, vocab] on the device, overwritten by a later replay
         """
-        rows, size = plan.num_rows, plan.batch_size
+        rows, key = plan.num_rows, plan.graph_key
         assert plan.is_decode and tokens.shape == positions.shape == (rows,), (
             f"{tuple(tokens.shape)} tokens for a plan of {rows} rows"
         )
-        if size is None or size not in self._batch_sizes:
+        if key is None or key[0] not in self._batch_sizes:
             tokens, positions = (
                 tokens.to(self._device, non_blocking=True),
                 positions.to(self._device, non_blocking=True),
@@ -55,9 +57,9 @@ class DecodeGraphs:
         # Padded rows keep older tokens and positions, which are valid ones; nothing reads what they compute.
         self._tokens[:rows].copy_(tokens, non_blocking=True)
         self._positions[:rows].copy_(positions, non_blocking=True)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, plan)
-        graph, logits = self._graphs[size]
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key[0], plan)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits[:rows]
 

@@ -311,6 +311,7 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
     }
     for (int i = 0; i < PAGES; i++) {
         const Page page = page_of(plan, layer, head, piece, c + i);
+        if (plan.reads) __atomic_fetch_add(plan.reads + static_cast<int64_t>(plan.indices[piece.first_index + c + i]) * plan.H + head, 1, __ATOMIC_RELAXED);
         load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
         load_values<Math>(page, D, item.columns, item.values + i * psteps * item.columns, values_ahead[i]);
     }

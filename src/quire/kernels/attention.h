@@ -33,6 +33,7 @@ struct Plan {
     float* partial_lse;           // [partials, H * G]
     const void* k;                // [R, H, D] of the layer at hand, with row strides in elements
     const void* v;
+    int32_t* reads;               // [C, H], or null: every layer adds one for each page it reads
     int64_t k_stride, v_stride;
     int32_t num_pieces, num_merges, num_rows;
     int32_t L, H, G, D;

@@ -70,9 +70,12 @@ def install_fakes(monkeypatch: pytest.MonkeyPatch, model: Recorder, captured: li
         monkeypatch.setattr(torch.cuda, name, fake)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "opt"])
-def test_replayed_steps_equal_the_reference(family: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("family, shared_chunks", [("qwen3", 0), ("opt", 0), ("qwen3", 2)])
+def test_replayed_steps_equal_the_reference(
+    family: str, shared_chunks: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     shape = tiny_shape(family, head_dim=16)
+    settings = {"seed": seed, "shared_chunks": shared_chunks, "steps": 11 if shared_chunks else 10}
     captured: list[FakeGraph] = []
 
     def replaying(model: Model, backend: TritonAttention) -> Step:
@@ -82,8 +85,9 @@ def test_replayed_steps_equal_the_reference(family: str, monkeypatch: pytest.Mon
         return graphs.replay
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    expected, rows = decode(shape, TorchOps(), ReferenceAttention, eager, seed=seed)
-    actual, _ = decode(shape, TritonOps(vector=False), TritonAttention, replaying, seed=seed)
+    expected, rows = decode(shape, TorchOps(), ReferenceAttention, eager, **settings)
+    actual, _ = decode(shape, TritonOps(vector=False), TritonAttention, replaying, **settings)
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert relative_rms(ours, theirs) < 2e-5, f"step {step} of {rows[step]} rows"
-    assert rows != sorted(rows) and len(captured) == 3
+    # One for each padded size, and for two of them one more for steps that share.
+    assert rows != sorted(rows) and len(captured) == (5 if shared_chunks else 3)

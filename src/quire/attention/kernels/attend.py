@@ -1,12 +1,20 @@
-"""Partial attention of query rows over the pages of one sequence, for prefill and decode; splits merge inside the same
-launch.
+"""Partial attention of query rows over pages: prefill and decode, and both phases of ChunkAttention.
 
     o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
 
-A program computes one piece (see `layout`) for one kv head: its rows x G queries are one tile of the tensor cores. A
-split block's programs leave (o, lse) partials; whichever arrives last merges them all, so there is no second launch. In
-a decode step (APPEND) the program that holds a row's open chunk also rotates and stores the row's new key and value and
-takes them from registers, so there is no launch for the write either, and nothing is read back that was just written.
+A program computes one piece (see `layout`) for one kv head: its rows x G queries are one tile of the tensor cores, and
+each page of its run of chunks is read once for all of them. A step is one launch of the tall pieces, then one of the
+short ones:
+
+chunk-first     the rows of several sequences over a run of chunks that they share. Leaves partials, (o, lse) of each
+                row, and merges nothing.
+sequence-first  the rows of one sequence over chunks of its own. Begins with the sums that the first phase left for its
+                row, if it left any, and writes the output. Where a block of rows is split over several pieces, each
+                leaves partials, and whichever arrives last merges them all: nobody waits, and there is no third launch.
+
+In a decode step (APPEND) the program that holds a row's open chunk also rotates and stores the row's new key and value
+and takes them from registers, so there is no launch for the write either, and nothing is read back that was just
+written.
 
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
@@ -53,11 +61,14 @@ def attend(
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     positions,      # i32 [R]
     indices,        # i32, chunk ids
-    pieces,         # i32 [n, 8]: first row, rows, first index, chunks, position of the first slot, partial tile,
-                    # first tile, parts
-    partial_o,      # f32 [tiles, H, ROWS, D]
-    partial_lse,    # f32 [tiles, H, ROWS], base 2
-    arrivals,       # i32 [tiles, H], zero between launches
+    pieces,         # i32 [n, 10]: first row, rows, first index, chunks, position of the first slot; first partial slot
+                    # (row i takes slot + i), or -1: writes the output; first entry and number of partials to begin
+                    # with; first entry and number of the block's parts (0: nobody merges them here)
+    entries,        # i32, slots of partials: row i takes entry + i
+    partial_o,      # f32 [slots, H, G, D]
+    partial_lse,    # f32 [slots, H, G], base 2
+    arrivals,       # i32 [slots, H], zero between launches
+    reads,          # i32 [C, H], or None: one is added for every page read
     layer, q_stride, k_stride, v_stride,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr,      # D rounded up to a power of two
@@ -66,18 +77,21 @@ def attend(
     SCALE: tl.constexpr,   # log2(e) / sqrt(D)
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
+    SEEDED: tl.constexpr,  # pieces may begin with partials
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
     head = tl.program_id(0)
-    piece = pieces + tl.program_id(1).to(tl.int64) * 8
+    piece = pieces + tl.program_id(1).to(tl.int64) * 10
     first_row = tl.load(piece)
     num_rows = tl.load(piece + 1)
     first_index = tl.load(piece + 2)
     num_chunks = tl.load(piece + 3)
     start = tl.load(piece + 4)
-    tile = tl.load(piece + 5)
-    first_tile = tl.load(piece + 6)
-    parts = tl.load(piece + 7)
+    slot = tl.load(piece + 5)
+    seeds = entries + tl.load(piece + 6)
+    num_seeds = tl.load(piece + 7)
+    parts = entries + tl.load(piece + 8)
+    num_parts = tl.load(piece + 9)
     if num_rows == 0:
         return
 
@@ -112,10 +126,10 @@ def attend(
             q.dtype.element_ty
         )
         open_page = tl.load(entry + tl.load(chunk_ids + last_chunk).to(tl.int64) * (L * H)).to(tl.int64)
-        slot = arena + open_page * UNIT + (end % P) * D + d[None, :]
+        place = arena + open_page * UNIT + (end % P) * D + d[None, :]
         stored = holds[:, None] & in_row[None, :]
-        tl.store(slot, k, mask=stored)
-        tl.store(slot + P * D, v, mask=stored)
+        tl.store(place, k, mask=stored)
+        tl.store(place + P * D, v, mask=stored)
         new_score = tl.sum(query.to(tl.float32) * k.to(tl.float32), 1)
         opens = valid & (start + num_chunks * P > position)
         top = tl.where(opens, new_score, float("-inf"))
@@ -127,10 +141,21 @@ def attend(
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, DP), tl.float32)
 
+    if SEEDED:
+        seed_top, seed_total, seed_acc = sum_partials(
+            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+        )
+        if APPEND:
+            top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
+        else:
+            top, total, acc = seed_top, seed_total, seed_acc
+
     # Page ids run one chunk ahead and chunk ids two, so that no load of keys waits for the two lookups before it.
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
+        if reads is not None:
+            tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1)
         base = arena + page.to(tl.int64) * UNIT + slots[:, None] * D + d[None, :]
         page = tl.load(entry + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
@@ -155,55 +180,65 @@ def attend(
     saw = total > 0
     # Where a row saw nothing, its sum stayed zero.
     o = acc / tl.where(saw, total, 1.0)[:, None]
-    heads = (row * H + head) * G + m % G
-    target = out + heads[:, None] * D + d[None, :]
+    # From the first row's first head; of the output and of partials alike.
+    heads = m // G * (H * G) + m % G
+    channels = heads[:, None] * D + d[None, :]
     mask = valid[:, None] & in_row[None, :]
-    if parts == 1:
+    target = out + (first_row.to(tl.int64) * H + head) * (G * D) + channels
+    if slot < 0:
         tl.store(target, o.to(out.dtype.element_ty), mask=mask)
     else:
         lse = tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), float("-inf"))
-        mine = tile.to(tl.int64) * H + head
-        tl.store(partial_o + mine * (ROWS * D) + m[:, None] * D + d[None, :], o, mask=mask)
-        tl.store(partial_lse + mine * ROWS + m, lse, mask=valid)
-        # The barrier puts every thread's stores before the one thread's release; its acquire covers the loads below.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + first_tile.to(tl.int64) * H + head, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            tl.store(arrivals + first_tile.to(tl.int64) * H + head, 0)
-            merge_parts(
-                partial_o, partial_lse, first_tile.to(tl.int64) * H + head, parts, target, valid, H, D, DP, ROWS
-            )
+        first_head = (slot.to(tl.int64) * H + head) * G
+        tl.store(partial_o + first_head * D + channels, o, mask=mask)
+        tl.store(partial_lse + first_head + heads, lse, mask=valid)
+        if num_parts > 0:
+            # The block's first slot counts who has arrived. The barrier puts every thread's stores before the one
+            # thread's release; its acquire covers the loads below.
+            arrival = arrivals + tl.load(parts).to(tl.int64) * H + head
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                tl.store(arrival, 0)
+                _, total, acc = sum_partials(
+                    parts, num_parts, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+                )
+                o = acc / tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(target, o.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def merge_parts(
-    partial_o, partial_lse, first, parts, target, valid,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+def sum_partials(
+    entries, count, partial_o, partial_lse, num_rows, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The attention over the union of a block's parts, into `target`. Reads past the first-level cache, which may hold
-    an earlier launch.
+    """A tile's maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over partials, in the order of the entries;
+    -inf and zeros over none. Reads past the first-level cache, which may hold an earlier launch.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
+    valid = m < num_rows * G
     mask = valid[:, None] & (d < D)[None, :]
+    heads = m // G * (H * G) + m % G
+    channels = heads[:, None] * D + d[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
     # A decode tile has registers to spare: unrolled, the loads of four parts are under way at once.
-    UNROLL: tl.constexpr = 4 if ROWS * DP <= 4096 else 1
-    part = first
-    for _ in tl.range(0, parts, loop_unroll_factor=UNROLL):
-        lse = tl.load(partial_lse + part * ROWS + m, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        o = tl.load(
-            partial_o + part * (ROWS * D) + m[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        peak = tl.maximum(top, lse)
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        factor = tl.exp2(top - safe)
-        weight = tl.exp2(lse - safe)
-        total = total * factor + weight
-        acc = acc * factor[:, None] + o * weight[:, None]
-        top = peak
-        part += H
-    o = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(target, o.to(target.dtype.element_ty), mask=mask)
+    UNROLL: tl.constexpr = 4 if ROWS * DP <= 2048 else 1
+    for i in tl.range(0, count, loop_unroll_factor=UNROLL):
+        first = (tl.load(entries + i, cache_modifier=".cg").to(tl.int64) * H + head) * G
+        lse = tl.load(partial_lse + first + heads, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        o = tl.load(partial_o + first * D + channels, mask=mask, other=0.0, cache_modifier=".cg")
+        top, total, acc = join(top, total, acc, lse, 1.0, o)
+    return top, total, acc
+
+
+@triton.jit
+def join(top, total, acc, other_top, other_total, other_acc):
+    """Maximum, sum and weighted sum over two sets of tokens, from those over each."""
+    peak = tl.maximum(top, other_top)
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    factor = tl.exp2(top - safe)
+    weight = tl.exp2(other_top - safe)
+    return peak, total * factor + other_total * weight, acc * factor[:, None] + other_acc * weight[:, None]

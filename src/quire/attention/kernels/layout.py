@@ -1,12 +1,14 @@
 """The layout of a step for a GPU: query rows and chunks cut into near-equal pieces, all in numpy. Knows neither torch
 nor Triton.
 
-    slices                      blocks                             pieces
-    [rows | path of chunks] ->  [rows of one tile | its chunks] -> [the block's rows | a run of its chunks]
+    slices                      blocks                                  pieces
+    [rows | path of chunks]  -> [rows of one tile | its chunks]      -> [the block's rows | a run of its chunks]
+    [rows that share chunks] -> [rows of one tile | what they share] -> the same
 
-Differs from `plan.lay_out`, which is for a few threads: no step is too small to split, all pieces of a block merge as
-whole tiles, and
-blocks of few rows (decode) are kept apart from blocks of many, because the two run with different tiles.
+Differs from `plan.lay_out`, which is for a few threads: no step is too small to split, and there are two launches, each
+with tiles of its own. The tall pieces come first: blocks of many rows of one sequence (prefill), and runs that several
+rows share, with all their rows (chunk-first). The short pieces then read what is left of each row (sequence-first) and
+merge what was shared.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.attention.plan import common_runs, leading_singles
 from quire.cache.page import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -24,18 +27,29 @@ if TYPE_CHECKING:
 
     from quire.attention.plan import RowSlice
 
-PIECE_INTS = 8
-"""Columns of a piece: first row, rows, first index, chunks, position of the first slot, partial tile, first tile of its
-block, parts."""
+PIECE_INTS = 10
+"""Columns of a piece: first row, rows, first index, chunks, position of the first slot, first partial slot or -1, first
+entry and number of the partials it begins with, first entry and number of its block's parts; see `kernels.attend`."""
+
+MAX_PARTIALS = 2048
+"""Partial rows of a step: 33 MB for 32 query heads of size 128. What would need more is split less and shared less."""
 
 MIN_SHARE = 2
 """Chunks of an even share at least: two are under way at once, so a piece of one would take as long."""
 
+MIN_COMMON_SHARE = 4
+"""The same where rows share: a part leaves a partial for each of them, for 32 rows of 4 query heads the bytes of 4
+chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How many query rows (x G) the two kinds of blocks have, and how many pieces the machine works on at once, over
-    all kv heads.
+    """How the two kinds of blocks are cut.
+
+    short, tall   query rows x G of a block at most
+    workers       pieces that the machine works on at once, over all kv heads
+    tall_workers  the same of what is shared, whose tiles are the largest
+    min_saved     chunks that a step must not read again, or sharing is not worth its launch
     """
 
     group_size: int
@@ -43,6 +57,8 @@ class Tiles:
     short: int
     tall: int
     workers: int
+    tall_workers: int
+    min_saved: int = 0
 
     @property
     def short_rows(self) -> int:
@@ -59,14 +75,22 @@ class Tiles:
         """Pieces of one kv head that keep the machine busy; splitting stops there."""
         return max(1, -(-self.workers // self.num_heads))
 
-    def max_pieces(self, num_blocks: int) -> int:
-        """No layout of so many blocks has more pieces of one kind."""
+    @property
+    def common_budget(self) -> int:
+        """The same for tall pieces of what is shared."""
+        return max(1, -(-self.tall_workers // self.num_heads))
+
+    def max_short(self, num_blocks: int) -> int:
+        """No layout of so many blocks has more pieces (`_num_parts` shows why)."""
         return num_blocks + self.budget
 
-    @property
-    def max_partial_tiles(self) -> int:
-        """No layout has more partial tiles of one kind (`_split` shows why)."""
-        return 2 * self.budget
+    def max_runs(self, num_rows: int) -> int:
+        """Shared runs that a decode step of so many rows takes at most: programs that have none cost time too."""
+        return max(self.common_budget, num_rows // 4) if num_rows > 1 else 0
+
+    def max_common(self, num_rows: int) -> int:
+        """No decode step of so many rows has more pieces of shared runs."""
+        return self.max_runs(num_rows) + self.common_budget if num_rows > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +101,9 @@ class TileLayout:
     write_chunk   [R] chunk that takes each row's key and value
     indices       chunk ids: the paths of the slices one after the other
     short, tall   [n, PIECE_INTS] pieces, longest first
+    entries       partial slots to merge, at most MAX_PARTIALS: of shared runs, row by row; of parts, block by block
+    num_partials  slots used
+    num_common    tall pieces of shared runs
     is_decode     every slice has one row
     """
 
@@ -85,39 +112,96 @@ class TileLayout:
     indices: NDArray[np.int32]
     short: NDArray[np.int32]
     tall: NDArray[np.int32]
+    entries: NDArray[np.int32]
+    num_partials: int
+    num_common: int
     is_decode: bool
 
 
-def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None) -> TileLayout:
-    """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read."""
+def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None, common_rows: int | None = None) -> TileLayout:
+    """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
+
+    common_rows  query rows of a tile of what is shared, where that is not `tiles.tall_rows`
+    """
     starts = np.array([piece.start for piece in slices], np.int64)
     counts = np.array([piece.num_rows for piece in slices], np.int64)
-    is_decode = bool((counts == 1).all())
     ends = starts + counts
     lengths = -(-ends // PAGE_TOKENS)
     paths = np.cumsum(lengths) - lengths
-    runs = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
-    indices = np.concatenate(runs, dtype=np.int32) if runs else np.empty(0, np.int32)
+    ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
+    indices = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
+    is_decode = bool((counts == 1).all())
     if is_decode:
-        # The general case below, less what does not differ: a decode step waits for its plan.
+        # `_blocks` less what does not differ: a decode step waits for its plan.
+        positions, write_chunk = starts, indices[paths + starts // PAGE_TOKENS]
         low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
-        chunks = lengths - low
-        write_chunk = indices[paths + starts // PAGE_TOKENS]
-        blocks = np.empty((len(starts), 5), np.int64)
-        blocks[:, 0], blocks[:, 1], blocks[:, 2] = np.arange(len(starts)), 1, paths + low
-        blocks[:, 3], blocks[:, 4] = chunks, low
-        pieces = _split(blocks, _share(chunks, tiles))
-        return TileLayout(starts.astype(np.int32), write_chunk, indices, pieces, _NO_PIECES, True)
+        blocks = np.stack((np.arange(len(starts)), np.ones_like(starts), paths + low, lengths - low, low), 1)
+        is_tall = np.zeros(len(blocks), bool)
+    else:
+        owner = np.repeat(np.arange(len(slices)), counts)
+        first_rows = np.cumsum(counts) - counts
+        positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
+        write_chunk = indices[paths[owner] + positions // PAGE_TOKENS]
+        blocks, is_tall = _blocks(starts, counts, paths, first_rows, tiles, window)
 
-    first_rows = np.cumsum(counts) - counts
-    owner = np.repeat(np.arange(len(slices)), counts)
-    positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
-    write_chunk = indices[paths[owner] + positions // PAGE_TOKENS]
+    common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, paths) if window is None else _NO_BLOCKS
+    # The rows of slices that may share are the first blocks: what they share is theirs no longer.
+    for first_row, num_rows, _, chunks, _ in common.tolist():
+        own = blocks[first_row : first_row + num_rows]
+        own[:, [2, 4]] += chunks
+        own[:, 3] -= chunks
+
+    parts = _num_parts(common, MIN_COMMON_SHARE, tiles.common_budget, MAX_PARTIALS // 2, leaves_all=True)
+    common_pieces, _ = _cut(common, parts)
+    common_pieces[:, 5] = _slots(common_pieces, 0)
+    num_common = int(common_pieces[:, 1].sum())
+    parts = _num_parts(blocks, MIN_SHARE, tiles.budget, MAX_PARTIALS - num_common)
+    pieces, owner = _cut(blocks, parts)
+    is_split = parts[owner] > 1
+    slots = _slots(pieces[is_split], num_common)
+    pieces[is_split, 5] = slots
+    # The first piece of a row takes what its row shares.
+    shared_rows, shared_slots = _rows_and_slots(common_pieces)
+    order = np.argsort(shared_rows, kind="stable")
+    num_shared = np.bincount(shared_rows, minlength=len(blocks))
+    is_first = np.diff(owner, prepend=-1) > 0
+    pieces[is_first, 6], pieces[is_first, 7] = np.cumsum(num_shared) - num_shared, num_shared
+    first_part = np.cumsum(parts * (parts > 1)) - parts
+    pieces[is_split, 8], pieces[is_split, 9] = len(order) + first_part[owner[is_split]], parts[owner[is_split]]
+    tall = np.concatenate((common_pieces, pieces[is_tall[owner]]))
+    return TileLayout(
+        positions.astype(np.int32),
+        write_chunk,
+        indices,
+        _longest_first(pieces[~is_tall[owner]]),
+        _longest_first(tall),
+        np.concatenate((shared_slots[order], slots), dtype=np.int32),
+        num_common + int(pieces[is_split, 1].sum()),
+        len(common_pieces),
+        is_decode,
+    )
+
+
+_NO_BLOCKS = np.empty((0, 5), np.int64)
+
+
+def _blocks(
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    paths: NDArray[np.int64],
+    first_rows: NDArray[np.int64],
+    tiles: Tiles,
+    window: int | None,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The rows of each slice in blocks [n, 5] (a piece's first columns, the position still in chunks), in order of
+    rows; and which of them are tall.
+    """
+    ends = starts + counts
     is_tall = counts > tiles.short_rows
     # A short slice is one block: the height of its blocks is taken so large that none ends inside it.
     height = np.where(is_tall, tiles.tall_rows, np.int64(1) << 40)
     num_blocks = np.where(counts > 0, (ends - 1) // height - starts // height + 1, 0)
-    owner = np.repeat(np.arange(len(slices)), num_blocks)
+    owner = np.repeat(np.arange(len(starts)), num_blocks)
     band = (
         starts[owner] // height[owner]
         + np.arange(len(owner))
@@ -130,49 +214,65 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None) -> Til
     blocks = np.stack(
         (first_rows[owner] + low_row - starts[owner], high_row - low_row, paths[owner] + low, chunks, low), 1
     )
-
-    share = _share(chunks, tiles)
-    tall = is_tall[owner]
-    short_pieces, tall_pieces = _split(blocks[~tall], share), _split(blocks[tall], share)
-    return TileLayout(positions.astype(np.int32), write_chunk, indices, short_pieces, tall_pieces, False)
+    return blocks, is_tall[owner]
 
 
-_NO_PIECES = np.empty((0, PIECE_INTS), np.int32)
+def _common_blocks(slices: Sequence[RowSlice], tiles: Tiles, rows: int, paths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What leading rows share, in blocks [n, 5] of so many rows at most; none if they save too little."""
+    singles = leading_singles(slices)
+    runs = common_runs(singles, rows, max_runs=tiles.max_runs(len(singles)), max_rows=MAX_PARTIALS // 2)
+    if sum((num_rows - 1) * (high - low) for _, num_rows, low, high in runs) < max(1, tiles.min_saved):
+        return _NO_BLOCKS
+    blocks = [(first, num_rows, paths[first] + low, high - low, low) for first, num_rows, low, high in runs]
+    return np.array(blocks, np.int64)
 
 
-def _share(chunks: NDArray[np.int64], tiles: Tiles) -> int:
-    """Chunks of an even share of a step whose blocks read so many."""
-    return max(MIN_SHARE, -(-int(chunks.sum()) // tiles.budget))
+def _num_parts(
+    blocks: NDArray[np.int64], min_share: int, budget: int, max_partials: int, leaves_all: bool = False
+) -> NDArray[np.int64]:
+    """Into how many pieces each block is cut: chunks / share, rounded, for an even share of all chunks.
 
-
-def _split(blocks: NDArray[np.int64], share: int) -> NDArray[np.int32]:
-    """Blocks [n, 5] (a piece's first columns, the position still in chunks) -> pieces.
-
-    A block of c chunks becomes c / share pieces, rounded. A sum over blocks is thus at most n + budget pieces; a split
-    block has c >= 1.5 share and at most 4/3 c / share parts, so there are fewer than 2 budget partial tiles.
+    A sum over n blocks is thus at most n + budget. Those of split blocks, or all if `leaves_all`, leave a partial for
+    each row of the block; the share grows until these fit, as they do at one piece a block: n + budget holds all along.
     """
-    chunks = blocks[:, 3]
-    parts = np.maximum(1, (2 * chunks + share) // (2 * share))
-    if len(blocks) == 0 or parts.max() == 1:
-        pieces = np.zeros((len(blocks), PIECE_INTS), np.int32)
-        pieces[:, :5] = blocks
-        pieces[:, 4] *= PAGE_TOKENS
-        pieces[:, 7] = 1
-    else:
-        owner = np.repeat(np.arange(len(blocks)), parts)
+    num_rows, chunks = blocks[:, 1], blocks[:, 3]
+    share = max(min_share, -(-int(chunks.sum()) // budget))
+    while True:
+        parts = np.maximum(1, (2 * chunks + share) // (2 * share))
+        if int((num_rows * parts)[leaves_all | (parts > 1)].sum()) <= max_partials:
+            return parts
+        share += -(-share // 4)
+
+
+def _cut(blocks: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Blocks [n, 5] -> pieces that write the output themselves, and the block of each."""
+    owner = np.repeat(np.arange(len(blocks)), parts)
+    pieces = np.zeros((len(owner), PIECE_INTS), np.int32)
+    pieces[:, :5] = blocks[owner]
+    if len(owner) > len(blocks):
         ordinal = np.arange(len(owner)) - (np.cumsum(parts) - parts)[owner]
-        blocks, num_parts = blocks[owner], parts[owner]
-        bound = blocks[:, 3] * ordinal // num_parts
-        num_tiles = np.where(parts > 1, parts, 0)
-        first_tile = (np.cumsum(num_tiles) - num_tiles)[owner]
-        is_split = num_parts > 1
-        pieces = np.empty((len(owner), PIECE_INTS), np.int32)
-        pieces[:, :2] = blocks[:, :2]
-        pieces[:, 2] = blocks[:, 2] + bound
-        pieces[:, 3] = blocks[:, 3] * (ordinal + 1) // num_parts - bound
-        pieces[:, 4] = (blocks[:, 4] + bound) * PAGE_TOKENS
-        pieces[:, 5] = (first_tile + ordinal) * is_split
-        pieces[:, 6] = first_tile * is_split
-        pieces[:, 7] = num_parts
-    # Longest first: pieces are handed out in order, and a long one begun last would be waited for.
+        bound = blocks[owner, 3] * ordinal // parts[owner]
+        pieces[:, 2] += bound
+        pieces[:, 3] = blocks[owner, 3] * (ordinal + 1) // parts[owner] - bound
+        pieces[:, 4] += bound
+    pieces[:, 4] *= PAGE_TOKENS
+    pieces[:, 5] = -1
+    return pieces, owner
+
+
+def _slots(pieces: NDArray[np.int32], first: int) -> NDArray[np.int32]:
+    """The first partial slot of each piece, one for each of its rows, numbered from `first`."""
+    slots: NDArray[np.int32] = first + np.cumsum(pieces[:, 1], dtype=np.int32) - pieces[:, 1]
+    return slots
+
+
+def _rows_and_slots(common: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The query row of each partial row of pieces that leave some, and its slot."""
+    counts = common[:, 1].astype(np.int64)
+    offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(common[:, 0], counts) + offset, np.repeat(common[:, 5], counts) + offset
+
+
+def _longest_first(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Pieces are handed out in order, and a long one begun last would be waited for."""
     return pieces[np.argsort(-pieces[:, 3], kind="stable")]
