@@ -343,7 +343,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
-    const int pages = rows < BLOCK ? 1 : 2;               // at once
+    const int pages = rows <= BLOCK ? 1 : 2;              // at once: two pages' panels and a block of scores leave the first-level cache
     const int slots = pages * P, width = slots / Math::PAIR;
     const int block = VL * Math::PAIR;
     const int steps = (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;

@@ -42,6 +42,7 @@ struct Prefetcher {
     const uint8_t* then = nullptr;  // what is read afterwards: its first LEAD bytes follow
     bool rows = false;            // also the rows of the next register block: a dozen streams are more than the hardware follows
     static constexpr int LEAD = 4096;
+    bool done() const { return at >= end && !then; }
     void step(int lines) {
         for (int i = 0; i < lines && at < end; i++, at += 64) __builtin_prefetch(at, 0, 3);
         if (at >= end && then) at = then, end = then + LEAD, then = nullptr;
@@ -91,13 +92,20 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
     vf acc[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
-    for (int k = 0; k < steps; k++) {
-        ahead.step(ahead.pace);
-        if (next_rows && k % LINE < M) __builtin_prefetch(next_rows + k % LINE * lda + k / LINE * LINE, 0, 3);
+    const auto step = [&](int k) {
         vu col[N];
         for (int n = 0; n < N; n++) col[n] = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
         for (int m = 0; m < M; m++)
             for (int n = 0; n < N; n++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col[n]);
+    };
+    if (ahead.done() && !next_rows) {
+        for (int k = 0; k < steps; k++) step(k);
+    } else {
+        for (int k = 0; k < steps; k++) {
+            ahead.step(ahead.pace);
+            if (next_rows && k % LINE < M) __builtin_prefetch(next_rows + k % LINE * lda + k / LINE * LINE, 0, 3);
+            step(k);
+        }
     }
     for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
