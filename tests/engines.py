@@ -30,7 +30,9 @@ def chunk_bytes(shape: ModelShape, itemsize: int = 4) -> int:
     return page * shape.num_layers * shape.num_kv_heads
 
 
-def make_engine(shape: ModelShape | None = None, *, chunks: int = 64, seed: int = 0, **options: Any) -> Engine:
+def make_engine(
+    shape: ModelShape | None = None, *, chunks: int = 64, seed: int = 0, model_id: str = "", **options: Any
+) -> Engine:
     """An engine over random weights in an arena of about so many chunks. Poisoned, so that reading what was not written
     cannot pass."""
     shape = shape or tiny_shape()
@@ -46,7 +48,7 @@ def make_engine(shape: ModelShape | None = None, *, chunks: int = 64, seed: int 
     config, fits = resolve(EngineConfig.from_options(settings), shape)
     ops = CpuOps() if config.attention.backend == "cpu" else TorchOps()
     model = build_model(shape, RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
-    engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits)
+    engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits, model_id)
     engine.scheduler.manager.table.pool.arena.fill_(0xFF)
     return engine
 

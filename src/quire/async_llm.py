@@ -13,18 +13,21 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
+from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.pins import PIN_PARAMS, pin_errors, pinned, read_pins
+from quire.engine.pins import PIN_PARAMS, check_pinned, log_pins, pin_errors, read_pins
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import Face, Prompt, ReadPrompt, read_prompt
 
 log = logging.getLogger("quire")
+
+Answer = TypeVar("Answer")
 
 LIFETIME_SECONDS = 1.0
 """How often an idle engine looks whether a cached prefix has become too old."""
@@ -183,11 +186,15 @@ class AsyncLLM(Face):
         """What the prefix tree holds of the salts that are visible, parents first; see `LLM.prefixes`. Raises
         QuireError where the engine does not run, or stops meanwhile.
         """
+        return await self._ask(lambda engine: engine.prefixes(visible))
+
+    async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
+        """The engine's answer, given on its own thread between two steps."""
         engine = self._parts.engine
-        found: asyncio.Future[list[Prefix]] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def ask() -> None:
-            answer = engine.prefixes(visible)
+            answer = question(engine)
             self._on_loop(lambda: None if found.done() else found.set_result(answer))
 
         self._submit(ask)
@@ -203,12 +210,15 @@ class AsyncLLM(Face):
         file = self._config.cache.pin
         if file is None:
             return
-        prompts = await asyncio.to_thread(read_pins, Path(file), self.tokenizer)
-        with pin_errors(file):
-            for salt in salts:
-                for ids in prompts:
-                    async for _ in self.generate(pinned(ids, salt), PIN_PARAMS):
-                        pass
+        path, salts = Path(file), list(salts)
+        each = list(itertools.product(await asyncio.to_thread(read_pins, path, self.tokenizer), salts))
+        for pin, salt in each:
+            with pin_errors(path, pin.line, len(salts)):
+                async for output in self.generate(pin.prompt(salt), PIN_PARAMS):
+                    check_pinned(output)
+        for pin, salt in each:
+            await self._ask(partial(Engine.protect, prompt_ids=pin.ids, salt=salt))
+        log_pins(self._parts.engine, path, len(salts))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Takes no new requests, lets running ones finish for so long, then aborts them, stops the thread and frees

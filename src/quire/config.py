@@ -55,9 +55,11 @@ class CacheConfig(Group):
     share: bool = True
     """One copy of a prefix for all requests that begin with it, kept until its memory is needed."""
     lifetime: Annotated[float, AtLeast(0)] | None = None
-    """Seconds after which a cached prefix that nobody used is dropped. auto: when its memory is needed."""
+    """Seconds after which a cached prefix that nobody used is dropped; 0 keeps none beyond the requests that read it.
+    auto: when its memory is needed."""
     pin: str | None = None
-    """File with prefixes to compute at start and to keep: a line each, {"prompt": "..."} or {"messages": [...]}."""
+    """File with prefixes to compute at start and to keep, on a server one copy for each API key. A line each:
+    {"prompt": "..."} or {"messages": [...]}."""
     strict: bool = True
     """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached. false: not
     available yet; it needs a codec that stores less than it computes."""

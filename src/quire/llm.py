@@ -22,15 +22,16 @@ from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.pins import PIN_PARAMS, pin_errors, pinned, read_pins
+from quire.engine.pins import PIN_PARAMS, check_pinned, log_pins, pin_errors, read_pins
 from quire.engine.request import NO_HINTS
 from quire.errors import QuireError, RequestError
 
 log = logging.getLogger("quire")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the last two with the fields of `CacheHints`
-beside them where these are wanted."""
+"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. Beside these two a dict may hold what is
+asked of the prefix cache: cache_salt, a text (only requests with an equal one share), and cache_pin (True, False or
+seconds: how long the prompt's chunks are kept); see `CacheHints`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints)}
@@ -50,9 +51,10 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - _PROMPT_KEYS - _HINT_KEYS
         if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
+            found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "neither is there"
             raise RequestError(
                 "a prompt given as a dict has the key prompt or prompt_token_ids, perhaps cache_salt and cache_pin;"
-                f" not {sorted(prompt)}",
+                f" {found}",
                 "prompt",
             )
         hints = CacheHints(**{key: prompt[key] for key in _HINT_KEYS if prompt.get(key) is not None})
@@ -114,7 +116,7 @@ class Face(ABC):
     @property
     def max_context(self) -> int:
         """Tokens of prompt and output together one request may have."""
-        return self._parts.sizes.max_context
+        return self._parts.engine.max_context
 
 
 class LLM(Face):
@@ -135,9 +137,15 @@ class LLM(Face):
         self._ids = itertools.count()
         self._turn = _Turn()
         if config.cache.pin is not None:
-            prompts = read_pins(Path(config.cache.pin), self.tokenizer)
-            with pin_errors(config.cache.pin):
-                self._run([pinned(ids) for ids in prompts], [PIN_PARAMS] * len(prompts), False)
+            file = Path(config.cache.pin)
+            pins = read_pins(file, self.tokenizer)
+            for pin in pins:
+                with pin_errors(file, pin.line):
+                    (output,) = self._run([pin.prompt()], [PIN_PARAMS], False)
+                    check_pinned(output)
+            for pin in pins:
+                self._parts.engine.protect(pin.ids)
+            log_pins(self._parts.engine, file)
 
     @property
     def _parts(self) -> Loaded:
@@ -158,7 +166,7 @@ class LLM(Face):
     ) -> list[RequestOutput]:
         """Generates for every prompt; outputs in the order of the prompts.
 
-        prompts          one prompt or a list of them; a list of ints is one prompt
+        prompts          one prompt or a list of them; a list of ints is one prompt, a dict may say more (see `Prompt`)
         sampling_params  one for all, or one each
         use_tqdm         a progress bar; by default for more than 8 prompts on a terminal
         Raises RequestError before anything runs if one of the requests can never run.
@@ -274,6 +282,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
             [],
             False,
             delta.num_cached_tokens,
+            delta.num_pinned_tokens,
         )
     whole.finished = delta.finished
     whole.prompt_logprobs = delta.prompt_logprobs

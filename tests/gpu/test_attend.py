@@ -130,9 +130,10 @@ def test_any_tree_attends_like_the_reference(
         assert not backend.partials.arrivals.any()
 
 
-@pytest.mark.parametrize("num_rows", [2, 16, 32])
-def test_a_shared_page_is_read_once(num_rows: int) -> None:
-    sharing.check_reads(sharing_backend, Shape(dim=64, group=4, dtype=torch.bfloat16), num_rows, device="cuda")
+@pytest.mark.parametrize("num_rows", [2, 16, 32, 64])
+def test_a_shared_page_is_read_once_for_a_tile_of_rows(num_rows: int) -> None:
+    shape = Shape(dim=64, group=4, dtype=torch.bfloat16)
+    sharing.check_reads(sharing_backend, shape, num_rows, tile=32, device="cuda")
 
 
 def test_a_step_of_32_reads_the_slots_of_its_distinct_chunks() -> None:

@@ -186,17 +186,18 @@ def read_counts(backend: Any, spec: AttentionSpec, slices: list[RowSlice]) -> ND
     return backend.reads.cpu().numpy()
 
 
-def check_reads(make: MakeBackend, shape: Shape, num_rows: int, device: str = "cpu") -> None:
-    """A shared page is read once per head and layer, whatever the number of sharers; apart, once for each of them. A
-    row's own pages are read once."""
+def check_reads(make: MakeBackend, shape: Shape, num_rows: int, tile: int, device: str = "cpu") -> None:
+    """A shared page is read once per head and layer for every `tile` sharers; apart, once for each of them. A row's own
+    pages are read once."""
+    times = -(-num_rows // tile)
     spec = make_spec(shape, 12 + 3 * num_rows, device)
     slices = sharers(taking(spec), num_rows, 10, 150)
     together = read_counts(make(spec), spec, slices)
     alone = read_counts(make(spec), spec, apart(slices))
     common, own = slices[0].chunks[:10], np.concatenate([piece.chunks[10:] for piece in slices])
-    assert (together[common] == spec.num_layers).all() and (alone[common] == spec.num_layers * num_rows).all()
+    assert (together[common] == spec.num_layers * times).all() and (alone[common] == spec.num_layers * num_rows).all()
     assert (together[own] == spec.num_layers).all() and (alone[own] == spec.num_layers).all()
-    assert together.sum() == spec.num_layers * spec.num_kv_heads * (10 + 3 * num_rows), "no page besides"
+    assert together.sum() == spec.num_layers * spec.num_kv_heads * (10 * times + 3 * num_rows), "no page besides"
 
 
 def check_slots_of_a_step(make: MakeBackend, dtype: torch.dtype, *, group: int, dim: int, device: str = "cpu") -> None:

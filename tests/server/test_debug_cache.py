@@ -37,9 +37,11 @@ async def contents(http, key=None, query=""):
 def prefix(number, parent=None, idle=0.0, **changes):
     fields = {
         "id": f"p{number}",
+        "space": "5ace",
         "parent": None if parent is None else f"p{parent}",
         "start": 0 if parent is None else 64,
         "token_ids": [65 + number] * 64,
+        "num_same": 0,
         "sharers": 0,
         "hits": 1,
         "computed": 2,
@@ -245,6 +247,26 @@ async def test_a_client_that_leaves_is_not_waited_for():
         call.leave()
         await call.task
     assert app.state.service.in_flight == 0
+
+
+async def test_a_text_begins_where_it_differs_from_its_siblings():
+    engine = FakeEngine()
+    engine.cached = [("", prefix(0, token_ids=list(b"same words, other ends"), num_same=12)), ("", prefix(1))]
+    async with client(engine) as http:
+        texts = [each["text"] for each in (await contents(http))["prefixes"]]
+    assert sorted(texts)[-1] == "…other ends"
+
+
+@pytest.mark.parametrize("keys", [1, 2])
+async def test_keys_that_share_do_not_read_each_other_s_prompts(tmp_path, keys):
+    (tmp_path / "keys").write_text("\n".join(KEYS[:keys]))
+    (tmp_path / "keys").chmod(0o600)
+    engine = FakeEngine()
+    engine.cached = [("", prefix(0))]
+    async with client(engine, api_key_file=str(tmp_path / "keys"), tenants_share=True) as http:
+        (found,) = (await contents(http, KEYS[0]))["prefixes"]
+    assert found["text"] == ("A" * 64 if keys == 1 else None)
+    assert found["tokens"] == 64
 
 
 async def test_the_document_describes_the_answer_and_the_fields():

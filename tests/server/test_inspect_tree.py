@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 
 import pytest
+from rich.cells import cell_len
 
-from quire.cli import main
+from quire.cli import main, tree
 from quire.cli.tree import print_tree
 from quire.config import ServeConfig
 from quire.errors import QuireError
@@ -73,14 +75,37 @@ async def test_prefixes_are_printed_under_their_parents(capsys):
             rows = [line.split() for line in lines]
             assert head.split() == "prefix tokens sharers hits hit rate bytes last use pinned".split()
             assert lines[0].startswith("[bold]begin[/]\\x1b[2J"), "a prompt neither steers the terminal nor is markup"
-            assert rows[0][1:] == "0-128 0 3 75% 10B 0 s ago".split()
-            assert rows[1][0] == "└─" and rows[1][2:] == "64-128 2 1 33% 10B now".split()
+            assert rows[0][1:] == "0-128 0 3 75% 10B 0 s ago below".split()
+            assert rows[1][0] == "└─" and rows[1][2:] == "64-128 2 1 33% 10B now below".split()
             assert lines[2].startswith("   └─ CCC") and rows[2][2:] == "128-192 0 1 33% 10B 90 s ago forever".split()
             assert rows[3][1:] == "0-64 0 1 33% 2KiB 2 h ago 30 s more".split()
             assert lines[4] == "4 prefixes"
             assert lines[5] == "cache of 100B: 0B used, 7B cached, 93B free; 11B evicted since start"
             assert lines[6] == "pinned 2.029KiB; sharing saves 10B now"
             assert lines[7] == "hit rate 33.3%: 5 prompt tokens found, 10 computed"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("text", ["plain words and more of them, " * 4, "\u202e evil " * 8, "日本語テキスト" * 11])
+async def test_a_narrow_terminal_shows_every_number(capsys, monkeypatch, width, text):
+    monkeypatch.setattr(tree, "PIPED_WIDTH", width)
+    found = engine()
+    found.cached.append(("", prefix(4, num_bytes=1500 * 2**20, token_ids=list(text.encode())[:320], hits=12_345)))
+    async with served(found) as url:
+        assert await inspect(url) == 0
+    *_, long = [line for line in capsys.readouterr().out.splitlines() if "12,345" in line]
+    found = re.fullmatch(r"(.*…) +0-\d+ +0 +12,345 +33% +1\.465GiB +0 s ago *", long)
+    assert found is not None and cell_len(found[1]) <= max(tree.MIN_TEXT_WIDTH, width - 50)
+    assert width < 80 or cell_len(long) <= width
+
+
+async def test_prefixes_of_several_salts_are_told_apart(capsys):
+    found = engine()
+    found.cached.append(("", prefix(5, space="0ther")))
+    async with served(found) as url:
+        assert await inspect(url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("[0the] FFF") and lines[2].startswith("[5ace] [bold]")
 
 
 async def test_json_is_the_answer_itself(capsys):

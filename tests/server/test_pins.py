@@ -91,7 +91,7 @@ async def test_pins_that_cannot_be_end_the_server_before_it_is_ready(folder, tmp
     file.write_text(json.dumps({"prompt": "short"}))
     llm = AsyncLLM(folder, OPTIONS | {"cache.pin": str(file)})
     await llm.start()
-    with pytest.raises(ConfigError, match="line 1 of"):
+    with pytest.raises(ConfigError, match="line 1: 5 tokens"):
         async with served(llm):
             pytest.fail("the server says that it is ready")
     assert not llm.is_ready
@@ -100,9 +100,9 @@ async def test_pins_that_cannot_be_end_the_server_before_it_is_ready(folder, tmp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot read the prefixes of cache.pin"),
-        ("{}", "line 1 of"),
-        (json.dumps({"prompt": "a" * 400}), "would pin over 50% of the cache"),
+        (None, "cannot read cache.pin"),
+        ("{}", "line 1: it must be"),
+        (json.dumps({"prompt": "a" * 300}), "would pin over 50% of the cache"),
     ],
 )
 def test_pins_that_cannot_be_are_one_line_and_exit_code_two(folder, keys, tmp_path, capsys, text, said):

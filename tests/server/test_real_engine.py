@@ -157,6 +157,22 @@ async def test_usage_tells_what_was_found_in_the_cache(folder, path, body, strea
         assert await cached_tokens() == WHOLE_CHUNKS
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": CONVERSATION})]
+)
+async def test_usage_tells_what_is_pinned(folder, path, body, stream):
+    async def details(**hints):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await http.post(f"/v1/{path}", json=body | options | hints | {"n": 2, "max_tokens": 3})
+        usage = events(answer.text)[-1]["usage"] if stream else answer.json()["usage"]
+        return usage["prompt_tokens_details"].get("pinned_tokens", "nothing")
+
+    async with real_server(folder) as (_, _, http):
+        told = [await details(**hints) for hints in ({}, {"cache_pin": 5}, {"cache_pin": False})]
+    assert told == ["nothing", WHOLE_CHUNKS, 0]
+
+
 async def test_usage_adds_up_what_several_prompts_found(folder):
     async def cached_tokens(*prompts):
         answer = await http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2, "ignore_eos": True})
@@ -200,5 +216,5 @@ async def test_a_pin_that_cannot_be_is_refused_by_name(folder):
         bodies = [{"prompt": [each] * 160, "cache_pin": True, "max_tokens": 1} for each in range(4)]
         answers = [await http.post("/v1/completions", json=body) for body in bodies]
         # Of ten chunks half may be pinned: two prompts of two.
-        assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
-        assert answers[-1].json()["error"]["param"] == "cache_pin"
+        details = [answer.json()["usage"]["prompt_tokens_details"] for answer in answers]
+        assert [each["pinned_tokens"] for each in details] == [128, 128, 0, 0]

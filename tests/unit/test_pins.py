@@ -11,7 +11,7 @@ import pytest
 from quire import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.pins import read_pins
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 from quire.models.chat import ChatTemplate
 from quire.models.fingerprint import HEAD_BYTES, fingerprint
 from quire.models.tokenizer import Tokenizer
@@ -30,16 +30,20 @@ def tokenizer() -> Tokenizer:
 def test_prefixes_are_texts_or_conversations(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "pins.jsonl"
     system = [{"role": "system", "content": LONG}]
-    file.write_text(f"{json.dumps({'prompt': LONG})}\n\n{json.dumps({'messages': system})}\n")
+    file.write_text(f"# what is kept\n{json.dumps({'prompt': LONG})}\n\n{json.dumps({'messages': system})}\n")
     text, chat = read_pins(file, tokenizer)
-    assert text == tokenizer.encode(LONG)
-    assert chat == tokenizer.encode(LONG + "\n", add_special=False)
+    assert (text.line, chat.line) == (2, 4)
+    assert text.ids == tokenizer.encode(LONG)
+    assert chat.ids == tokenizer.encode(LONG + "\n", add_special=False)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1 of .*pins.jsonl"),
+        ("{", "pins.jsonl, line 1: not JSON"),
+        (json.dumps({"messages": [{"role": "sys", "content": LONG}]}), "one of system"),
+        (json.dumps({"messages": [{"role": "user", "content": [LONG]}]}), "must be a string"),
+        (json.dumps({"messages": []}), "it must be"),
         ("[]", "it must be"),
         (json.dumps({"prompt": 3}), "it must be"),
         (json.dumps({"prompt": LONG, "more": 1}), "it must be"),
@@ -60,7 +64,7 @@ def test_what_is_no_prefix_is_refused_by_its_line(
 
 
 def make_llm(folder: Path, pins: Path, **options: Any) -> LLM:
-    settings = {"model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "1MiB", "cache.pin": str(pins)}
+    settings = {"model.dtype": "float32", "runtime.device": "cpu", "cache.memory": "224KiB", "cache.pin": str(pins)}
     return LLM(str(folder), settings | options)
 
 
@@ -73,9 +77,17 @@ def test_pinned_prefixes_are_there_for_the_first_request(tmp_path: Path) -> None
         (prefix,) = [each for each in llm.prefixes() if each.pinned_seconds is not None]
         assert prefix.pinned_seconds == float("inf") and prefix.hits == 1
         assert llm.stats()["cache"]["bytes_pinned"] == prefix.num_bytes
-    file.write_text(json.dumps({"prompt": LONG * 100}))
-    with pytest.raises(ConfigError, match="pins.jsonl"):
+        llm.generate({"prompt": LONG, "cache_pin": False}, SamplingParams(max_tokens=1))
+        assert llm.stats()["cache"]["bytes_pinned"] == prefix.num_bytes, "a request ended a pin of the file"
+        chunks = llm.engine.scheduler.manager.table.capacity
+        assert llm.max_context == (chunks - prefix.num_tokens // 64) * 64
+        with pytest.raises(RequestError, match="context"):
+            llm.generate([[1] * llm.max_context])
+    file.write_text("\n".join(json.dumps({"prompt": f"{number} {LONG}"}) for number in range(3)))
+    with pytest.raises(ConfigError, match="pins.jsonl, line 3: it would pin over 50% of the cache"):
         make_llm(folder, file)
+    with pytest.raises(ConfigError, match="cannot read cache.pin"):
+        make_llm(tmp_path / "no model", tmp_path / "no file")
     with pytest.raises(ConfigError, match="cache.share is false"):
         make_llm(folder, file, **{"cache.share": False})
 

@@ -43,6 +43,7 @@ class Holder:
     token_ids: list[int]
     namespace: Hashable = "model"
     reads_cache: bool = True
+    num_preemptions: int = 0
     path: Path = field(default_factory=Path)
 
 
@@ -223,8 +224,9 @@ def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
     assert manager.pin(holder, 128, 100.0) and manager.pin(holder, 128, 10.0)
     manager.tick(50.0)
     assert manager.tree is not None and manager.tree.num_pinned == 2, "a shorter pin ended a longer one"
-    assert not manager.unpin("model", chunk(1)) and not manager.unpin("other", holder.token_ids)
-    assert manager.unpin("model", holder.token_ids) and not manager.unpin("model", holder.token_ids)
+    assert manager.unpin("model", chunk(1)) == manager.unpin("other", holder.token_ids) == 0
+    assert manager.unpin("model", holder.token_ids + chunk(8)) == 1, "a longer prompt begins with it"
+    assert manager.unpin("model", holder.token_ids) == 0
     assert manager.tree.num_pinned == 0
     manager.check()
 
@@ -251,8 +253,67 @@ def test_pins_give_way_to_a_request_that_would_wait_for_ever(caplog: pytest.LogC
     assert manager.admit(waiting) is None, "while somebody runs it waits"
     manager.release(holder)
     assert manager.admit(waiting) is not None
-    assert "pinned prefix is given up" in caplog.text
+    assert "the pin of a prefix of 192 tokens is given up: a request of 257 tokens" in caplog.text
     manager.check()
+
+
+def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
+    manager = make_manager(6)
+    tree = manager.tree
+    assert tree is not None
+    holder = Holder(chunk(1) + chunk(2) + [3])
+    assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
+    tree.protect("model", chunk(1) + chunk(2))
+    other = Holder([*chunk(1), 9])
+    assert run_prompt(manager, other) and manager.pin(other, 64, 5.0)
+    manager.release(holder)
+    manager.release(other)
+    assert tree.num_protected == 2
+    assert manager.unpin("model", holder.token_ids) == 1, "the shorter one alone"
+    assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
+    manager.tick(1e9)
+    assert tree.num_pinned == 2
+    assert tree.extend("model", Path(), holder.token_ids) == 2
+    manager.check()
+
+
+def test_to_end_a_pin_is_a_use() -> None:
+    manager = make_manager(6)
+    manager.lifetime = 10.0
+    holder = Holder([*chunk(1), 3])
+    assert run_prompt(manager, holder) and manager.pin(holder, 64, float("inf"))
+    manager.release(holder)
+    manager.tick(50.0)
+    assert manager.unpin("model", holder.token_ids) == 1
+    manager.tick(59.0)
+    admission = manager.admit(Holder([*chunk(1), 3]))
+    assert admission is not None and admission.cached_tokens == 64
+
+
+def test_what_a_sequence_finds_again_after_a_preemption_is_no_hit() -> None:
+    manager = make_manager(6)
+    holder = Holder(chunk(1) + chunk(2) + [3])
+    assert run_prompt(manager, holder)
+    manager.release(holder)
+    holder.num_preemptions = 1
+    assert manager.admit(holder) is not None
+    assert [segment.hits for segment in holder.path.segments] == [0]
+
+
+def test_prefixes_tell_how_far_they_are_alike() -> None:
+    manager = make_manager(20)
+    assert manager.tree is not None
+    for tokens in (chunk(1) + chunk(2, 40) + chunk(5, 24), chunk(1) + chunk(2, 40) + chunk(6, 24), chunk(1) + chunk(9)):
+        assert run_prompt(manager, Holder([*tokens, 1]))
+    assert run_prompt(manager, Holder([*chunk(1), 1], "another"))
+    shown = prefixes(manager.tree, 1)
+    assert {(each.start, each.token_ids[-1]): each.num_same for each in shown} == {
+        (0, 1): 0,
+        (64, 5): 40,
+        (64, 6): 40,
+        (64, 9): 0,
+    }
+    assert len({each.space for each in shown}) == 2 and len({each.id for each in shown}) == 5
 
 
 def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
@@ -311,14 +372,15 @@ def test_prefixes_show_what_is_resident_and_who_uses_it() -> None:
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        (chunk(1, 64), "a prompt of 64 tokens has no whole chunk before its last token"),
-        (chunk(1) + chunk(2) + [5], "all 128 tokens that may come from the cache do; the last 1 are computed"),
-        (chunk(1) + chunk(2) + chunk(3) + [5], "nothing that is cached goes on after token 128"),
+        (chunk(1, 64), "of 64 tokens no whole chunk of 64 lies before the last one, which is computed"),
+        (chunk(1) + chunk(2) + [5], "everything but its last tokens, which are always computed"),
+        (chunk(1) + chunk(2) + chunk(3) + [5], "no cached prompt goes on after token 128"),
         (
             chunk(1) + chunk(2, 40) + chunk(7, 60),
-            "what is cached differs at token 104, inside the chunk from token 64 on",
+            "the nearest cached prompt differs from it at token 104;"
+            " chunks are shared whole, so it is computed from token 64 on",
         ),
-        ([*chunk(9), 1], "the nearest of 2 cached differs at token 0, inside the chunk from token 0 on"),
+        ([*chunk(9), 1], "no cached prompt begins with its first token"),
     ],
 )
 def test_a_prompt_s_hit_or_miss_is_explained(prompt: list[int], reason: str) -> None:
@@ -326,7 +388,7 @@ def test_a_prompt_s_hit_or_miss_is_explained(prompt: list[int], reason: str) -> 
     assert run_prompt(manager, Holder(chunk(1) + chunk(2)))
     assert run_prompt(manager, Holder(chunk(4)))
     assert manager.explain(Holder(prompt)) == reason
-    assert "this salt" in manager.explain(Holder(chunk(1) * 2, "another"))
+    assert "with its salt" in manager.explain(Holder(chunk(1) * 2, "another"))
     assert "log-probabilities" in manager.explain(Holder(prompt, reads_cache=False))
 
 

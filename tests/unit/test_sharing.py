@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from quire.errors import RequestError
 from quire.llm import gather
 from tests import engines
 from tests.engines import GREEDY, drain, generate
+from tests.tiny_models import tiny_shape
 
 LONG = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
 
 
-def make_engine(**options: Any) -> Engine:
-    return engines.make_engine(**{"cache.share": True, **options})
+def make_engine(*shape: Any, **options: Any) -> Engine:
+    return engines.make_engine(*shape, **{"cache.share": True, **options})
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -65,8 +67,8 @@ def test_prompts_that_differ_inside_a_chunk() -> None:
 
 
 def test_a_second_prompt_is_computed_from_where_it_differs() -> None:
-    engine = make_engine()
-    common = ids(1024, 3) if engine.max_context > 1100 else ids(256, 3)
+    engine = make_engine(tiny_shape(max_context=2048))
+    common = ids(1024, 3)
     generate(engine, [common + ids(32, 4)])
     rows = count_rows(engine)
     engine.add("second", None, common + ids(32, 5), SamplingParams(max_tokens=1))
@@ -149,15 +151,16 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
     common = ids(130, 11)
     for index in range(3):
         engine.add(str(index), None, common + ids(40, index), GREEDY)
+    collected: dict[str, RequestOutput] = {}
     for _ in range(steps):
-        engine.step()
+        for delta in engine.step():
+            gather(collected, delta)
         engine.check()
     engine.abort("0")
     engine.check()
-    left = drain(engine)
-    alone = [generate(make_engine(), [common + ids(40, index)])[0] for index in (1, 2)]
-    if steps == 0:
-        assert [left[str(index)].outputs[0].token_ids for index in (1, 2)] == alone
+    left = drain(engine, collected)
+    expected = [generate(make_engine(), [common + ids(40, index)])[0] for index in (1, 2)]
+    assert [left[str(index)].outputs[0].token_ids for index in (1, 2)] == expected
     tree = engine.scheduler.manager.tree
     assert tree is not None and not any(segment.locks.any() for _, segment in tree.segments())
     cache = engine.stats()["cache"]
@@ -165,8 +168,10 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
 
 
 def test_bytes_of_sharers_are_those_of_the_unique_chunks() -> None:
-    engine = make_engine(chunks=128, **{"scheduler.max_running": 32, "scheduler.token_budget": 512})
-    common = ids(320, 12)
+    engine = make_engine(
+        tiny_shape(max_context=2048), chunks=128, **{"scheduler.max_running": 32, "scheduler.token_budget": 512}
+    )
+    common = ids(1024, 12)
     for index in range(32):
         engine.add(
             str(index),
@@ -177,7 +182,7 @@ def test_bytes_of_sharers_are_those_of_the_unique_chunks() -> None:
     drain(engine)
     table = engine.scheduler.manager.table
     chunk_bytes = table.pages_per_chunk * table.open_codec.page_bytes
-    unique = 5 + 32 * 2  # the prefix, and for each its own 64 tokens and an open chunk
+    unique = 16 + 32 * 2  # the prefix, and for each its own 64 tokens and an open chunk
     assert engine.stats()["cache"]["bytes_peak"] <= 1.05 * unique * chunk_bytes
 
 
@@ -271,6 +276,38 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
     assert cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]
 
 
+def test_who_waits_for_room_is_no_sharer_and_has_no_hits() -> None:
+    engine = make_engine(chunks=8)
+    common = ids(128, 31)
+    engine.add("first", None, common + ids(64, 1), SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True))
+    engine.step()
+    engine.add("second", None, common + ids(200, 2), GREEDY)
+    version = engine.scheduler.manager.tree.version  # type: ignore[union-attr]
+    for _ in range(40):
+        engine.step()
+    assert len(engine.scheduler.waiting) == 1
+    assert [prefix.hits for prefix in engine.prefixes()] == [0]
+    assert engine.scheduler.manager.tree.version <= version + 1, "only the first one's own growth"  # type: ignore[union-attr]
+    drain(engine)
+    assert [prefix.hits for prefix in engine.prefixes() if prefix.start == 0] == [1]
+
+
+def test_every_engine_has_a_namespace_of_its_own() -> None:
+    """Whatever its pages depend on: with the same tokens, none of these may read what another wrote."""
+    shape = tiny_shape()
+    assert shape.rope is not None
+    other = replace(shape, rope=replace(shape.rope, theta=5e5))
+    made = [
+        make_engine(),
+        make_engine(other),
+        make_engine(**{"model.dtype": "bfloat16"}),
+        make_engine(**{"model.dtype": "float16"}),
+        make_engine(model_id="another checkpoint"),
+    ]
+    assert len({engine.namespace for engine in made}) == len(made)
+    assert make_engine().namespace == made[0].namespace
+
+
 def test_bytes_saved_are_those_that_sharers_would_take_on_top() -> None:
     engine = make_engine()
     common = ids(128, 14)
@@ -340,12 +377,18 @@ def test_pins_that_cannot_be_are_refused(hints: CacheHints, length: int, message
         make_engine(**{"cache.share": False}).add("x", None, ids(70, 19), GREEDY, CacheHints(cache_pin=True))
 
 
-def test_pins_beyond_the_limit_are_refused_when_they_are_asked_for() -> None:
+def test_pins_beyond_the_limit_are_not_kept_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(chunks=10)
+    params = SamplingParams(max_tokens=3, n=2)
+    kept = []
+    for name, (length, pin) in {"a": (260, True), "b": (130, True), "c": (260, False), "d": (130, None)}.items():
+        engine.add(name, None, ids(length, 20), params, CacheHints(cache_pin=pin))
+        kept.append(drain(engine)[name].num_pinned_tokens)
+    assert kept == [256, 128, 0, None], "the second is the beginning of the first"
     cached_tokens(engine, ids(260, 20), CacheHints(cache_pin=True))
-    with pytest.raises(RequestError, match="end a pin"):
-        engine.add("y", None, ids(130, 21), GREEDY, CacheHints(cache_pin=True))
-    assert not engine.has_work
+    engine.add("e", None, ids(130, 21), params, CacheHints(cache_pin=True))
+    assert drain(engine)["e"].num_pinned_tokens == 0
+    assert caplog.text.count("is not pinned") == 1
 
 
 @pytest.mark.parametrize("value", [-1, "x", float("nan"), 1e12, [1]])
@@ -363,9 +406,9 @@ def test_every_hit_and_miss_is_explained_in_the_debug_log(caplog: pytest.LogCapt
         cached_tokens(engine, prompt[:70] + ids(60, 23))
     said = [message for message in caplog.messages if "found in the cache" in message]
     assert said == [
-        "request x: 0 of 130 tokens found in the cache: nothing is cached for this model, these settings and this salt",
-        "request x: 128 of 130 tokens found in the cache:"
-        " all 128 tokens that may come from the cache do; the last 2 are computed",
+        "request x: 0 of 130 tokens found in the cache: nothing is cached with its salt",
+        "request x: 128 of 130 tokens found in the cache: everything but its last tokens, which are always computed",
         "request x: 64 of 130 tokens found in the cache:"
-        " what is cached differs at token 70, inside the chunk from token 64 on",
+        " the nearest cached prompt differs from it at token 70;"
+        " chunks are shared whole, so it is computed from token 64 on",
     ]

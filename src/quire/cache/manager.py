@@ -36,6 +36,8 @@ class Holder(Protocol):
         """What must be equal for two sequences to share pages."""
         ...
 
+    num_preemptions: int
+
     @property
     def reads_cache(self) -> bool:
         """Whether its prompt may be matched; not if every prompt row is wanted."""
@@ -75,24 +77,32 @@ class CacheManager:
         self.lifetime = lifetime
         self._live: dict[Holder, int] = {}  # holder -> chunks it was promised for its prompt
         self._bytes_peak = 0
+        self._refused: object = None  # who was last refused, and what it depended on
 
     def admit(self, holder: Holder) -> Admission | None:
         """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
         wait.
         """
-        tokens, path = holder.token_ids, Path()
-        if self.tree is not None and holder.reads_cache:
-            self.tree.extend(holder.namespace, path, tokens)
-        need = chunks_of(len(tokens)) - path.num_chunks
-        growth = len(self._live) + 1 if self._live else 0
-        while self._available() - self._promised() < need + growth:
-            if self.tree is not None:
-                # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
-                if not self._live and self.tree.unpin_oldest():
-                    log.warning("a pinned prefix is given up: a request needs more memory than the pins leave")
-                    continue
-                self.tree.release(path)
+        tokens = holder.token_ids
+        version = (self.tree.version, self.tree.num_chunks) if self.tree is not None else None
+        state = holder, len(self._live), self._available(), self._promised(), version
+        if state == self._refused:
             return None
+        while (need := self._fits(holder)) is None:
+            # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
+            if self._live or self.tree is None or (given_up := self.tree.unpin_oldest()) is None:
+                self._refused = state
+                return None
+            log.warning(
+                "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
+                " leave",
+                given_up.end,
+                len(tokens),
+            )
+        self._refused = None
+        path = Path()
+        if self.tree is not None and holder.reads_cache:
+            self.tree.extend(holder.namespace, path, tokens, is_hit=not holder.num_preemptions)
         path.num_sealed = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         holder.path = path
@@ -100,15 +110,27 @@ class CacheManager:
         self._note_peak()
         return Admission(path.num_tokens, need)
 
+    def _fits(self, holder: Holder) -> int | None:
+        """Chunks to reserve for a sequence beyond those the tree has for it, or None if they are not there. Looks
+        without taking: who waits is no sharer, and has no hits.
+        """
+        need, taken = chunks_of(len(holder.token_ids)), 0
+        if self.tree is not None and holder.reads_cache:
+            limit = (len(holder.token_ids) - 1) // PAGE_TOKENS
+            for segment, count in self.tree.walk(holder.namespace, holder.token_ids, limit):
+                need -= count
+                taken += count * segment.is_idle
+        growth = len(self._live) + 1 if self._live else 0
+        return need if self._available() - taken - self._promised() >= need + growth else None
+
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
-        that end on a chunk
-        boundary.
+        that end on a chunk boundary.
         """
         path = holder.path
         if self.tree is None or not holder.reads_cache or path.num_chunks != path.num_shared:
             return 0
-        found = self.tree.extend(holder.namespace, path, holder.token_ids)
+        found = self.tree.extend(holder.namespace, path, holder.token_ids, is_hit=not holder.num_preemptions)
         path.num_sealed = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         return found * PAGE_TOKENS
@@ -125,9 +147,9 @@ class CacheManager:
         self.tree.pin(holder.path, count, self.tree.now + seconds)
         return True
 
-    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
-        """Ends the pin of a prompt; says whether it had one."""
-        return self.tree is not None and self.tree.unpin(namespace, tokens)
+    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """Ends the pins of a prompt and of what it begins with; returns how many."""
+        return 0 if self.tree is None else self.tree.unpin(namespace, tokens)
 
     def may_pin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
         """Whether pins have room for the whole chunks of these tokens."""
@@ -152,8 +174,7 @@ class CacheManager:
 
     def next_chunk(self, holder: Holder) -> Hashable:
         """What the next whole chunk of a prompt is known by, so that two sequences about to compute the same one can
-        be told; None where it is
-        not to be shared.
+        be told; None where it is not to be shared.
         """
         path = holder.path
         start = path.num_tokens
@@ -187,8 +208,7 @@ class CacheManager:
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
         """The first `num_tokens` tokens are now stored; chunks they fill are sealed, and the tree gets them. Dense
-        pages need no encoding:
-        sealing is a promise not to write.
+        pages need no encoding: sealing is a promise not to write.
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_chunks * PAGE_TOKENS, (
@@ -233,7 +253,7 @@ class CacheManager:
             "bytes_peak": self._bytes_peak,
             "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
             "bytes_saved": 0 if tree is None else max(0, read - tree.num_read) * chunk_bytes,
-            "bytes_evicted": 0 if tree is None else tree.num_dropped * chunk_bytes,
+            "bytes_evicted": 0 if tree is None else tree.num_evicted * chunk_bytes,
         }
 
     def check(self) -> None:

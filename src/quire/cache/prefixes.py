@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ class Prefix:
     """One segment of the tree: the tokens after its parent's, and who uses them.
 
     id                digest of the namespace and of all tokens up to its end: the same on every machine
+    space             digest of the namespace: equal for all that may share
     parent            id of the segment before it; None for a first one
     start             position of its first token
     num_tokens        how many it holds
     token_ids         the first of them, `SHOWN_TOKENS` at most
+    num_same          how many of the first it has in common with another segment after the same one
     sharers           live sequences that read it
     hits              sequences that found it, hence did not compute it
     computed          sequences that computed it
@@ -36,10 +39,12 @@ class Prefix:
     """
 
     id: str
+    space: str
     parent: str | None
     start: int
     num_tokens: int
     token_ids: list[int]
+    num_same: int
     sharers: int
     hits: int
     computed: int
@@ -55,22 +60,27 @@ def prefixes(
     """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
     ids: dict[Segment, str] = {}
+    same: dict[Segment, dict[Segment, int]] = {}
     for namespace, segment in tree.segments():
         if not visible(namespace):
             continue
         parent = None if segment.parent is None else ids.get(segment.parent)
         # Each id hashes its parent's: a chain, as deep as the tree.
-        digest = hashlib.blake2b((parent or repr(namespace)).encode(), digest_size=8)
-        digest.update(segment.tokens.tobytes())
-        ids[segment] = digest.hexdigest()
+        space = _digest(repr(namespace).encode())
+        ids[segment] = _digest((parent or space).encode() + segment.tokens.tobytes())
+        assert segment.parent is not None
+        if segment.parent not in same:
+            same[segment.parent] = _in_common(list(segment.parent.children.values()))
         sharers = int(segment.locks.max())
         found.append(
             Prefix(
                 id=ids[segment],
+                space=space,
                 parent=parent,
                 start=segment.start,
                 num_tokens=len(segment.tokens),
                 token_ids=segment.tokens[:SHOWN_TOKENS].tolist(),
+                num_same=same[segment.parent].get(segment, 0),
                 sharers=sharers,
                 hits=segment.hits,
                 computed=segment.computed,
@@ -87,25 +97,43 @@ def explain(tree: PrefixTree, namespace: Hashable, tokens: Sequence[int]) -> str
     """Why a prompt finds as much as it does, in a sentence."""
     limit = (len(tokens) - 1) // PAGE_TOKENS
     if limit < 1:
-        return f"a prompt of {len(tokens)} tokens has no whole chunk before its last token"
+        return f"of {len(tokens)} tokens no whole chunk of {PAGE_TOKENS} lies before the last one, which is computed"
     found = list(tree.walk(namespace, tokens, limit))
     num_chunks = sum(count for _, count in found)
     at = num_chunks * PAGE_TOKENS
     if num_chunks == limit:
-        return f"all {at} tokens that may come from the cache do; the last {len(tokens) - at} are computed"
+        return "everything but its last tokens, which are always computed"
     if not found:
         candidates = tree.children(namespace)
         if not candidates:
-            return "nothing is cached for this model, these settings and this salt"
+            return "nothing is cached with its salt"
     else:
         last, count = found[-1]
         candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else tree.children(last)
     if not candidates:
-        return f"nothing that is cached goes on after token {at}"
+        return f"no cached prompt goes on after token {at}"
     wanted = np.array(tokens[at : at + PAGE_TOKENS], np.int32)
     same = max(_same_tokens(candidate[:PAGE_TOKENS], wanted) for candidate in candidates)
-    which = "what is cached differs" if len(candidates) == 1 else f"the nearest of {len(candidates)} cached differs"
-    return f"{which} at token {at + same}, inside the chunk from token {at} on"
+    if at + same == 0:
+        return "no cached prompt begins with its first token"
+    return (
+        f"the nearest cached prompt differs from it at token {at + same};"
+        f" chunks are shared whole, so it is computed from token {at} on"
+    )
+
+
+def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
+    """Of each segment the leading tokens that its first chunk has in common with the nearest other."""
+    ordered = sorted(siblings, key=lambda segment: segment.tokens[:PAGE_TOKENS].tolist())
+    found = dict.fromkeys(ordered, 0)
+    for left, right in itertools.pairwise(ordered):
+        same = _same_tokens(left.tokens[:PAGE_TOKENS], right.tokens[:PAGE_TOKENS])
+        found[left], found[right] = max(found[left], same), same
+    return found
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _same_tokens(left: np.ndarray, right: np.ndarray) -> int:

@@ -83,10 +83,6 @@ class ChunkTable:
         """Chunks taken and not given back."""
         return self.capacity - len(self._free)
 
-    def bytes_of(self, chunks: NDArray[np.int32]) -> int:
-        """Arena bytes of the chunks' pages."""
-        return sum(self.codecs[kind].page_bytes for kind in self.kinds[chunks].tolist()) * self.pages_per_chunk
-
     def check(self) -> None:
         """Proves that free chunk ids are distinct and that the pool is whole."""
         assert len(set(self._free)) == len(self._free), "a free chunk is listed twice"
@@ -203,8 +199,7 @@ class Path:
 
     def replace(self, first: int, chunks: NDArray[np.int32]) -> None:
         """Puts other chunks, with the same contents, in the place of those from index `first` on: in a new array, so
-        that whoever kept
-        the old one sees that it is old.
+        that whoever kept the old one sees that it is old.
         """
         self._chunks = self._chunks.copy()
         self._chunks[first : first + len(chunks)] = chunks

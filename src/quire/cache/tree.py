@@ -13,6 +13,7 @@ sequences stay, and a chunk is found by all its tokens, so that no two of equal 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ class PrefixTree:
     num_read     those of them that live paths read
     num_pinned   those that somebody asked to keep, read or not
     num_idle     those that are neither: they can be evicted
-    num_dropped  chunks evicted since start
+    num_evicted  chunks dropped since start because their memory was wanted
     version      changes whenever a live path's segments do
     """
 
@@ -44,21 +45,22 @@ class PrefixTree:
     num_read: int = 0
     num_pinned: int = 0
     num_idle: int = 0
-    num_dropped: int = 0
+    num_evicted: int = 0
     version: int = 0
     _roots: dict[Hashable, Segment] = field(default_factory=dict)
-    _pinned: dict[Segment, None] = field(default_factory=dict)  # in order of their first pin
+    _pinned: dict[Segment, bool] = field(default_factory=dict)  # in order of their first pin; whether it is protected
     _clock: int = 0
     _names: int = 0
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
     _pushes: int = 0
 
-    def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int]) -> int:
+    def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int], is_hit: bool = True) -> int:
         """Carries a path without chunks of its own on, as far as the tree holds the tokens, and locks what it takes.
         Returns the chunks it took.
 
         Never beyond floor((len(tokens) - 1) / 64) chunks in all: the last token is computed, or there would be no
         logits.
+        is_hit  whether it counts as one: a sequence that comes back after a preemption finds what it left
         """
         assert path.num_chunks == path.num_shared, "a path with chunks of its own cannot take others"
         at = path.tip or self._roots.get(namespace)
@@ -69,7 +71,7 @@ class PrefixTree:
         while len(rest) and (child := at.children.get(rest[:PAGE_TOKENS].tobytes())) is not None:
             count = _common_chunks(child.tokens, rest)
             at = self._divide(child, count) if count < len(child.chunks) else child
-            at.hits += 1
+            at.hits += is_hit
             self._take(at)
             path.append(at.chunks)
             rest = rest[count * PAGE_TOKENS :]
@@ -78,12 +80,11 @@ class PrefixTree:
         return path.num_chunks - first
 
     def publish(self, namespace: Hashable, path: Path, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Gives the tree the chunks a path has sealed: those after its shared ones that hold `tokens`, int32 [n *
-        64]. They are locked for the path
-        and shared from now on.
+        """Gives the tree the chunks a path has sealed: those after its shared ones that hold `tokens`, int32 [n * 64].
+        They are locked for the path and shared from now on.
 
-        Where the tree has the same tokens already the path takes the tree's chunks; returns the ids of its own that
-        it needs no longer.
+        Where the tree has the same tokens already the path takes the tree's chunks; returns the ids of its own that it
+        needs no longer.
         """
         first, count = path.num_shared, len(tokens) // PAGE_TOKENS
         at = path.tip or self._roots.get(namespace)
@@ -132,6 +133,7 @@ class PrefixTree:
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
             dropped.append(self._drop(leaf, max(0, len(leaf.chunks) - count)))
             count -= len(dropped[-1])
+            self.num_evicted += len(dropped[-1])
         return _together(dropped)
 
     def expire(self, lifetime: float | None) -> NDArray[np.int32]:
@@ -158,25 +160,49 @@ class PrefixTree:
             segment = self._divide(segment, (end - segment.start) // PAGE_TOKENS)
         segment.pinned_until = max(segment.pinned_until, until)
         if segment not in self._pinned:
-            self._pinned[segment] = None
+            self._pinned[segment] = False
             self._count_pin(segment, 1)
 
-    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
-        """Ends the pin of a prompt, if it has one; says whether it had."""
-        count = len(tokens) // PAGE_TOKENS
-        found = list(self.walk(namespace, tokens, count))
-        segment, whole = found[-1] if found else (None, 0)
-        if segment not in self._pinned or segment.end != count * PAGE_TOKENS or whole < len(segment.chunks):
-            return False
-        self._unpin(segment)
-        return True
+    def protect(self, namespace: Hashable, tokens: Sequence[int]) -> None:
+        """Makes the pin of a prompt, which it has, one that nothing ends."""
+        *_, (segment, count) = self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS)
+        assert segment in self._pinned and count == len(segment.chunks), "what is protected is pinned"
+        segment.pinned_until, self._pinned[segment] = math.inf, True
 
-    def unpin_oldest(self) -> bool:
-        """Ends the pin that is there for longest; says whether there was one."""
-        segment = next(iter(self._pinned), None)
+    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+        """Ends the pins of a prompt and of all that it begins with, but for protected ones; returns how many. What
+        they kept counts as used now.
+        """
+        held = [segment for segment, count in self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS) if count]
+        ended = [each for each in held if self._pinned.get(each) is False and each.end <= len(tokens)]
+        for segment in ended:
+            for each in held:
+                each.used_at = self.now
+            self._unpin(segment)
+        return len(ended)
+
+    def unpin_oldest(self) -> Segment | None:
+        """Ends the unprotected pin that is there for longest and returns the segment; None if there is none."""
+        segment = next((each for each, is_protected in self._pinned.items() if not is_protected), None)
         if segment is not None:
             self._unpin(segment)
-        return segment is not None
+        return segment
+
+    @property
+    def has_ending_pins(self) -> bool:
+        """Whether there are pins that time ends."""
+        return any(each.pinned_until < math.inf for each in self._pinned)
+
+    @property
+    def num_protected(self) -> int:
+        """Chunks that protected pins keep."""
+        kept: dict[Segment, None] = {}
+        for segment in (each for each, is_protected in self._pinned.items() if is_protected):
+            at: Segment | None = segment
+            while at is not None and at.parent is not None:
+                kept[at] = None
+                at = at.parent
+        return sum(len(segment.chunks) for segment in kept)
 
     def walk(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Iterator[tuple[Segment, int]]:
         """(segment, leading chunks of it) that hold the first tokens, `limit` chunks at most; changes nothing."""
@@ -323,7 +349,6 @@ class PrefixTree:
         gone = leaf.chunks[kept:]
         self.num_chunks -= len(gone)
         self.num_idle -= len(gone)
-        self.num_dropped += len(gone)
         if kept:
             leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
             return gone

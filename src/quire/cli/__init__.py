@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal without Unicode shows question marks instead of ending the answer.
         sys.stdout.reconfigure(errors="replace")
     level = os.environ.get("QUIRE_LOG", "info" if args.command == "serve" else "warning").upper()
-    logging.basicConfig(format="quire: %(message)s", level=logging.getLevelNamesMapping().get(level, logging.INFO))
+    number = logging.getLevelNamesMapping().get(level, logging.INFO)
+    when = "%(asctime)s " if number <= logging.DEBUG else ""
+    logging.basicConfig(format=f"quire: {when}%(message)s", level=number)
     try:
         return int(importlib.import_module(f"quire.cli.{args.command}").run(args))
     except QuireError as error:

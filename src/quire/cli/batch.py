@@ -18,13 +18,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields
 from io import FileIO
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.cli import shared
-from quire.engine.params import SamplingParams
+from quire.cli.batch_lines import Line, read_input
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
 
 if TYPE_CHECKING:
@@ -32,24 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"detokenize"}
-_SHOWN_PROBLEMS = 10
-_SHOWN_CHARS = 300
 BAR_SECONDS = 0.2
 """How often the progress bar is brought up to date."""
 PLAIN_SECONDS = 10.0
 """How often a line about the progress is printed where no bar can be shown."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the input."""
-
-    line_id: str | int
-    kind: str
-    prompt: Any
-    params: SamplingParams
 
 
 class Batch:
@@ -66,7 +50,7 @@ class Batch:
     def __init__(self, source: str, target: str, sampling: dict[str, Any]) -> None:
         if "-" not in (source, target) and _is_same_file(source, target):
             raise ConfigError(f"--output is the --input file, {source}")
-        lines = _read_input(source, sampling)
+        lines = read_input(source, sampling)
         self._out = _Output(target, {line.line_id for line in lines})
         self.todo = deque(line for line in lines if line.line_id not in self._out.done)
         self.num_skipped = len(lines) - len(self.todo)
@@ -128,10 +112,10 @@ class Batch:
 
     async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
         """The answer to one line, without its id."""
-        prompt = line.prompt
-        if line.kind == "messages":
-            text = llm.tokenizer.chat(prompt, add_generation_prompt=True)
-            prompt = {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
+        prompt = dict(line.prompt)
+        if "messages" in prompt:
+            text = llm.tokenizer.chat(prompt.pop("messages"), add_generation_prompt=True)
+            prompt |= {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
         num_choices = line.params.n
         choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
@@ -336,77 +320,3 @@ class _Output:
 
 def _is_same_file(source: str, target: str) -> bool:
     return os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
-
-
-def _read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
-    """The lines of the input. Raises ConfigError that shows what is wrong with the first ten of its bad lines."""
-    label = "stdin" if name == "-" else name
-    try:
-        if name == "-":
-            content = shared.read_stdin()
-        else:
-            with open(name, "rb") as file:
-                content = file.read()
-    except OSError as error:
-        raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
-    lines: list[Line] = []
-    known: dict[str | int, int] = {}
-    problems: list[str] = []
-    for number, raw in enumerate(content.split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        try:
-            line = _read_line(raw, number, sampling)
-            if line.line_id in known:
-                raise ValueError(f"its id {line.line_id!r} is that of line {known[line.line_id]}")
-            known[line.line_id] = number
-            lines.append(line)
-        except (ValueError, RecursionError) as error:
-            what = str(error)
-            what = what if len(what) <= _SHOWN_CHARS else what[: _SHOWN_CHARS - 1] + "…"
-            problems.append(f"{label}:{number}: {what}")
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
-    if problems:
-        shown = problems[:_SHOWN_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was generated"
-        raise ConfigError("\n".join([message, *shown]))
-    return lines
-
-
-def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
-    """Raises ValueError (RequestError is one) for a line that is not what it should be."""
-    try:
-        values = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, at character {error.colno}") from error
-    if not isinstance(values, dict):
-        raise ValueError("a line must be a JSON object")
-    line_id = values.pop("id", number)
-    if isinstance(line_id, bool) or not isinstance(line_id, str | int):
-        raise ValueError("'id' must be a string or an integer")
-    kinds = [key for key in PROMPT_KEYS if key in values]
-    if len(kinds) != 1:
-        raise ValueError(f"a line must hold one of {', '.join(PROMPT_KEYS)}")
-    kind = kinds[0]
-    prompt = values.pop(kind)
-    unknown = sorted(values.keys() - _PARAMETERS)
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}")
-    if isinstance(values.get("logit_bias"), dict):
-        try:
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-        except ValueError:
-            raise ValueError("the keys of 'logit_bias' must be token ids") from None
-    if not isinstance(prompt, str if kind == "prompt" else list):
-        raise ValueError(f"'{kind}' must be a {'string' if kind == 'prompt' else 'list'}")
-    if kind == "messages" and not all(isinstance(each, dict) and "role" in each for each in prompt):
-        raise ValueError("'messages' must be a list of objects with role and content")
-    if kind == "prompt_token_ids" and not all(type(each) is int for each in prompt):
-        raise ValueError("'prompt_token_ids' must be a list of integers")
-    wrapped = prompt if kind == "messages" else {kind: prompt}
-    return Line(line_id, kind, wrapped, SamplingParams(**(sampling | values)))

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with LLM(args.model, options, args.config) as llm:
         config = llm.config
-        threads = f", {config.runtime.threads} threads" if config.runtime.device == "cpu" else ""
+        count = config.runtime.threads
+        threads = f", {count} thread{'' if count == 1 else 's'}" if config.runtime.device == "cpu" else ""
         where = f"{config.runtime.device}, {config.attention.backend} attention{threads}"
         console.print(f"{llm.model_name}: {config.model.dtype} on {where}")
         rows, is_right = benchmark.measure(llm, console)

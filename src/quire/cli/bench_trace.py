@@ -249,7 +249,7 @@ class Trace:
         if row["is_exact"]:
             note = "must be what matched, in every request"
         elif row["evicted_bytes"]:
-            note = "may be more: something was evicted"
+            note = "may be other than what matched: something was dropped"
         else:
             note = "may be more: some was still being computed"
         room = "holds all of it" if self._holds_all else f"{row['needed_bytes'] >> 20}MiB would hold all of it"

@@ -3,7 +3,8 @@
 quire generate MODEL "Once upon a time"                          streams the text
 quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON in, a line of JSON out
 
-An input line holds prompt, messages or prompt_token_ids, and may hold an id (its line number otherwise) and sampling
+An input line holds prompt, messages or prompt_token_ids, and may hold an id (its line number otherwise), cache_salt,
+cache_pin (see docs/server.md) and sampling
 parameters that win over the flags (max_tokens null: as many as the context holds). Output lines come in the order in
 which they finish; each holds id, text, token_ids, finish_reason and usage, or id and error.
 

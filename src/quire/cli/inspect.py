@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.cache.sizes import Sizes
     from quire.models.shape import ModelShape
 
+LENGTHS = (512, 2048, 8192)
 HELP = "show what a model needs and what fits, or what a server's cache holds"
 
 
@@ -31,9 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=shared.count,
         nargs="+",
-        default=[512, 2048, 8192],
         metavar="N",
-        help="lengths of sequences in tokens (default: 512 2048 8192)",
+        help=f"lengths of sequences in tokens (default: {' '.join(map(str, LENGTHS))})",
     )
     parser.add_argument(
         "--tree",
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with open_model(resolve_model(args.model)) as checkpoint:
         shape = checkpoint.shape
         config, sizes = resolve(given, shape, checkpoint)
-    lengths = sorted({length for length in args.length if length <= sizes.max_context} | {sizes.max_context})
+    lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
         print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))
     else:
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_tree(args: argparse.Namespace) -> int:
-    if args.model is not None or args.config is not None or options_from(args, shared.ENGINE_SECTIONS):
-        raise ConfigError("--tree asks a server that runs: it takes no MODEL and no settings of an engine")
+    if args.model is not None or args.config is not None or args.length or options_from(args, shared.ENGINE_SECTIONS):
+        raise ConfigError("--tree asks a server that runs: it takes no MODEL and no settings of an engine, nor lengths")
     from quire.cli import tree
 
     answer = tree.fetch(args.tree, tree.read_key(args.api_key_file))

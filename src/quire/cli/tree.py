@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ from quire.cli.shared import DEFAULT_URL, KEY_VARIABLE
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 35.0
+"""The server itself waits 30 s for its engine."""
 MAX_ANSWER_BYTES = 256 * 2**20
+COLUMNS = ("prefix", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
+PIPED_WIDTH = 160
+MIN_TEXT_WIDTH = 16
+
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
 
 
 def read_key(file: Path | None) -> str | None:
@@ -40,7 +47,7 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
     """The answer of a server's /debug/cache. Raises ConfigError for what is no URL, QuireError for a server that is
     not there, refuses, or is none of ours.
     """
-    shown, target = _target(url)
+    shown, target = _target(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url)
     request = Request(target, headers={"Accept": "application/json"})
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
@@ -117,35 +124,48 @@ def print_tree(answer: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("prefix", no_wrap=True, overflow="ellipsis", ratio=1)
-    for name in ("tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned"):
-        table.add_column(name, no_wrap=True, justify="left" if name == "pinned" else "right")
+        console = Console(highlight=False, width=PIPED_WIDTH)
     try:
-        for guide, prefix in _rows(answer["prefixes"]):
-            cells = _cells(prefix)
-            # Text, so that brackets of a prompt are no markup.
-            table.add_row(Text(guide, "dim") + Text(cells[0]), *map(Text, cells[1:]))
+        rows = [(guide, _cells(prefix)) for guide, prefix in _rows(answer["prefixes"])]
         lines = _totals(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise QuireError("the server's answer has another form; is it of another version of Quire?") from error
-    if table.row_count:
-        console.print(table)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    # The numbers take what they need, the text what they leave: cut here, by the cells it takes on a terminal.
+    numbers = [max(map(len, column)) for column in zip(COLUMNS[1:], *(cells[1:] for _, cells in rows), strict=True)]
+    room = max(MIN_TEXT_WIDTH, console.width - sum(numbers) - 2 * len(numbers) - 2)
+    table.add_column(COLUMNS[0], no_wrap=True)
+    for name, width in zip(COLUMNS[1:], numbers, strict=True):
+        table.add_column(name, no_wrap=True, min_width=width, justify="left" if name == COLUMNS[-1] else "right")
+    for guide, cells in rows:
+        # Text, so that brackets of a prompt are no markup.
+        text = Text(guide, "dim") + Text(cells[0])
+        text.truncate(room, overflow="ellipsis")
+        table.add_row(text, *map(Text, cells[1:]))
+    if rows:
+        console.print(table, soft_wrap=console.width < room + sum(numbers) + 2 * len(numbers))
     for line in lines:
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
 
 
 def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The prefixes in depth-first order, each with the lines that lead to it. One without its parent stands first."""
+    """The prefixes in depth-first order, each with the lines that lead to it. One without its parent stands first; a
+    first one is marked with its space where there are several.
+    """
     known = {prefix["id"] for prefix in prefixes}
+    several = len({prefix["space"] for prefix in prefixes}) > 1
+    kept: set[str | None] = set()
+    for prefix in reversed(prefixes):
+        if prefix["pinned_seconds"] is not None or prefix["id"] in kept:
+            kept.add(prefix["parent"])
     children: dict[str | None, list[dict[str, Any]]] = {}
     for prefix in prefixes:
         children.setdefault(prefix["parent"] if prefix["parent"] in known else None, []).append(prefix)
-    todo = [("", "", prefix) for prefix in reversed(children.pop(None, []))]
+    first = sorted(children.pop(None, []), key=lambda prefix: str(prefix["space"]))
+    todo = [(f"[{prefix['space'][:4]}] " if several else "", "", prefix) for prefix in reversed(first)]
     while todo:
         guide, indent, prefix = todo.pop()
-        yield guide, prefix
+        yield guide, prefix | {"leads_to_pin": prefix["id"] in kept}
         below = children.pop(prefix["id"], [])
         todo += [
             (indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "), child)
@@ -156,14 +176,18 @@ def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]
 def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
     start, tokens, pinned = prefix["start"], prefix["tokens"], prefix["pinned_seconds"]
     return (
-        _plain(prefix["text"]),
+        "(several keys share: no text)" if prefix["text"] is None else _plain(prefix["text"]),
         f"{start:,}-{start + tokens:,}",
         f"{prefix['sharers']:,}",
         f"{prefix['hits']:,}",
         f"{prefix['hit_rate']:.0%}",
         format_bytes(prefix["bytes"]),
         "now" if prefix["sharers"] else f"{_duration(prefix['idle_seconds'])} ago",
-        "" if pinned is None else "forever" if pinned == "forever" else f"{_duration(pinned)} more",
+        ("below" if prefix["leads_to_pin"] else "")
+        if pinned is None
+        else "forever"
+        if pinned == "forever"
+        else f"{_duration(pinned)} more",
     )
 
 

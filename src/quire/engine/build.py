@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
 from quire.engine.engine import Decode, Engine
 from quire.engine.machine import available_memory, usable_cores
+from quire.engine.pins import read_lines
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
@@ -162,6 +164,8 @@ def slab_bytes(page_bytes: int, memory: int) -> int:
 
 def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None = None) -> Loaded:
     """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
+    if config.cache.pin is not None:
+        read_lines(Path(config.cache.pin))
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
         resolved, fits = resolve(config, checkpoint.shape, checkpoint)
@@ -214,7 +218,8 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
         dtype,
         cos,
         sin,
-        shape.sliding_window,
+        # A window that no request outgrows is none.
+        shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None,
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None

@@ -55,7 +55,7 @@ class Engine:
     namespace    what must be equal, besides a salt, for two requests to share pages
     decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
-    clock        seconds, monotonic; only measures, decides nothing
+    clock        seconds, monotonic; measures, and ends pins and lifetimes
     """
 
     def __init__(
@@ -136,15 +136,10 @@ class Engine:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
         manager = self.scheduler.manager
         namespace = replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
-        if hints.cache_pin and not manager.may_pin(namespace, prompt_ids):
-            raise RequestError(
-                f"cache_pin: {len(prompt_ids)} tokens more would pin over {PINNED_SHARE:.0%} of the cache; pin less,"
-                " end a pin (cache_pin 0), or raise cache.memory",
-                "cache_pin",
-            )
+        request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
         if hints.cache_pin == 0:
             manager.unpin(namespace, prompt_ids)
-        request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
+            request.num_pinned_tokens = 0
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         room = self.max_context - len(prompt_ids)
@@ -211,6 +206,16 @@ class Engine:
             "cache": scheduler.manager.stats(),
         }
 
+    def protect(self, prompt_ids: list[int], salt: str = "") -> None:
+        """Makes the pin of a prompt, which it has, one that nothing ends; requests may from then on be as long as the
+        rest of the cache.
+        """
+        manager = self.scheduler.manager
+        assert manager.tree is not None
+        manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
+        left = (manager.table.capacity - manager.tree.num_protected) * PAGE_TOKENS
+        self.max_context = min(self.max_context, left)
+
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
         """What the prefix tree holds of the salts that are visible, parents first."""
         manager = self.scheduler.manager
@@ -224,7 +229,7 @@ class Engine:
         """Whether time alone may change what is cached: then an idle engine is stepped now and again."""
         manager = self.scheduler.manager
         tree = manager.tree
-        return tree is not None and ((manager.lifetime is not None and tree.num_chunks > 0) or tree.num_pinned > 0)
+        return tree is not None and ((manager.lifetime is not None and tree.num_chunks > 0) or tree.has_ending_pins)
 
     @property
     def holds_nothing(self) -> bool:
@@ -364,4 +369,5 @@ class Engine:
             outputs,
             finished,
             request.sequences[0].num_cached_tokens,
+            request.num_pinned_tokens,
         )

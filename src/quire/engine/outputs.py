@@ -55,3 +55,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were already in the cache."""
+    num_pinned_tokens: int | None = None
+    """Prompt tokens that are kept from now on, 0 where there was no room or a pin was ended; None without cache_pin."""

@@ -161,7 +161,10 @@ class CacheHints:
         elif isinstance(self.cache_pin, Real) and math.isinf(self.cache_pin) and self.cache_pin > 0:
             seconds = math.inf
         else:
-            seconds = _number("cache_pin", self.cache_pin, 0, MAX_PIN_SECONDS)
+            wanted = f"true, false or a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}"
+            if not isinstance(self.cache_pin, Real) or not 0 <= self.cache_pin <= MAX_PIN_SECONDS:
+                raise _wrong("cache_pin", self.cache_pin, wanted)
+            seconds = float(self.cache_pin)
         object.__setattr__(self, "cache_pin", seconds)
 
 

@@ -1,74 +1,131 @@
 """Prefixes that are computed at start and kept: the file of cache.pin, a JSON object a line.
 
 {"prompt": "You are a helpful ..."} or {"messages": [{"role": "system", "content": "..."}]}; a conversation is rendered
-without the marker of the next answer, as the beginning of a longer one.
+without the marker of the next answer, as the beginning of a longer one. Empty lines and lines that begin with # do not
+count.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quire.cache.manager import PINNED_SHARE
 from quire.cache.page import PAGE_TOKENS
+from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, RequestError
+from quire.options import format_bytes
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+log = logging.getLogger("quire")
 
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 """What is generated after a prefix that is only to be computed."""
 
-
-def pinned(ids: list[int], salt: str = "") -> dict[str, Any]:
-    """A prompt that is kept for good."""
-    return {"prompt_token_ids": ids, "cache_pin": True, "cache_salt": salt}
+ROLES = ("system", "developer", "user", "assistant")
 
 
-def read_pins(file: Path, tokenizer: Any) -> list[list[int]]:
-    """The token ids of every prefix. Raises ConfigError, naming the line, for one that is no
-    prefix or shorter than a chunk.
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix of the file, and the line it stands in."""
+
+    line: int
+    ids: list[int]
+
+    def prompt(self, salt: str = "") -> dict[str, Any]:
+        """The request that computes and keeps it."""
+        return {"prompt_token_ids": self.ids, "cache_pin": True, "cache_salt": salt}
+
+
+def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line, what it holds) of every prefix, not tokenized yet: what can be wrong with a file is known before a model
+    is loaded. Raises ConfigError, naming the line.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prefixes of cache.pin: {error}") from error
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read cache.pin: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read cache.pin {file}: it is not UTF-8 ({error})") from error
     found = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        where = f"line {number} of {file} (cache.pin)"
         try:
-            ids = _token_ids(json.loads(line), tokenizer)
-        except ValueError as error:  # the tokenizer's own refusals are ValueErrors too
-            raise ConfigError(f"{where}: {error}") from error
-        if len(ids) < PAGE_TOKENS:
-            raise ConfigError(f"{where}: {len(ids)} tokens; what is kept are whole chunks of {PAGE_TOKENS}")
-        found.append(ids)
+            found.append((number, _checked(json.loads(line))))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"cache.pin {file}, line {number}: not JSON: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"cache.pin {file}, line {number}: {error}") from error
     if not found:
-        raise ConfigError(f"{file} (cache.pin) holds no prefix")
+        raise ConfigError(f"cache.pin {file} holds no prefix")
     return found
 
 
-def _token_ids(given: Any, tokenizer: Any) -> list[int]:
+def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
+    """The prefixes of the file. Raises ConfigError, naming the line, for one that is none, that the chat template
+    refuses, or that is shorter than a chunk.
+    """
+    pins = []
+    for number, given in read_lines(file):
+        try:
+            if "prompt" in given:
+                ids = tokenizer.encode(given["prompt"])
+            else:
+                ids = tokenizer.encode(tokenizer.chat(given["messages"], False), add_special=False)
+        except RequestError as error:
+            raise ConfigError(f"cache.pin {file}, line {number}: {error}") from error
+        if len(ids) < PAGE_TOKENS:
+            raise ConfigError(
+                f"cache.pin {file}, line {number}: {len(ids)} tokens; what is kept are whole chunks of {PAGE_TOKENS}"
+            )
+        pins.append(Pin(number, ids))
+    return pins
+
+
+def _checked(given: Any) -> dict[str, Any]:
+    """What a line holds, roles as chat templates know them; ValueError says what is wrong."""
     match given:
-        case {"prompt": str(text), **rest} if not rest:
-            ids: list[int] = tokenizer.encode(text)
-        case {"messages": [*messages], **rest} if not rest and all(_is_message(each) for each in messages):
-            ids = tokenizer.encode(tokenizer.chat(messages, False), add_special=False)
-        case _:
-            raise ValueError('it must be {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}')
-    return ids
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+        case {"prompt": str(), **rest} if not rest:
+            return {"prompt": given["prompt"]}
+        case {"messages": [_, *_] as messages, **rest} if not rest:
+            for message in messages:
+                if not isinstance(message, dict) or message.get("role") not in ROLES:
+                    raise ValueError(f"a message has a role, one of {', '.join(ROLES)}")
+                if not isinstance(message.get("content"), str):
+                    raise ValueError("the content of a message must be a string")
+            renamed = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+            return {"messages": renamed}
+    raise ValueError('it must be {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}')
 
 
 @contextmanager
-def pin_errors(file: str) -> Iterator[None]:
-    """Turns the refusal of a prefix into one that names the file."""
+def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
+    """Turns the refusal of a prefix into one that names its line, and how many copies of it there are to be."""
     try:
         yield
     except RequestError as error:
-        raise ConfigError(f"cache.pin {file}: {error}") from error
+        each = f" (one copy for each of {copies} API keys)" if copies > 1 else ""
+        raise ConfigError(f"cache.pin {file}, line {line}: {error}{each}") from error
+
+
+def check_pinned(output: RequestOutput) -> None:
+    """Raises RequestError if the prompt of a request that asked for it is not kept."""
+    if not output.num_pinned_tokens:
+        raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
+
+
+def log_pins(engine: Engine, file: Path, copies: int = 1) -> None:
+    """Says what is kept."""
+    each = f", one copy for each of {copies} API keys" if copies > 1 else ""
+    num_bytes = engine.stats()["cache"]["bytes_pinned"]
+    log.info("pinned the prefixes of %s%s: %s; requests of %d tokens fit beside them", file, each,
+             format_bytes(num_bytes), engine.max_context)  # fmt: skip

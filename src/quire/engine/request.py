@@ -52,6 +52,12 @@ class Sequence:
     high_water: int = 0
 
     @property
+    def name(self) -> str:
+        """What logs call it: the request's id, and which of its answers it is where there are several."""
+        several = self.request.params.n > 1
+        return f"{self.request.request_id}/{self.index}" if several else self.request.request_id
+
+    @property
     def num_computed(self) -> int:
         """Tokens whose keys and values are stored."""
         return self.path.num_tokens
@@ -90,6 +96,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     first_token_at: float | None = None
+    num_pinned_tokens: int | None = None
 
     @property
     def finished(self) -> bool:

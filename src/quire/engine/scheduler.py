@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from quire.cache.manager import CacheManager
+from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.page import PAGE_TOKENS
 from quire.engine.request import Sequence, State
 from quire.errors import ConfigError, QueueFullError
@@ -141,7 +141,7 @@ class Scheduler:
             if log.isEnabledFor(logging.DEBUG):
                 log.debug(
                     "request %s: %d of %d tokens found in the cache: %s",
-                    sequence.request.request_id,
+                    sequence.name,
                     admission.cached_tokens,
                     len(sequence.token_ids),
                     self.manager.explain(sequence),
@@ -243,7 +243,7 @@ class Scheduler:
         found = self.manager.match_again(sequence)
         self._count_found(sequence, found)
         if found:
-            log.debug("request %s: %d tokens more, just computed for others", sequence.request.request_id, found)
+            log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
             return True
@@ -282,8 +282,20 @@ class Scheduler:
         """Keeps the prompt of a sequence that asked for it, now that it is computed."""
         request = sequence.request
         seconds = request.hints.cache_pin
-        if seconds and not self.manager.pin(sequence, len(request.prompt_ids), seconds):
-            log.warning("request %s: its prompt is not pinned: other pins were quicker", request.request_id)
+        if not seconds or request.num_pinned_tokens is not None:
+            return
+        num_tokens = len(request.prompt_ids)
+        if self.manager.pin(sequence, num_tokens, seconds):
+            request.num_pinned_tokens = num_tokens // PAGE_TOKENS * PAGE_TOKENS
+        else:
+            request.num_pinned_tokens = 0
+            log.warning(
+                "request %s: its prompt of %d tokens is not pinned: with the pins that are there, over %.0f %% of the"
+                " cache would be",
+                request.request_id,
+                num_tokens,
+                100 * PINNED_SHARE,
+            )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""

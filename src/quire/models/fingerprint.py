@@ -21,7 +21,9 @@ def fingerprint(path: Path) -> str:
     the samples do not show.
     """
     digest = hashlib.blake2b(digest_size=16)
-    files = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file())
     for each in files:
         size = each.stat().st_size
         # The name matters in a folder, where it says which shard it is.

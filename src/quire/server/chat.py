@@ -69,7 +69,8 @@ class Chat:
         choices = [Choice() for _ in range(self.job.params.n)]
         async with aclosing(self.service.run([self.job], self.head["id"])) as items:
             async for _, item in items:
-                self.usage.cached_tokens = item.num_cached_tokens or 0
+                if not self.usage.completion_tokens:
+                    self.usage.saw(item)
                 for output in item.outputs:
                     choice = choices[output.index]
                     choice.text += output.text
@@ -98,7 +99,7 @@ class Chat:
                 news = b""
                 if not opened:
                     opened = True
-                    self.usage.cached_tokens = item.num_cached_tokens or 0
+                    self.usage.saw(item)
                     opening = {"delta": {"role": "assistant", "content": ""}}
                     news = b"".join(chunks.chunk(index, opening, None) for index in range(self.job.params.n))
                 for output in item.outputs:

@@ -155,7 +155,7 @@ class Completion:
         first = job * self.num_choices
         if job not in self.seen:
             self.seen.add(job)
-            self.usage.cached_tokens += item.num_cached_tokens or 0
+            self.usage.saw(item)
             for index in range(first, first + self.num_choices):
                 if self.body.prompt_logprobs is not None:
                     scores = prompt_logprobs(item.prompt_logprobs or [], self.names)

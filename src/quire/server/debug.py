@@ -1,7 +1,7 @@
 """GET /debug/cache: which of the caller's prefixes the cache holds, for people who ask why a request was slow.
 
-It shows the beginnings of prompts. So nobody sees those of another tenant, and where everybody may ask, nobody sees
-anything.
+It shows the beginnings of prompts. So nobody sees those of another tenant, where several tenants share nobody sees any
+text, and where everybody may ask, nobody sees anything.
 """
 
 from __future__ import annotations
@@ -86,8 +86,10 @@ async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]
         raise ApiError(503, "the engine has no time to answer; try again", code="busy") from None
     # Who uses a prefix uses its parents, so none is older than what follows it: a cut leaves no prefix without them.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
+    # Tenants that share hits have not agreed to read each other's prompts.
+    readable = service.tenants.are_apart or len(service.keys.keys) <= 1
     return {
-        "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer),
+        "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer if readable else None),
         "num_prefixes": len(found),
         "truncated": len(shown) < len(found),
         "scope": "tenant" if service.tenants.are_apart else "all",
@@ -96,14 +98,15 @@ async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]
 
 
 def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> list[dict[str, Any]]:
-    """The prefixes as JSON, each with the beginning of its own text."""
+    """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
     return [
         {
             "id": prefix.id,
+            "space": prefix.space,
             "parent": prefix.parent,
             "start": prefix.start,
             "tokens": prefix.num_tokens,
-            "text": tokenizer.decode(prefix.token_ids[:TEXT_TOKENS], skip_special=False)[:TEXT_CHARS],
+            "text": None if tokenizer is None else _beginning(prefix, tokenizer),
             "sharers": prefix.sharers,
             "hits": prefix.hits,
             "computed": prefix.computed,
@@ -114,6 +117,13 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> list[dict[str, Any
         }
         for prefix in prefixes
     ]
+
+
+def _beginning(prefix: Prefix, tokenizer: Any) -> str:
+    """The first characters of its own text, from where it differs from what else follows its parent."""
+    same = prefix.num_same
+    text: str = tokenizer.decode(prefix.token_ids[same : same + TEXT_TOKENS], skip_special=False)
+    return ("…" * (same > 0) + text)[:TEXT_CHARS]
 
 
 def _pinned(seconds: float | None) -> float | str | None:

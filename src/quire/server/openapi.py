@@ -69,10 +69,11 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "Version": _object(version=_STRING),
     "Prefix": _object(
         id=_STRING,
+        space=_STRING,
         parent=_nullable(_STRING),
         start=_COUNT,
         tokens=_COUNT,
-        text=_STRING,
+        text=_nullable(_STRING),
         sharers=_COUNT,
         hits=_COUNT,
         computed=_COUNT,

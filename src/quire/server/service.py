@@ -63,14 +63,24 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    pinned_tokens: int | None = None
+
+    def saw(self, item: RequestOutput) -> None:
+        """Counts what the first item of a prompt tells of the cache."""
+        self.cached_tokens += item.num_cached_tokens or 0
+        if item.num_pinned_tokens is not None:
+            self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
 
     def as_dict(self) -> dict[str, Any]:
         """The `usage` object of an answer."""
+        details = {"cached_tokens": self.cached_tokens}
+        if self.pinned_tokens is not None:
+            details["pinned_tokens"] = self.pinned_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": details,
         }
 
 

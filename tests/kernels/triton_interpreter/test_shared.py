@@ -60,9 +60,14 @@ def test_a_long_tail_is_split_and_merges_what_is_shared() -> None:
     assert sharing.relative_rms(*outputs) < 2e-6
 
 
-@pytest.mark.parametrize("num_rows, layers", [(2, 2), (16, 1)])
-def test_a_shared_page_is_read_once(num_rows: int, layers: int) -> None:
-    sharing.check_reads(TritonAttention, Shape(dim=64, group=4, layers=layers, dtype=torch.bfloat16), num_rows)
+@pytest.mark.parametrize("num_rows, layers", [(2, 2), (16, 1), (33, 1)])
+def test_a_shared_page_is_read_once_for_a_tile_of_rows(num_rows: int, layers: int) -> None:
+    shape = Shape(dim=64, group=4, layers=layers, dtype=torch.bfloat16)
+    sharing.check_reads(TritonAttention, shape, num_rows, tile=32)
+
+
+def test_a_tile_of_float32_has_fewer_rows() -> None:
+    sharing.check_reads(TritonAttention, Shape(dim=64, group=4, layers=1), 6, tile=4)
 
 
 def test_a_window_shares_nothing() -> None:

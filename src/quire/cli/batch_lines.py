@@ -1,0 +1,101 @@
+"""The input of `quire generate`: a prompt a line, as JSON, with parameters of its own where it wants them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire.cli import shared
+from quire.engine.params import CacheHints, SamplingParams
+from quire.errors import ConfigError
+
+PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+_HINTS = frozenset(field.name for field in fields(CacheHints))
+_PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"detokenize"}
+_SHOWN_PROBLEMS = 10
+_SHOWN_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the input. prompt has one of `PROMPT_KEYS`, and what the line asks of the cache."""
+
+    line_id: str | int
+    prompt: dict[str, Any]
+    params: SamplingParams
+
+
+def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
+    """The lines of the input. Raises ConfigError that shows what is wrong with the first ten of its bad lines."""
+    label = "stdin" if name == "-" else name
+    try:
+        if name == "-":
+            content = shared.read_stdin()
+        else:
+            with open(name, "rb") as file:
+                content = file.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read {label}: {error.strerror or error}") from error
+    lines: list[Line] = []
+    known: dict[str | int, int] = {}
+    problems: list[str] = []
+    for number, raw in enumerate(content.split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            line = _read_line(raw, number, sampling)
+            if line.line_id in known:
+                raise ValueError(f"its id {line.line_id!r} is that of line {known[line.line_id]}")
+            known[line.line_id] = number
+            lines.append(line)
+        except (ValueError, RecursionError) as error:
+            what = str(error)
+            what = what if len(what) <= _SHOWN_CHARS else what[: _SHOWN_CHARS - 1] + "…"
+            problems.append(f"{label}:{number}: {what}")
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        shown = problems[:_SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was generated"
+        raise ConfigError("\n".join([message, *shown]))
+    return lines
+
+
+def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
+    """Raises ValueError (RequestError is one) for a line that is not what it should be."""
+    try:
+        values = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, at character {error.colno}") from error
+    if not isinstance(values, dict):
+        raise ValueError("a line must be a JSON object")
+    line_id = values.pop("id", number)
+    if isinstance(line_id, bool) or not isinstance(line_id, str | int):
+        raise ValueError("'id' must be a string or an integer")
+    kinds = [key for key in PROMPT_KEYS if key in values]
+    if len(kinds) != 1:
+        raise ValueError(f"a line must hold one of {', '.join(PROMPT_KEYS)}")
+    kind = kinds[0]
+    prompt = values.pop(kind)
+    hints = {key: values.pop(key) for key in _HINTS & values.keys()}
+    unknown = sorted(values.keys() - _PARAMETERS)
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}")
+    if isinstance(values.get("logit_bias"), dict):
+        try:
+            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+        except ValueError:
+            raise ValueError("the keys of 'logit_bias' must be token ids") from None
+    if not isinstance(prompt, str if kind == "prompt" else list):
+        raise ValueError(f"'{kind}' must be a {'string' if kind == 'prompt' else 'list'}")
+    if kind == "messages" and not all(isinstance(each, dict) and "role" in each for each in prompt):
+        raise ValueError("'messages' must be a list of objects with role and content")
+    if kind == "prompt_token_ids" and not all(type(each) is int for each in prompt):
+        raise ValueError("'prompt_token_ids' must be a list of integers")
+    CacheHints(**hints)  # refuses what is no hint
+    return Line(line_id, {kind: prompt, **hints}, SamplingParams(**(sampling | values)))
