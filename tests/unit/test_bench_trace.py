@@ -175,8 +175,8 @@ def test_a_single_chunk_that_is_not_found_ends_with_status_one(
 
     extend = PrefixTree.extend
 
-    def forgetful(self: PrefixTree, namespace: Any, path: Any, tokens: Any) -> int:
-        return extend(self, namespace, path, tokens[:128] if len(tokens) == 192 else tokens)
+    def forgetful(self: PrefixTree, namespace: Any, path: Any, tokens: Any, **more: Any) -> int:
+        return extend(self, namespace, path, tokens[:128] if len(tokens) == 192 else tokens, **more)
 
     monkeypatch.setattr(PrefixTree, "extend", forgetful)
     status, row = bench(folder, write(tmp_path / "trace", FORKS))

@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 35.0
 MAX_ANSWER_BYTES = 256 * 2**20
 COLUMNS = ("prefix", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
 PIPED_WIDTH = 160
-MIN_TEXT_WIDTH = 16
+MIN_TEXT_WIDTH = 12
 
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
 
