@@ -424,7 +424,7 @@ class Churn(RuleBasedStateMachine):
     The model is two dictionaries: what every page was written with, and which prefixes the tree must find.
     """
 
-    operations = 0
+    operations = tokens = 0
     live: Bundle[Holder] = Bundle("live")
 
     @initialize(chunks=st.integers(4, 24), lifetime=st.sampled_from([None, 20.0]))
@@ -485,6 +485,7 @@ class Churn(RuleBasedStateMachine):
             return
         for _ in range(count):
             self.count()
+            type(self).tokens += 1
             holder.token_ids.append(letter)
             if not self.manager.extend(holder, len(holder.token_ids)):
                 holder.token_ids.pop()
@@ -594,7 +595,7 @@ class Churn(RuleBasedStateMachine):
 
 
 def test_a_hundred_thousand_operations_lose_nothing() -> None:
-    Churn.operations = 0
+    Churn.operations = Churn.tokens = 0
     run_state_machine_as_test(
         Churn,
         settings=settings(
@@ -604,5 +605,5 @@ def test_a_hundred_thousand_operations_lose_nothing() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(f"{Churn.operations} operations")
+    print(f"{Churn.operations} operations, {Churn.tokens} of them single tokens appended")
     assert Churn.operations >= 100_000
