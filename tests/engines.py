@@ -56,7 +56,10 @@ def make_engine(
 def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
     """Steps until nothing is left; proves after every step that nothing is lost."""
     collected = {} if collected is None else collected
+    steps = 0
     while engine.has_work:
+        steps += 1
+        assert steps < 20_000, "the engine works and nothing ends"
         for delta in engine.step():
             gather(collected, delta)
         engine.check()

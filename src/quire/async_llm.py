@@ -21,7 +21,7 @@ from quire.engine.build import Loaded, load_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_pinned, log_pins, pin_errors, read_pins
+from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import Face, Prompt, ReadPrompt, read_prompt
 
@@ -204,8 +204,8 @@ class AsyncLLM(Face):
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Computes and keeps the prefixes of cache.pin, once for each salt. Raises ConfigError for a file that is
-        wrong or asks for too much.
+        """Computes and keeps the prefixes of cache.pin, once for each salt; before any request. Raises ConfigError for
+        a file that is wrong or asks for too much, QuireError if there are requests.
         """
         file = self._config.cache.pin
         if file is None:
@@ -214,8 +214,9 @@ class AsyncLLM(Face):
         each = list(itertools.product(await asyncio.to_thread(read_pins, path, self.tokenizer), salts))
         for pin, salt in each:
             with pin_errors(path, pin.line, len(salts)):
-                async for output in self.generate(pin.prompt(salt), PIN_PARAMS):
-                    check_pinned(output)
+                check_room(await self._ask(partial(Engine.may_pin, prompt_ids=pin.ids, salt=salt)))
+                async for _ in self.generate(pin.prompt(salt), PIN_PARAMS):
+                    pass
         for pin, salt in each:
             await self._ask(partial(Engine.protect, prompt_ids=pin.ids, salt=salt))
         log_pins(self._parts.engine, path, len(salts))

@@ -22,7 +22,7 @@ from quire.config import EngineConfig
 from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.pins import PIN_PARAMS, check_pinned, log_pins, pin_errors, read_pins
+from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.engine.request import NO_HINTS
 from quire.errors import QuireError, RequestError
 
@@ -141,8 +141,8 @@ class LLM(Face):
             pins = read_pins(file, self.tokenizer)
             for pin in pins:
                 with pin_errors(file, pin.line):
-                    (output,) = self._run([pin.prompt()], [PIN_PARAMS], False)
-                    check_pinned(output)
+                    check_room(self._parts.engine.may_pin(pin.ids))
+                    self._run([pin.prompt()], [PIN_PARAMS], False)
             for pin in pins:
                 self._parts.engine.protect(pin.ids)
             log_pins(self._parts.engine, file)

@@ -168,6 +168,11 @@ def test_random_forks_match_what_was_counted(folder: str, tmp_path: Path, seed_:
     assert row["matched_tokens"] == row["expected_tokens"] > 0
 
 
+def test_a_lifetime_is_no_error_of_the_engine(folder: str, tmp_path: Path) -> None:
+    status, row = bench(folder, write(tmp_path / "trace", FORKS), "--cache.lifetime", "0")
+    assert status == 0 and not row["is_exact"] and row["matched_tokens"] < row["expected_tokens"]
+
+
 def test_a_single_chunk_that_is_not_found_ends_with_status_one(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

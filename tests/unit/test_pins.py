@@ -11,7 +11,7 @@ import pytest
 from quire import LLM
 from quire.engine.params import SamplingParams
 from quire.engine.pins import read_pins
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.models.chat import ChatTemplate
 from quire.models.fingerprint import HEAD_BYTES, fingerprint
 from quire.models.tokenizer import Tokenizer
@@ -33,8 +33,8 @@ def test_prefixes_are_texts_or_conversations(tmp_path: Path, tokenizer: Tokenize
     file.write_text(f"# what is kept\n{json.dumps({'prompt': LONG})}\n\n{json.dumps({'messages': system})}\n")
     text, chat = read_pins(file, tokenizer)
     assert (text.line, chat.line) == (2, 4)
-    assert text.ids == tokenizer.encode(LONG)
-    assert chat.ids == tokenizer.encode(LONG + "\n", add_special=False)
+    assert text.ids == tokenizer.encode(LONG)[:128]
+    assert chat.ids == tokenizer.encode(LONG + "\n", add_special=False)[:128]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,26 @@ def test_pinned_prefixes_are_there_for_the_first_request(tmp_path: Path) -> None
         make_llm(tmp_path / "no model", tmp_path / "no file")
     with pytest.raises(ConfigError, match="cache.share is false"):
         make_llm(folder, file, **{"cache.share": False})
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_prefixes_that_fill_their_half_leave_no_room_for_another(tmp_path: Path, count: int) -> None:
+    """Neither does the next one drive out those before it."""
+    folder, file = save_tiny(tmp_path / "model"), tmp_path / "pins.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{number}" * 270}) for number in range(count)))
+    with pytest.raises(ConfigError, match="line 2: it would pin over 50% of the cache"):
+        make_llm(folder, file, **{"cache.memory": 8 * 24576})
+
+
+def test_a_prefix_is_protected_before_there_are_requests(tmp_path: Path) -> None:
+    with LLM(str(save_tiny(tmp_path)), {"model.dtype": "float32", "cache.memory": "1MiB"}) as llm:
+        llm.generate({"prompt": LONG, "cache_pin": True}, SamplingParams(max_tokens=1))
+        ids = llm.tokenizer.encode(LONG)[:128]
+        llm.engine.add("running", None, [1, 2, 3], SamplingParams(max_tokens=2))
+        with pytest.raises(QuireError, match="before there are requests"):
+            llm.engine.protect(ids)
+        llm.engine.abort("running")
+        llm.engine.protect(ids)
 
 
 def test_a_prompt_in_a_dict_may_have_hints(tmp_path: Path) -> None:

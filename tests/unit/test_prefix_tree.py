@@ -290,6 +290,49 @@ def test_to_end_a_pin_is_a_use() -> None:
     assert admission is not None and admission.cached_tokens == 64
 
 
+def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
+    """What it kept is the youngest by now, in the order of eviction and of lifetimes alike."""
+    manager = make_manager(12)
+    tree = manager.tree
+    assert tree is not None
+    pinned, old = Holder([*chunk(1), *chunk(2), 3]), Holder([*chunk(4), 3])
+    for now, holder in ((0.0, pinned), (5.0, old)):
+        manager.tick(now)
+        assert run_prompt(manager, holder)
+        if holder is pinned:
+            assert manager.pin(holder, 128, float("inf"))
+        manager.release(holder)
+    manager.tick(14.0)
+    assert manager.unpin("model", pinned.token_ids) == 1
+    manager.check()
+    manager.lifetime = 10.0
+    manager.tick(15.0)
+    assert [segment.tokens[0] for _, segment in tree.segments()] == [1], "the older one is gone"
+    assert tree.num_evicted == 0, "of lack of memory nothing was dropped"
+    manager.lifetime = None
+    assert run_prompt(manager, old)
+    manager.release(old)
+    manager.table.give(tree.evict(2))
+    assert [segment.tokens[0] for _, segment in tree.segments()] == [4] and tree.num_evicted == 2
+
+
+def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(4)
+    looks: list[object] = []
+    fits = manager._fits
+    monkeypatch.setattr(manager, "_fits", lambda holder: (looks.append(holder), fits(holder))[1])
+    running, waiting = Holder(chunk(1) + chunk(2)), Holder(chunk(3) * 3)
+    assert run_prompt(manager, running)
+    for _ in range(5):
+        assert manager.admit(waiting) is None
+    assert looks == [running, waiting]
+    running.token_ids.append(1)
+    assert manager.extend(running, 129)
+    assert manager.admit(waiting) is None and len(looks) == 3, "there is less room than before"
+    manager.release(running)
+    assert manager.admit(waiting) is not None
+
+
 def test_what_a_sequence_finds_again_after_a_preemption_is_no_hit() -> None:
     manager = make_manager(6)
     holder = Holder(chunk(1) + chunk(2) + [3])

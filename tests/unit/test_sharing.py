@@ -15,7 +15,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS
-from quire.errors import RequestError
+from quire.errors import QueueFullError, RequestError
 from quire.llm import gather
 from tests import engines
 from tests.engines import GREEDY, drain, generate
@@ -359,6 +359,41 @@ def test_pins_end_and_prefixes_expire_by_the_engine_s_clock() -> None:
         engine.step()
         assert len(engine.prefixes()) == left, f"after {passed} s"
     assert not engine.forgets
+
+
+def test_an_idle_engine_finds_what_the_request_s_own_end_of_a_pin_had_kept() -> None:
+    engine = make_engine(**{"cache.lifetime": 10.0})
+    now = [0.0]
+    engine.clock = lambda: now[0]
+    cached_tokens(engine, ids(130, 33), CacheHints(cache_pin=True))
+    assert engine.forgets, "a lifetime is counted even while all is pinned"
+    now[0] = 100.0
+    assert cached_tokens(engine, ids(130, 33), CacheHints(cache_pin=False)) == 128
+
+
+def test_an_engine_with_nothing_but_endless_pins_need_not_look_at_the_clock() -> None:
+    engine = make_engine()
+    cached_tokens(engine, ids(130, 34), CacheHints(cache_pin=True))
+    assert not engine.forgets
+    cached_tokens(engine, ids(70, 35), CacheHints(cache_pin=5))
+    assert engine.forgets
+
+
+def test_a_request_that_cannot_wait_ends_no_pin() -> None:
+    engine = make_engine(**{"scheduler.max_queue": 1})
+    cached_tokens(engine, ids(130, 36), CacheHints(cache_pin=True))
+    engine.add("waits", None, ids(5, 37), GREEDY)
+    with pytest.raises(QueueFullError):
+        engine.add("refused", None, ids(130, 36), GREEDY, CacheHints(cache_pin=False))
+    assert engine.stats()["cache"]["bytes_pinned"] > 0
+    drain(engine)
+
+
+@pytest.mark.parametrize("window", [None, 4, 512, 600])
+def test_a_window_that_no_request_outgrows_is_none(window: int | None) -> None:
+    engine = make_engine(tiny_shape("mistral", sliding_window=window))
+    assert engine.max_context == 512
+    assert engine.attention.spec.window == (4 if window == 4 else None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,16 @@ def prefixes(
     """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
     ids: dict[Segment, str] = {}
+    spaces: dict[Hashable, str] = {}
     same: dict[Segment, dict[Segment, int]] = {}
     for namespace, segment in tree.segments():
         if not visible(namespace):
             continue
         parent = None if segment.parent is None else ids.get(segment.parent)
         # Each id hashes its parent's: a chain, as deep as the tree.
-        space = _digest(repr(namespace).encode())
+        if namespace not in spaces:
+            spaces[namespace] = _digest(repr(namespace).encode())
+        space = spaces[namespace]
         ids[segment] = _digest((parent or space).encode() + segment.tokens.tobytes())
         assert segment.parent is not None
         if segment.parent not in same:
@@ -124,7 +127,8 @@ def explain(tree: PrefixTree, namespace: Hashable, tokens: Sequence[int]) -> str
 
 def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
     """Of each segment the leading tokens that its first chunk has in common with the nearest other."""
-    ordered = sorted(siblings, key=lambda segment: segment.tokens[:PAGE_TOKENS].tolist())
+    # Neighbours in any order of tokens are most alike, and bytes are compared fastest.
+    ordered = sorted(siblings, key=lambda segment: segment.key)
     found = dict.fromkeys(ordered, 0)
     for left, right in itertools.pairwise(ordered):
         same = _same_tokens(left.tokens[:PAGE_TOKENS], right.tokens[:PAGE_TOKENS])

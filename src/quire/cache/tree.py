@@ -173,12 +173,15 @@ class PrefixTree:
         """Ends the pins of a prompt and of all that it begins with, but for protected ones; returns how many. What
         they kept counts as used now.
         """
-        held = [segment for segment, count in self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS) if count]
-        ended = [each for each in held if self._pinned.get(each) is False and each.end <= len(tokens)]
-        for segment in ended:
-            for each in held:
-                each.used_at = self.now
-            self._unpin(segment)
+        found = self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS)
+        held = [segment for segment, count in found if count == len(segment.chunks)]
+        ended = [each for each in held if self._pinned.get(each) is False]
+        if ended:
+            self._clock += 1
+            for each in held[: held.index(ended[-1]) + 1]:
+                each.last_use, each.used_at = self._clock, self.now
+        for each in ended:
+            self._unpin(each)
         return len(ended)
 
     def unpin_oldest(self) -> Segment | None:

@@ -82,7 +82,7 @@ def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
         raise ValueError(f"a line must hold one of {', '.join(PROMPT_KEYS)}")
     kind = kinds[0]
     prompt = values.pop(kind)
-    hints = {key: values.pop(key) for key in _HINTS & values.keys()}
+    hints = {key: hint for key in _HINTS & values.keys() if (hint := values.pop(key)) is not None}
     unknown = sorted(values.keys() - _PARAMETERS)
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}")

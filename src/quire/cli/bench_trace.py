@@ -217,19 +217,20 @@ class Trace:
         evicted = stats["cache"]["bytes_evicted"]
         is_sequential = self._args.speed is None and self._args.concurrency == 1
         # The engine's word that it evicted something counts only where it had a reason to.
-        keeps_all = self._holds_all and config.lifetime is None and config.pin is None
+        keeps_all = self._holds_all and config.pin is None
         return {
             "trace": str(self._args.trace),
             "block_tokens": self._args.block_tokens,
             "concurrency": self._args.concurrency if self._args.speed is None else None,
             "speed": self._args.speed,
+            "lifetime": config.lifetime,
             "requests": len(work),
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
             "matched_tokens": matched,
             "expected_tokens": sum(self._expected),
             "differing_requests": sum(sent.matched != sent.expected for sent in work),
-            "is_exact": is_sequential and (keeps_all or not evicted),
+            "is_exact": is_sequential and config.lifetime is None and (keeps_all or not evicted),
             "hit_rate": matched / prompt_tokens,
             "computed_tokens": stats["prefill_tokens_computed"] - before["prefill_tokens_computed"],
             "seconds": seconds,
@@ -248,7 +249,7 @@ class Trace:
     def _table(self, row: dict[str, Any]) -> list[tuple[str, str, str]]:
         if row["is_exact"]:
             note = "must be what matched, in every request"
-        elif row["evicted_bytes"]:
+        elif row["evicted_bytes"] or row["lifetime"] is not None:
             note = "may be other than what matched: something was dropped"
         else:
             note = "may be more: some was still being computed"

@@ -23,7 +23,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed
 from quire.engine.scheduler import Batch, Scheduler
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError
 from quire.models.plan import Model
 from quire.tiers.mover import Mover
 
@@ -137,9 +137,6 @@ class Engine:
         manager = self.scheduler.manager
         namespace = replace(self.namespace, salt=hints.cache_salt) if hints.cache_salt else self.namespace
         request = Request(request_id, prompt, prompt_ids, params, self.clock(), hints)
-        if hints.cache_pin == 0:
-            manager.unpin(namespace, prompt_ids)
-            request.num_pinned_tokens = 0
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         room = self.max_context - len(prompt_ids)
@@ -154,6 +151,10 @@ class Engine:
             request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens, namespace))
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
+        if hints.cache_pin == 0:
+            manager.tick(request.arrival)  # what it kept counts as used now, not when the last step was
+            manager.unpin(namespace, prompt_ids)
+            request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
         return request
@@ -206,12 +207,18 @@ class Engine:
             "cache": scheduler.manager.stats(),
         }
 
+    def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
+        """Whether pins have room for a prompt."""
+        return self.scheduler.manager.may_pin(replace(self.namespace, salt=salt), prompt_ids)
+
     def protect(self, prompt_ids: list[int], salt: str = "") -> None:
         """Makes the pin of a prompt, which it has, one that nothing ends; requests may from then on be as long as the
-        rest of the cache.
+        rest of the cache. Raises QuireError while there are requests: they were promised more.
         """
         manager = self.scheduler.manager
         assert manager.tree is not None
+        if self._requests:
+            raise QuireError("prefixes are protected before there are requests")
         manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
         left = (manager.table.capacity - manager.tree.num_protected) * PAGE_TOKENS
         self.max_context = min(self.max_context, left)

@@ -56,4 +56,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were already in the cache."""
     num_pinned_tokens: int | None = None
-    """Prompt tokens that are kept from now on, 0 where there was no room or a pin was ended; None without cache_pin."""
+    """Prompt tokens that its own pin keeps, 0 where there was no room or it ended pins; None without cache_pin."""

@@ -148,8 +148,8 @@ class CacheHints:
     cache_salt: str = ""
     """Only requests with an equal salt share a prefix; up to 256 characters."""
     cache_pin: float | None = None
-    """Seconds for which the prompt's whole chunks are kept although others want their memory; True: for good, 0 or
-    False: no longer, None: as it is."""
+    """Seconds for which the prompt's whole chunks are kept although others want their memory; True: until it is ended,
+    0 or False: no longer, None: as it is. A pin gives way to a request that would otherwise wait for ever."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:

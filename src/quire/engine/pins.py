@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.page import PAGE_TOKENS
-from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.options import format_bytes
@@ -71,8 +70,8 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
-    """The prefixes of the file. Raises ConfigError, naming the line, for one that is none, that the chat template
-    refuses, or that is shorter than a chunk.
+    """The prefixes of the file, their whole chunks: nothing else is kept. Raises ConfigError, naming the line, for one
+    that is none, that the chat template refuses, or that is shorter than a chunk.
     """
     pins = []
     for number, given in read_lines(file):
@@ -87,7 +86,7 @@ def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
             raise ConfigError(
                 f"cache.pin {file}, line {number}: {len(ids)} tokens; what is kept are whole chunks of {PAGE_TOKENS}"
             )
-        pins.append(Pin(number, ids))
+        pins.append(Pin(number, ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS]))
     return pins
 
 
@@ -117,9 +116,9 @@ def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
         raise ConfigError(f"cache.pin {file}, line {line}: {error}{each}") from error
 
 
-def check_pinned(output: RequestOutput) -> None:
-    """Raises RequestError if the prompt of a request that asked for it is not kept."""
-    if not output.num_pinned_tokens:
+def check_room(is_there: bool) -> None:
+    """Raises RequestError if pins have no room for a prefix."""
+    if not is_there:
         raise RequestError(f"it would pin over {PINNED_SHARE:.0%} of the cache; raise cache.memory", "cache_pin")
 
 

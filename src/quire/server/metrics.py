@@ -147,5 +147,7 @@ class _EngineCollector(Collector):
             cache["bytes_saved"],
         )
         yield CounterMetricFamily(
-            "quire_cache_evicted_bytes", "Bytes of cached prefixes that were dropped.", cache["bytes_evicted"]
+            "quire_cache_evicted_bytes",
+            "Bytes of cached prefixes dropped because their memory was wanted.",
+            cache["bytes_evicted"],
         )
