@@ -175,6 +175,27 @@ def test_a_segment_that_others_read_is_not_lengthened() -> None:
     manager.check()
 
 
+def test_what_others_take_and_seal_leaves_a_path_s_names_as_they_are() -> None:
+    """They are asked for at every step; only its own growth and a division make them new."""
+    manager = make_manager(20)
+    tree = manager.tree
+    assert tree is not None
+    first, second = Holder([*chunk(1), *chunk(2), 3]), Holder([*chunk(7), 3])
+    assert run_prompt(manager, first)
+    names = tree.shared(first.path)
+    assert run_prompt(manager, second)
+    second.token_ids += chunk(7)
+    assert manager.extend(second, 129)
+    manager.commit(second, 129)
+    assert tree.shared(first.path) is names and [count for _, count in tree.shared(second.path)] == [2]
+    assert run_prompt(manager, Holder([*chunk(1), *chunk(5), 3]))
+    assert [count for _, count in tree.shared(first.path)] == [1, 1] and tree.num_divided == 1
+    first.token_ids += chunk(2)
+    assert manager.extend(first, 193)
+    manager.commit(first, 193)
+    assert sum(count for _, count in tree.shared(first.path)) == 3
+
+
 def test_what_is_pinned_stays_until_its_time_is_over() -> None:
     manager = make_manager(6)
     holder = Holder(chunk(1) + chunk(2) + chunk(3, 10))
@@ -612,6 +633,9 @@ class Churn(RuleBasedStateMachine):
     @invariant()
     def sharers_stand_side_by_side(self) -> None:
         """In the order in which the scheduler puts them, the readers of every segment are neighbours."""
+        for holder in self.holders:
+            fresh = tuple((segment.name, len(segment.chunks)) for segment in holder.path.segments)
+            assert self.tree.shared(holder.path) == fresh, "what a path remembers of its segments is out of date"
         rows = sorted(self.holders, key=lambda holder: self.tree.shared(holder.path))
         for _, segment in self.tree.segments():
             reading = [row for row, holder in enumerate(rows) if segment in holder.path.segments]

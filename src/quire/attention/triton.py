@@ -35,8 +35,8 @@ PIECES_PER_PROCESSOR = 2
 """Programs a multiprocessor holds at once: three stages of a bf16 page of head size 128 are 96 of its 227 KiB."""
 
 MIN_SAVED_BYTES = 8 << 20
-"""Bytes that a decode step must not read again, or its rows are read apart: two microseconds of an H200, about what a
-second launch in a graph costs."""
+"""Bytes that a decode step must not read again, or its rows are read apart. A guess, not measured: two microseconds of
+an H200's memory, for a second launch in a graph."""
 
 WRITE_ROWS = 16
 """Rows of a program of `write`."""

@@ -84,8 +84,8 @@ class CacheManager:
         wait.
         """
         tokens = holder.token_ids
-        version = (self.tree.version, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self._live), self._available(), self._promised(), version
+        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
+        state = holder, len(self._live), self._available(), self._promised(), tree
         if state == self._refused:
             return None
         while (need := self._fits(holder)) is None:
@@ -156,7 +156,7 @@ class CacheManager:
         assert self.tree is not None
         count = len(tokens) // PAGE_TOKENS
         pinned = sum(found for segment, found in self.tree.walk(namespace, tokens, count) if segment.pins)
-        return self.tree.num_pinned + count - pinned <= int(self.table.capacity * PINNED_SHARE)
+        return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
         """Moves the clock of lifetimes on: pins end, and what is too old is dropped."""
@@ -269,6 +269,11 @@ class CacheManager:
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
+
+    @property
+    def max_pinned(self) -> int:
+        """Chunks that pins may keep in all."""
+        return int(self.table.capacity * PINNED_SHARE)
 
     @property
     def chunk_bytes(self) -> int:

@@ -156,7 +156,7 @@ class Path:
     num_shared  leading chunks that belong to the tree
     num_tokens  tokens whose keys and values are stored
     num_sealed  leading chunks that are sealed; num_sealed * 64 <= num_tokens
-    shared      what `PrefixTree.shared` found, and at which version of the tree
+    shared      what `PrefixTree.shared` found, after how many divisions and for how many shared chunks
     """
 
     tip: Segment | None = None
@@ -164,7 +164,7 @@ class Path:
     num_tokens: int = 0
     num_sealed: int = 0
     num_chunks: int = 0
-    shared: tuple[int, tuple[tuple[int, int], ...]] = (-1, ())
+    shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
     _chunks: NDArray[np.int32] = field(default_factory=lambda: np.empty(8, np.int32))
 
     @property

@@ -36,7 +36,8 @@ class PrefixTree:
     num_pinned   those that somebody asked to keep, read or not
     num_idle     those that are neither: they can be evicted
     num_evicted  chunks dropped since start because their memory was wanted
-    version      changes whenever a live path's segments do
+    num_uses     how often paths took or left segments: whose last use is longer ago is evicted first
+    num_divided  how often a segment was divided: the one thing that changes the segments of other paths
     """
 
     shape: tuple[int, int]
@@ -46,10 +47,10 @@ class PrefixTree:
     num_pinned: int = 0
     num_idle: int = 0
     num_evicted: int = 0
-    version: int = 0
+    num_uses: int = 0
+    num_divided: int = 0
     _roots: dict[Hashable, Segment] = field(default_factory=dict)
     _pinned: dict[Segment, bool] = field(default_factory=dict)  # in order of their first pin; whether it is protected
-    _clock: int = 0
     _names: int = 0
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
     _pushes: int = 0
@@ -113,11 +114,11 @@ class PrefixTree:
 
     def release(self, path: Path) -> None:
         """The path's sequence is done with it: its locks are undone. What nobody else locks stays, cached."""
-        self._clock += 1
+        self.num_uses += 1
         for segment in path.segments:
             segment.locks -= 1
             assert segment.locks.min() >= 0, "unlocked more often than locked"
-            segment.last_use, segment.used_at = self._clock, self.now
+            segment.last_use, segment.used_at = self.num_uses, self.now
             if not segment.locks.any():
                 self.num_read -= len(segment.chunks)
                 self.num_idle += len(segment.chunks) * segment.is_idle
@@ -150,8 +151,8 @@ class PrefixTree:
         return _together(dropped)
 
     def pin(self, path: Path, num_chunks: int, until: float) -> None:
-        """Keeps the first `num_chunks` chunks of a path, all of them shared, until the clock says so, however much
-        memory others want. A pin that is there already is moved, never shortened.
+        """Keeps the first `num_chunks` chunks of a path, all of them shared, until the clock says so, though others
+        want their memory. A pin that is there already is moved, never shortened.
         """
         assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
         end = num_chunks * PAGE_TOKENS
@@ -177,9 +178,9 @@ class PrefixTree:
         held = [segment for segment, count in found if count == len(segment.chunks)]
         ended = [each for each in held if self._pinned.get(each) is False]
         if ended:
-            self._clock += 1
+            self.num_uses += 1
             for each in held[: held.index(ended[-1]) + 1]:
-                each.last_use, each.used_at = self._clock, self.now
+                each.last_use, each.used_at = self.num_uses, self.now
         for each in ended:
             self._unpin(each)
         return len(ended)
@@ -222,10 +223,10 @@ class PrefixTree:
         """(name, chunks) of the path's segments: paths whose tuples begin alike share as much, and sorted by them
         stand side by side.
         """
-        version, found = path.shared
-        if version != self.version:
+        known, found = path.shared
+        if known != (self.num_divided, path.num_shared):
             found = tuple((segment.name, len(segment.chunks)) for segment in path.segments)
-            path.shared = self.version, found
+            path.shared = (self.num_divided, path.num_shared), found
         return found
 
     def children(self, of: Segment | Hashable) -> list[NDArray[np.int32]]:
@@ -268,9 +269,8 @@ class PrefixTree:
             self.num_read += len(segment.chunks)
             self.num_idle -= len(segment.chunks) * segment.is_idle
         segment.locks += 1
-        self.version += 1
-        self._clock += 1
-        segment.last_use, segment.used_at = self._clock, self.now
+        self.num_uses += 1
+        segment.last_use, segment.used_at = self.num_uses, self.now
 
     def _add(self, at: Segment, path: Path, tokens: NDArray[np.int32], chunks: NDArray[np.int32]) -> Segment:
         """Puts chunks after a segment: at its end where nothing follows and only this path ever had to do with it, else
@@ -282,16 +282,14 @@ class PrefixTree:
         if at is path.tip and not at.children and alone:
             at.tokens = np.concatenate((at.tokens, tokens))
             at.chunks = np.concatenate((at.chunks, chunks))
-            self.version += 1
             return at
-        self._clock += 1
+        self.num_uses += 1
         locks = np.ones(self.shape, np.int32)
-        child = Segment(tokens, chunks, at.end, locks, self._name(), at, last_use=self._clock, used_at=self.now)
+        child = Segment(tokens, chunks, at.end, locks, self._name(), at, last_use=self.num_uses, used_at=self.now)
         at.children[child.key] = child
         return child
 
     def _name(self) -> int:
-        self.version += 1
         self._names += 1
         return self._names
 
@@ -299,6 +297,7 @@ class PrefixTree:
         """Splits a segment after `count` chunks and returns the front. The back is the segment itself, which paths
         that read it go on to hold.
         """
+        self.num_divided += 1
         parent, cut = segment.parent, count * PAGE_TOKENS
         assert parent is not None and 0 < count < len(segment.chunks), f"{count} of {len(segment.chunks)} chunks"
         front = Segment(

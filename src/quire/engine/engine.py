@@ -259,7 +259,7 @@ class Engine:
                 f"cache_pin: the prompt has {num_tokens} tokens; what is kept are whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
-        most = int(manager.table.capacity * PINNED_SHARE)
+        most = manager.max_pinned
         if num_tokens // PAGE_TOKENS > most:
             raise RequestError(
                 f"cache_pin: the prompt has {num_tokens} tokens; at most {most * PAGE_TOKENS}, {PINNED_SHARE:.0%}"
