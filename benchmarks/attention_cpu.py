@@ -12,7 +12,6 @@ interleaved.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import append_record, format_table, median
+from common import append_record, arguments, format_table, median
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import AttentionSpec, RowSlice
@@ -104,11 +103,7 @@ def read(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     runtime.set_num_threads(args.threads)
     rows = []
     for case in CASES:

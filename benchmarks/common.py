@@ -3,6 +3,7 @@
 Knows the standard library only, so that a script runs under any Python that has the thing it measures.
 """
 
+import argparse
 import json
 import math
 import os
@@ -17,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Processor features that decide how fast 16-bit and 8-bit arithmetic runs; named in every record that has them.
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+
+
+def arguments(doc: str | None, rounds: int = 5) -> argparse.ArgumentParser:
+    """The arguments of every script that times Quire on a CPU; `doc` is its help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each thing is timed (default: {rounds})")
+    parser.add_argument("--threads", type=int, default=2, help="threads that compute (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results as JSON lines")
+    return parser
 
 
 def median(values: Iterable[float]) -> float:

@@ -8,7 +8,6 @@ Panels need a CPU with bf16 dot products and are left out on others.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import append_record, format_table, median
+from common import append_record, arguments, format_table, median
 
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
@@ -32,11 +31,7 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024]
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=7).parse_args()
     runtime.set_num_threads(args.threads)
     carver = Carver()
     kinds = {"F.linear": TorchLinear, "oneDNN packed": PackedLinear}

@@ -11,7 +11,6 @@ four lengths on two cores, and 3 GB at 4,096.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import append_record, commit, format_table, hardware, hardware_line, median
+from common import append_record, arguments, commit, format_table, hardware, hardware_line, median
 
 from quire import LLM, SamplingParams
 
@@ -37,11 +36,8 @@ NAMES = {True: "shared", False: "apart"}
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
+    parser = arguments(__doc__)
     parser.add_argument("--lengths", default="512,1024,2048,4096", help="tokens in common")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per length")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot, SVG")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     given = parser.parse_args()

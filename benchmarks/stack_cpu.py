@@ -8,14 +8,13 @@ with bf16 dot products: on others there is no such call.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import append_record, format_table, median
+from common import append_record, arguments, format_table, median
 
 from quire import LLM, SamplingParams
 
@@ -24,11 +23,7 @@ STEPS = 64
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     options = {"model.dtype": "bfloat16", "runtime.threads": args.threads, "cache.memory": "512MiB"}
     llm = LLM("smollm2", options=options)
     engine = llm.engine

@@ -153,7 +153,7 @@ Pin = Annotated[
                 {"type": "null"},
             ],
             "description": "Extension: keep the prompt's whole chunks of 64 tokens in the cache for so many seconds, or"
-            " for good (true), though others want their memory; 0 or false ends that.",
+            " until it is ended (true), though others want their memory; 0 or false ends that.",
         }
     ),
 ]
