@@ -64,23 +64,35 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`; positions are the plan's business here and are not read."""
-        norm, add_norm = self._ops.norm, self._ops.add_norm
-        write, attend = plan.write, plan.attend
-        heads, split, head_dim, eps = self._heads, self._split, self.shape.head_dim, self.shape.norm_eps
-        residual = self._embed(tokens)
-        x = norm(residual, self._first_norm, eps)
+        state = self.begin(tokens, positions)
         address = getattr(plan, "address", None)
         if self._stack is not None and address is not None:
-            return self._stack(x, residual, address)
-        for index, (qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm) in enumerate(self._layers):
-            q, k, v = qkv(x).view(-1, heads, head_dim).split_with_sizes(split, 1)
-            if q_norm is not None and k_norm is not None:
-                q = norm(q, q_norm, eps)
-                k = norm(k, k_norm, eps)
-            write(index, k, v)
-            x = add_norm(o(attend(index, q)), residual, mlp_norm, eps)
-            x = add_norm(down(gate_up(x)), residual, next_norm, eps)
-        return x
+            return self._stack(*state, address)
+        for index in range(self.shape.num_layers):
+            state = self.layer(index, state, plan)
+        return self.finish(state)
+
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The first norm's output and the residual stream, [R, E] each."""
+        residual = self._embed(tokens)
+        return self._ops.norm(residual, self._first_norm, self.shape.norm_eps), residual
+
+    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """One layer: the next norm's output and the residual stream, which is updated in place."""
+        x, residual = state
+        ops, eps = self._ops, self.shape.norm_eps
+        qkv, q_norm, k_norm, o, mlp_norm, gate_up, down, next_norm = self._layers[index]
+        q, k, v = qkv(x).view(-1, self._heads, self.shape.head_dim).split_with_sizes(self._split, 1)
+        if q_norm is not None and k_norm is not None:
+            q = ops.norm(q, q_norm, eps)
+            k = ops.norm(k, k_norm, eps)
+        plan.write(index, k, v)
+        x = ops.add_norm(o(plan.attend(index, q)), residual, mlp_norm, eps)
+        return ops.add_norm(down(gate_up(x)), residual, next_norm, eps), residual
+
+    def finish(self, state: tuple[Tensor, ...]) -> Tensor:
+        """The last norm's output, [R, E]: that of the last layer."""
+        return state[0]
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `plan.Model.head`."""

@@ -76,24 +76,36 @@ class OptDecoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`."""
-        eps, first, activation = self.shape.norm_eps, self.shape.norm_first, self._activation
-        heads, split, head_dim = self._heads, self._split, self.shape.head_dim
+        state = self.begin(tokens, positions)
+        for index in range(self.shape.num_layers):
+            state = self.layer(index, state, plan)
+        return self.finish(state)
+
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor]:
+        """The embedded tokens and positions, [R, E]."""
         x = self._embed(tokens)
         if self._project_in is not None:
             x = self._project_in(x)
-        x = x + functional.embedding(positions, self._positions)
-        for index, (attn_norm, qkv, o, mlp_norm, up, down) in enumerate(self._layers):
-            inner = attn_norm(x, eps) if first else x
-            q, k, v = qkv(inner).view(-1, heads, head_dim).split_with_sizes(split, 1)
-            plan.write(index, k, v)
-            x = o(plan.attend(index, q)).add_(x)
-            if not first:
-                x = attn_norm(x, eps)
-            inner = mlp_norm(x, eps) if first else x
-            x = down(activation(up(inner))).add_(x)
-            if not first:
-                x = mlp_norm(x, eps)
-        return self._norm(x, eps) if self._norm is not None else x
+        return (x + functional.embedding(positions, self._positions),)
+
+    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor]:
+        """One layer, [R, E] -> [R, E]."""
+        (x,) = state
+        eps, first = self.shape.norm_eps, self.shape.norm_first
+        attn_norm, qkv, o, mlp_norm, up, down = self._layers[index]
+        inner = attn_norm(x, eps) if first else x
+        q, k, v = qkv(inner).view(-1, self._heads, self.shape.head_dim).split_with_sizes(self._split, 1)
+        plan.write(index, k, v)
+        x = o(plan.attend(index, q)).add_(x)
+        if not first:
+            x = attn_norm(x, eps)
+        inner = mlp_norm(x, eps) if first else x
+        x = down(self._activation(up(inner))).add_(x)
+        return (x if first else mlp_norm(x, eps),)
+
+    def finish(self, state: tuple[Tensor, ...]) -> Tensor:
+        """The last norm's output, if there is one, [R, E]."""
+        return self._norm(state[0], self.shape.norm_eps) if self._norm is not None else state[0]
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `plan.Model.head`."""

@@ -44,5 +44,14 @@ class Model(Protocol):
         returns    [R, E] in the model's dtype
         """
 
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """What enters the first layer. `hidden` is begin, every layer in turn, finish."""
+
+    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, ...]:
+        """What leaves layer `index`; may overwrite what entered it."""
+
+    def finish(self, state: tuple[Tensor, ...]) -> Tensor:
+        """The result of `hidden` from what leaves the last layer."""
+
     def head(self, hidden: Tensor) -> Tensor:
         """The logits [n, vocab] of some rows of `hidden`, [n, E]."""
