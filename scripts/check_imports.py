@@ -16,7 +16,7 @@ from pathlib import Path
 # A module may import its own layer and those before it.
 LAYERS = (
     "version", "errors", "options", "config", "kernels", "models", "cache", "attention", "tiers", "offload", "engine",
-    "llm", "async_llm", "cluster", "server", "cli", "__main__",
+    "calibrate", "load", "llm", "async_llm", "evaluation", "cluster", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -26,6 +26,7 @@ HEAVY = {
     "fastapi": ("server/*",),
     "gguf": (),
     "httptools": (),
+    "matplotlib": (),
     "nixl": ("cluster/*",),
     "prometheus_client": ("server/*",),
     "pydantic": ("server/*",),

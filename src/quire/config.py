@@ -48,8 +48,16 @@ class CacheConfig(Group):
 
     key: ClassVar[str] = "cache"
 
-    codec: Literal["dense"] = "dense"
-    """How sealed pages are stored. dense: keys and values as they are, in `model.dtype`."""
+    codec: Literal["dense", "nuq4", "nuq3", "nuq2", "g4"] = "dense"
+    """How sealed pages are stored. dense: keys and values as they are, in `model.dtype`. nuq4, nuq3, nuq2: non-uniform
+    codes of 4, 3 and 2 bits on average, calibrated for the model. g4: 4 bits in groups of 64, without calibration."""
+    calibration: str | None = None
+    """File made by `quire calibrate` for this model. none: the one made before with the same settings, or, if there
+    is no such file yet, it is made first."""
+    outlier_slots: Annotated[int, AtLeast(0)] = 1
+    """Elements of each key and each value vector of a head that nuq codecs may store exactly: 0, 1 or 2."""
+    sink_tokens: Annotated[int, AtLeast(0)] = 1
+    """First tokens of every sequence that nuq codecs keep exact, at most 64: attention rests on them."""
     memory: Bytes | Literal["auto"] = "auto"
     """Bytes of the arena, allocated at start. auto: chosen from the memory that is free beside the weights."""
     share: bool = True
@@ -61,15 +69,26 @@ class CacheConfig(Group):
     """File with prefixes to compute at start and to keep, on a server one copy for each API key. A line each:
     {"prompt": "..."} or {"messages": [...]}."""
     strict: bool = True
-    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached. false: not
-    available yet; it needs a codec that stores less than it computes."""
+    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached or computed
+    at once. false: chunks computed in the same step are read before they are encoded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.strict:
+        if not self.strict and self.codec == "dense":
             raise ConfigError("cache.strict is false, but dense pages store what was computed; leave it true")
         if self.pin is not None and not self.share:
             raise ConfigError("cache.pin keeps prefixes for sharing, and cache.share is false; set it true")
+        if self.outlier_slots > 2:
+            raise ConfigError(f"cache.outlier_slots is {self.outlier_slots}; it must be at most 2")
+        if self.sink_tokens > 64:
+            raise ConfigError(f"cache.sink_tokens is {self.sink_tokens}; it must be at most 64, the tokens of a chunk")
+        if self.calibration is not None and not self.is_calibrated:
+            raise ConfigError(f"cache.calibration is for the nuq codecs, and cache.codec is {self.codec}")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the codec needs a calibration."""
+        return self.codec.startswith("nuq")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.plan import RowSlice
 from quire.cache.page import PAGE_TOKENS
+from quire.cache.segment import Path
 
 from .harness import Shape, make_spec
 from .sharing import counting, forest, sharers, taking
@@ -259,12 +260,36 @@ def test_a_retaken_chunk_is_uploaded_again() -> None:
     first = spec.table.take(2, spec.table.open_codec)
     assert backend.mirror.refresh(first) == 2 and backend.mirror.refresh(first) == 0
     spec.table.give(first[:1])
-    other = spec.table.pool.take(1, spec.table.open_codec)  # so that the pages change with the taker
+    page_bytes = spec.table.open_codec.page_bytes
+    other = spec.table.pool.take(1, page_bytes)  # so that the pages change with the taker
     again = spec.table.take(1, spec.table.open_codec)
     assert again[0] == first[0]
     assert backend.mirror.refresh(first) == 1
-    spec.table.pool.give(other, spec.table.open_codec)
+    spec.table.pool.give(other, page_bytes)
     assert (backend.mirror.pages[first].numpy() == spec.table.pages[first]).all()
+
+
+def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
+    spec = make_spec(Shape(dim=16), 6)
+    backend, table = TritonAttention(spec), spec.table
+    path = Path()
+    path.append(table.take(2, table.open_codec))
+    for start in (70, 71):
+        plan = backend.plan([RowSlice(start, 1, path.chunks)])
+    assert backend.plans_built == 1
+    page_bytes = table.open_codec.page_bytes
+    moved = int(path.chunks[0])
+    table.pool.give(table.pages[moved].reshape(-1), page_bytes)
+    first = table.pool.take(1, page_bytes)  # so that the pages are others
+    table.pages[moved] = table.pool.take(table.pages_per_chunk, page_bytes).reshape(table.pages[moved].shape)
+    table.pool.give(first, page_bytes)
+    table.takes[moved] += 1
+    table.num_moved_pages += table.pages_per_chunk
+    plan = backend.plan([RowSlice(72, 1, path.chunks)])
+    assert plan.positions[0] == 72 and backend.plans_built == 2
+    assert (backend.mirror.pages[path.chunks].numpy() == table.pages[path.chunks]).all()
+    backend.plan([RowSlice(73, 1, path.chunks)])
+    assert backend.plans_built == 2
 
 
 def test_steps_that_no_graph_can_hold_have_no_batch_size() -> None:

@@ -95,7 +95,7 @@ def test_overwriting_a_sealed_page_changes_the_next_logits() -> None:
                 table = engine.scheduler.manager.table
                 table.pool.store(
                     table.pages[path.chunks[0]].reshape(-1),
-                    table.open_codec,
+                    table.open_codec.page_bytes,
                     torch.zeros(4, table.open_codec.page_bytes, dtype=torch.uint8),
                 )
             for delta in engine.step():

@@ -340,8 +340,8 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
 def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(4)
     looks: list[object] = []
-    fits = manager._fits
-    monkeypatch.setattr(manager, "_fits", lambda holder: (looks.append(holder), fits(holder))[1])
+    room_for = manager._room_for
+    monkeypatch.setattr(manager, "_room_for", lambda holder: (looks.append(holder), room_for(holder))[1])
     running, waiting = Holder(chunk(1) + chunk(2)), Holder(chunk(3) * 3)
     assert run_prompt(manager, running)
     for _ in range(5):

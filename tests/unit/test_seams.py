@@ -34,10 +34,10 @@ def random_kv(dim: int, dtype: torch.dtype, count: int = 3) -> tuple[torch.Tenso
 def test_dense_pages_give_back_what_they_were_given(dim: int, dtype: torch.dtype) -> None:
     codec = DenseCodec(dim, dtype)
     k, v = random_kv(dim, dtype)
-    pages = codec.encode(k, v, torch.arange(64).expand(3, -1))
+    pages = codec.encode(0, 0, k, v)
     assert pages.shape == (3, codec.page_bytes)
     assert codec.page_bytes % 128 == 0
-    back = codec.decode(pages, torch.arange(64).expand(3, -1))
+    back = codec.decode(0, 0, pages)
     assert torch.equal(back[0], k.float())
     assert torch.equal(back[1], v.float())
 
@@ -45,7 +45,7 @@ def test_dense_pages_give_back_what_they_were_given(dim: int, dtype: torch.dtype
 def test_the_dense_page_format_is_what_it_was() -> None:
     """docs/page-format.md: K rows, then V rows. A change of these bytes is a change of the format version."""
     k = torch.arange(64 * 4, dtype=torch.float32).view(1, 64, 4)
-    page = DenseCodec(4, torch.bfloat16).encode(k, -k, torch.zeros(1, 64, dtype=torch.int64))
+    page = DenseCodec(4, torch.bfloat16).encode(0, 0, k, -k)
     assert page.shape == (1, 1024)
     assert bytes(page[0, :16].tolist()).hex() == "0000803f004040408040a040c040e040"
     assert bytes(page[0, 512:528].tolist()).hex() == "008080bf00c040c080c0a0c0c0c0e0c0"
@@ -87,10 +87,10 @@ def test_the_arena_tier_stores_and_loads_page_images_verbatim() -> None:
     table = table_of()
     tier = ArenaTier(table.pool)
     images = torch.randint(0, 256, (5, table.open_codec.page_bytes), dtype=torch.uint8)
-    ids, stored = tier.store(images, table.open_codec)
+    ids, stored = tier.store(images)
     stored.wait()
     into = torch.empty_like(images)
-    tier.load(ids, table.open_codec, into).wait()
+    tier.load(ids, into).wait()
     assert torch.equal(into, images)
     assert tier.attend(ids, torch.zeros(1), 0) is None
     mover = Mover(tier)
@@ -102,7 +102,7 @@ def test_a_pulled_chunk_is_bit_equal_and_what_is_resident_is_not_sent() -> None:
     table = table_of()
     chunks = table.take(2, table.open_codec)
     images = torch.randint(0, 256, (12, table.open_codec.page_bytes), dtype=torch.uint8)
-    table.pool.store(table.pages[chunks].reshape(-1), table.open_codec, images)
+    table.pool.store(table.pages[chunks].reshape(-1), table.open_codec.page_bytes, images)
     transport = LocalTransport(table, resident={"a"})
     assert transport.offer([Offer("a", int(chunks[0])), Offer("b", int(chunks[1]))]) == ["b"]
     pulled = torch.cat([transport.pull("b", layer, slice(1, 3)) for layer in range(2)])

@@ -9,9 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn import functional
 
+from quire.attention.nuq import NuqHeads
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
+from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
+from quire.kernels.memory import Carver
 
 _FIELDS: list[tuple[str, type]] = [
     *(
@@ -19,10 +24,10 @@ _FIELDS: list[tuple[str, type]] = [
         for name in ("arena", "table", "kinds", "cos", "sin", "positions", "write_chunk", "indices")
     ),
     *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
-    ("reads", ctypes.c_void_p),
+    *((name, ctypes.c_void_p) for name in ("reads", "heads", "turns", "sidecars", "seals", "staged")),
     *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
-    *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows")),
-    *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "kind", "decode")),
+    *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows", "num_seals")),
+    *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode")),
 ]
 
 
@@ -52,10 +57,19 @@ class CpuAttention:
         # A tall piece reuses each page's scratch tiles; more than about 192 query rows of it leave the second-level
         # cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
+        table = spec.table
+        self._heads = NuqHeads(table.sealed_codec) if isinstance(table.sealed_codec, NuqCodec) else None
+        self._turns = _turns(spec) if table.encodes else None
+        self._staged = torch.empty(0, dtype=torch.uint8)
         self._fixed = _Plan(
-            arena=spec.table.pool.arena.data_ptr(),
-            table=spec.table.pages.ctypes.data,
-            kinds=spec.table.kinds.ctypes.data,
+            arena=table.pool.arena.data_ptr(),
+            table=table.pages.ctypes.data,
+            kinds=table.kinds.ctypes.data,
+            sidecars=table.sidecars.ctypes.data,
+            heads=self._heads.address if self._heads is not None else None,
+            turns=self._turns.data_ptr() if self._turns is not None else None,
+            sinks=table.sinks.num_tokens if table.sinks is not None else 0,
+            dense_page=table.open_codec.page_bytes,
             cos=spec.cos.data_ptr() if spec.cos is not None else None,
             sin=spec.sin.data_ptr() if spec.sin is not None else None,
             L=spec.num_layers,
@@ -78,10 +92,32 @@ class CpuAttention:
             num_heads=spec.num_kv_heads,
             workers=runtime.num_threads(),
             window=spec.window,
+            encodes=spec.table.encodes,
         )
         self.plans_built += 1
         self._last = CpuPlan(self, layout, slices)
         return self._last
+
+    def staged(self, count: int) -> torch.Tensor:
+        """Room for so many chunks of one layer, which the next call may give again."""
+        size = count * self.spec.num_kv_heads * self.spec.table.open_codec.page_bytes
+        if len(self._staged) < size:
+            self._staged = Carver().take(size)
+        return self._staged
+
+
+def _turns(spec: AttentionSpec) -> torch.Tensor:
+    """What turns keys by the slot they are in, bfloat16 [D / 2, 2, P, 2]: (cos, -sin), then (sin, cos)."""
+    half = spec.head_dim // 2
+    if spec.cos is None or spec.sin is None:
+        cos, sin = torch.ones(half, PAGE_TOKENS), torch.zeros(half, PAGE_TOKENS)
+    else:
+        # A context shorter than a page leaves slots without an angle, and never fills them.
+        cos, sin = (
+            functional.pad(part[:PAGE_TOKENS].T, (0, max(0, PAGE_TOKENS - len(part)))) for part in (spec.cos, spec.sin)
+        )
+    both = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), 1)
+    return both.to(torch.bfloat16).contiguous()
 
 
 class CpuPlan:
@@ -92,10 +128,14 @@ class CpuPlan:
         self._layout = layout
         self.slices = slices
         plan = _Plan.from_buffer_copy(backend._fixed)
-        for name in ("positions", "write_chunk", "indices", "pieces", "merges", "merge_parts"):
+        for name in ("positions", "write_chunk", "indices", "pieces", "merges", "merge_parts", "seals"):
             setattr(plan, name, getattr(layout, name).ctypes.data)
         plan.num_pieces, plan.num_merges, plan.num_rows = len(layout.pieces), len(layout.merges), len(layout.positions)
-        plan.decode = all(piece.num_rows == 1 for piece in slices)
+        plan.num_seals = len(layout.seals)
+        plan.decode = not plan.num_seals and all(piece.num_rows == 1 for piece in slices)
+        if layout.num_staged:
+            self._staged = backend.staged(layout.num_staged)
+            plan.staged = self._staged.data_ptr()
         if backend.reads is not None:
             self._reads = backend.reads
             plan.reads = self._reads.data_ptr()
@@ -117,7 +157,7 @@ class CpuPlan:
         self.slices = slices
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` rotates and stores them."""
+        """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` stores and encodes them."""
         plan = self._plan
         plan.k, plan.k_stride, plan.v, plan.v_stride = k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)
 

@@ -47,18 +47,22 @@ class RowSlice:
     shared    (name, chunks) of the segments the path begins with, all before `start`; equal names at the same place
               mean the same chunks. They are read together by slices of one row that stand side by side at the
               beginning of a step
+    filled    the open chunk that holds the slots before `start` of a chunk which this step fills, so that `chunks` has
+              the one it will be encoded into; -1 if there is none
     """
 
     start: int
     num_rows: int
     chunks: NDArray[np.int32]
     shared: tuple[tuple[int, int], ...] = ()
+    filled: int = -1
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """What a backend needs to know once.
 
+    table     its chunks; where sealed ones are encoded, pages of every codec hold keys before rotation
     cos, sin  float32 [positions, D / 2], or None for models that do not rotate
     window    a row at position i sees positions above i - window only; None sees all
     dtype     of queries, keys, values, the output, and dense pages
@@ -94,6 +98,9 @@ class Layout:
     merges       [m, 3]: row, first part, parts
     merge_parts  partial rows named by the merges
     num_partials rows of the partial buffers
+    seals        [s, 2]: chunk that is full once the step's rows are written, chunk it is encoded into
+    num_staged   dense chunks beside the cache, for one layer, that the step needs: chunks it fills from their first
+                 slot on. Staged chunk i is named ~i wherever a chunk is
     """
 
     positions: NDArray[np.int32]
@@ -103,6 +110,8 @@ class Layout:
     merges: NDArray[np.int32]
     merge_parts: NDArray[np.int32]
     num_partials: int
+    seals: NDArray[np.int32]
+    num_staged: int
 
 
 def moves_on(old: Sequence[RowSlice], new: Sequence[RowSlice]) -> bool:
@@ -187,18 +196,76 @@ def common_runs(
     return found
 
 
-def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, workers: int, window: int | None) -> Layout:
+class Sources:
+    """Where the rows of a step find the chunks they write: themselves if they stay open, else what will be encoded.
+
+    encodes  whether sealed chunks have another codec than open ones
+    """
+
+    def __init__(self, encodes: bool) -> None:
+        self.encodes = encodes
+        self.num_staged = 0
+        self._seals: list[tuple[int, int]] = []
+
+    def of(self, piece: RowSlice) -> NDArray[np.int32]:
+        """The chunks that take the rows of a slice, in order of position; those it fills from their first slot on are
+        staged.
+        """
+        end = piece.start + piece.num_rows
+        first = piece.start // PAGE_TOKENS
+        own = piece.chunks[first : -(-end // PAGE_TOKENS)]
+        if not self.encodes or end // PAGE_TOKENS == first:
+            return own
+        own = own.copy()
+        for index in range(end // PAGE_TOKENS - first):
+            if index == 0 and piece.start % PAGE_TOKENS:
+                source = piece.filled
+                assert source >= 0, "a chunk is filled, and nothing is known of its first slots"
+            else:
+                source = ~self.num_staged
+                self.num_staged += 1
+            self._seals.append((source, int(own[index])))
+            own[index] = source
+        return own
+
+    @property
+    def seals(self) -> NDArray[np.int32]:
+        """See Layout."""
+        return np.array(self._seals, np.int32).reshape(-1, 2)
+
+
+def _run(chunks: NDArray[np.int32], low: int, high: int, last: int) -> NDArray[np.int32]:
+    """Chunks [low, high) as rows of the last one see them, who have written it as chunk `last`."""
+    run = chunks[low:high]
+    if run[-1] != last:
+        run = run.copy()
+        run[-1] = last
+    return run
+
+
+def lay_out(
+    slices: Sequence[RowSlice],
+    *,
+    block_rows: int,
+    num_heads: int,
+    workers: int,
+    window: int | None,
+    encodes: bool = False,
+) -> Layout:
     """Cuts a step into pieces of near-equal cost.
 
-    block_rows  query rows of a piece at most; a divisor or multiple of 64, so that causal runs end on chunk boundaries
+    block_rows  query rows of a piece at most; a divisor or multiple of 64, so that causal runs end on chunk boundaries,
+                and no multiple if sealed chunks are encoded: rows of two chunks do not see the same
     num_heads   H: every piece is computed once per kv head
     workers     what computes pieces at the same time: threads, or streaming multiprocessors
+    encodes     see Sources
 
     A run is split only if one piece alone would take more than half of a worker's fair share.
     """
+    sources = Sources(encodes)
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
-    write_chunk = np.array([piece.chunks[piece.start // PAGE_TOKENS] for piece in singles], np.int32)
+    write_chunk = np.array([sources.of(piece)[0] for piece in singles], np.int32)
     blocks = _single_blocks(positions, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -206,35 +273,35 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
         blocks[first : first + count, 3] -= high - low
         blocks[first : first + count, 5] = _LEAVES_PARTIALS
     runs = [
-        piece.chunks[low : low + count]
-        for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
+        _run(piece.chunks, low, low + count, own)
+        for piece, low, count, own in zip(singles, *blocks[:, [4, 3]].T.tolist(), write_chunk.tolist(), strict=True)
     ]
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))
         runs += [slices[first].chunks[low:high] for first, _, low, high in common]
     if len(singles) < len(slices):
-        ranges = [np.arange(piece.start, piece.start + piece.num_rows, dtype=np.int32) for piece in slices]
-        positions = np.concatenate(ranges)
-        write_chunk = np.concatenate(
-            [
-                piece.chunks[range_ // PAGE_TOKENS] if len(range_) else np.empty(0, np.int32)
-                for piece, range_ in zip(slices, ranges, strict=True)
-            ]
-        )
         rows = []
+        written = [write_chunk]
+        ranges = [positions]
         first_row = len(singles)
         for piece in slices[len(singles) :]:
+            own = sources.of(piece)
             at = piece.start
             end = piece.start + piece.num_rows
+            range_ = np.arange(at, end, dtype=np.int32)
+            ranges.append(range_)
+            written.append(own[range_ // PAGE_TOKENS - at // PAGE_TOKENS])
             while at < end:
                 stop = min(end, (at // block_rows + 1) * block_rows)
                 low = 0 if window is None else max(0, at + 1 - window) // PAGE_TOKENS
                 high = -(-stop // PAGE_TOKENS)
                 rows.append((first_row + at - piece.start, stop - at, 0, high - low, low, -1))
-                runs.append(piece.chunks[low:high])
+                last = own[(stop - 1) // PAGE_TOKENS - piece.start // PAGE_TOKENS]
+                runs.append(_run(piece.chunks, low, high, last))
                 at = stop
             first_row += piece.num_rows
+        positions, write_chunk = np.concatenate(ranges), np.concatenate(written)
         blocks = np.concatenate((blocks, np.array(rows, np.int32).reshape(-1, 6)))
     # Largest first: work items are handed out in order, and a large one begun last would be waited for.
     cost = blocks[:, 1] * blocks[:, 3]
@@ -257,6 +324,8 @@ def lay_out(slices: Sequence[RowSlice], *, block_rows: int, num_heads: int, work
         merges,
         parts,
         num_partials,
+        sources.seals,
+        sources.num_staged,
     )
 
 

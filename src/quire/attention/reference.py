@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from quire.attention.partial import Partial
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec, RowSlice, Sources
+from quire.cache.codecs import Codec
 from quire.cache.page import PAGE_TOKENS
 
 
@@ -74,30 +75,39 @@ class ReferencePlan:
     def __init__(self, spec: AttentionSpec, slices: Sequence[RowSlice]) -> None:
         self.spec = spec
         self.slices = slices
+        sources = Sources(spec.table.encodes)
+        self._own = [sources.of(piece) for piece in slices]
+        self._seals = sources.seals.tolist()
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         positions = np.concatenate([np.arange(piece.start, piece.start + piece.num_rows) for piece in slices])
         self.positions = torch.from_numpy(positions).to(spec.table.pool.device)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores keys and values [R, H, D], un-rotated, into the slots of their positions."""
+        """Stores keys and values [R, H, D], un-rotated, into the slots of their positions, and encodes what is full."""
         spec = self.spec
-        k = rotate(k, spec.cos, spec.sin, self.positions).to(spec.dtype)
-        codec = spec.table.open_codec
+        k = k.to(spec.dtype) if spec.table.encodes else rotate(k, spec.cos, spec.sin, self.positions).to(spec.dtype)
         row = 0
-        for piece in self.slices:
+        for piece, own in zip(self.slices, self._own, strict=True):
             end = piece.start + piece.num_rows
-            for index in range(piece.start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            for index, chunk in enumerate(own.tolist(), piece.start // PAGE_TOKENS):
                 low, high = max(piece.start, index * PAGE_TOKENS), min(end, (index + 1) * PAGE_TOKENS)
-                ids = spec.table.pages[piece.chunks[index], layer]
-                pages = spec.table.pool.load(ids, codec)
-                body = (
-                    pages[:, : codec.data_bytes].contiguous().view(spec.dtype).view(-1, 2, PAGE_TOKENS, spec.head_dim)
-                )
+                keys, values = self._keys_values(chunk, layer)
                 slots = slice(low - index * PAGE_TOKENS, high - index * PAGE_TOKENS)
-                body[:, 0, slots] = k[row : row + high - low].transpose(0, 1)
-                body[:, 1, slots] = v[row : row + high - low].transpose(0, 1)
-                pages[:, : codec.data_bytes] = body.view(len(ids), -1).view(torch.uint8)
-                spec.table.pool.store(ids, codec, pages)
+                keys[:, slots] = k[row : row + high - low].transpose(0, 1)
+                values[:, slots] = v[row : row + high - low].transpose(0, 1)
+                if chunk < 0:
+                    self._staged[chunk] = keys, values
+                else:
+                    self._store(spec.table.open_codec, chunk, layer, keys, values)
                 row += high - low
+        for source, chunk in self._seals:
+            keys, values = (part.clone() for part in self._keys_values(source, layer))
+            sinks = spec.table.sinks
+            if sinks is not None and spec.table.sidecars[chunk] >= 0:
+                sinks.store(spec.table, chunk, layer, keys, values)
+                keys[:, : sinks.num_tokens] = 0
+                values[:, : sinks.num_tokens] = 0
+            self._store(spec.table.sealed_codec, chunk, layer, keys, values)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of un-rotated queries [R, H * G, D] -> [R, H * G * D]."""
@@ -106,26 +116,51 @@ class ReferencePlan:
         q = q.view(len(q), spec.num_kv_heads, spec.group_size, spec.head_dim)
         out = []
         row = 0
-        for piece in self.slices:
-            chunks = piece.chunks[: -(-(piece.start + piece.num_rows) // PAGE_TOKENS)]
-            k, v = self._keys_values(chunks, layer)
-            rows = slice(row, row + piece.num_rows)
-            out.append(
-                attend_dense(
-                    q[rows], k, v, self.positions[rows], torch.arange(k.shape[1], device=k.device), spec.window
-                ).o
-            )
-            row += piece.num_rows
+        for piece, own in zip(self.slices, self._own, strict=True):
+            end = piece.start + piece.num_rows
+            for index, chunk in enumerate(own.tolist(), piece.start // PAGE_TOKENS):
+                count = min(end, (index + 1) * PAGE_TOKENS) - max(piece.start, index * PAGE_TOKENS)
+                # Its own chunk as it was computed, those before it as they are stored.
+                k, v = self._path([*piece.chunks[:index].tolist(), chunk], layer)
+                rows = slice(row, row + count)
+                at = torch.arange(k.shape[1], device=k.device)
+                out.append(attend_dense(q[rows], k, v, self.positions[rows], at, spec.window).o)
+                row += count
         return torch.cat(out).reshape(row, -1).to(spec.dtype)
 
-    def _keys_values(self, chunks: np.ndarray, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything the chunks hold in one layer, [H, T, D] each."""
+    def _path(self, chunks: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything the chunks hold in one layer, rotated, float32 [H, T, D] each."""
         spec = self.spec
+        found = [self._keys_values(chunk, layer) for chunk in chunks]
+        k = torch.cat([keys for keys, _ in found], 1).float()
+        v = torch.cat([values for _, values in found], 1).float()
+        if spec.table.encodes:
+            at = torch.arange(k.shape[1], device=k.device)
+            k = rotate(k.transpose(0, 1), spec.cos, spec.sin, at).transpose(0, 1)
+        return k, v
+
+    def _keys_values(self, chunk: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What one chunk holds in one layer, [H, P, D] each; of a staged chunk that nobody wrote, zeros."""
+        spec, table = self.spec, self.spec.table
+        if chunk < 0:
+            empty = torch.zeros(
+                spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, dtype=spec.dtype, device=table.pool.device
+            )
+            return self._staged.get(chunk) or (empty, empty.clone())
+        codec = table.codecs[int(table.kinds[chunk])]
         keys, values = [], []
-        for index, chunk in enumerate(chunks):
-            codec = spec.table.codecs[int(spec.table.kinds[chunk])]
-            positions = torch.arange(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS).expand(spec.num_kv_heads, -1)
-            k, v = codec.decode(spec.table.pool.load(spec.table.pages[chunk, layer], codec), positions)
+        for head in range(spec.num_kv_heads):
+            ids = table.pages[chunk, layer, head : head + 1]
+            k, v = codec.decode(layer, head, table.pool.load(ids, table.page_bytes(codec, layer, head)))
             keys.append(k)
             values.append(v)
-        return torch.cat(keys, 1), torch.cat(values, 1)
+        k, v = torch.cat(keys), torch.cat(values)
+        if table.sinks is not None and table.sidecars[chunk] >= 0 and codec is table.sealed_codec:
+            table.sinks.load(table, chunk, layer, k, v)
+        return k, v
+
+    def _store(self, codec: Codec, chunk: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        table = self.spec.table
+        for head in range(self.spec.num_kv_heads):
+            image = codec.encode(layer, head, keys[head : head + 1], values[head : head + 1])
+            table.pool.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)

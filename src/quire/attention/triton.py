@@ -115,6 +115,7 @@ class TritonAttention:
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
         self._last: TritonPlan | None = None
+        self._num_moved = 0  # pages of the table at the last plan
         largest = self.batch_sizes[-1]
         self._decode = torch.zeros(
             _offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES,
@@ -129,6 +130,9 @@ class TritonAttention:
 
     def plan(self, slices: Sequence[RowSlice]) -> TritonPlan:
         """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+        if self._num_moved != self.spec.table.num_moved_pages:
+            # Rows of the mirror may be old, which only a new plan looks for.
+            self._last, self._num_moved = None, self.spec.table.num_moved_pages
         if self._last is not None and self.spec.window is None and moves_on(self._last.slices, slices):
             self._last.advance(slices)
             return self._last

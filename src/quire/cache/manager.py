@@ -4,14 +4,18 @@ batches or text.
 Admission reserves the whole prompt and one chunk of growth for every running sequence. A reservation is a count, not
 pages: pages are taken when they are about to be written, so a sequence never holds what it does not use, and the counts
 keep a growing one from taking what an admitted prompt was promised.
+
+A sequence needs sealed chunks for what is full and one open chunk for the rest. Where sealed chunks are encoded the two
+differ in size, so what is asked is not how many chunks are free but whether so many of each fit.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,10 +60,22 @@ def chunks_of(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an admitted sequence starts with: tokens found in the cache, and chunks reserved for it in all."""
+    """What an admitted sequence starts with: tokens found in the cache, and sealed chunks reserved for it."""
 
     cached_tokens: int
     reserved_chunks: int
+
+
+class Need(NamedTuple):
+    """Chunks that are wanted: sealed ones, open ones where these are of another codec, and sidecars."""
+
+    sealed: int
+    open: int = 0
+    sidecars: int = 0
+
+    def plus(self, other: Need) -> Need:
+        """Both together."""
+        return Need(self.sealed + other.sealed, self.open + other.open, self.sidecars + other.sidecars)
 
 
 class CacheManager:
@@ -69,13 +85,15 @@ class CacheManager:
     table     the chunks of the arena
     tree      what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
     lifetime  seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
+    capacity  sealed chunks that one sequence may have if it is alone
     """
 
     def __init__(self, table: ChunkTable, tree: PrefixTree | None, lifetime: float | None = None) -> None:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
-        self._live: dict[Holder, int] = {}  # holder -> chunks it was promised for its prompt
+        self.capacity = self._capacity()
+        self._live: dict[Holder, int] = {}  # holder -> tokens it was promised room for
         self._bytes_peak = 0
         self._refused: object = None  # who was last refused, and what it depended on
 
@@ -85,10 +103,10 @@ class CacheManager:
         """
         tokens = holder.token_ids
         tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self._live), self._available(), self._promised(), tree
+        state = holder, len(self._live), self.table.pool.bytes_out, self._promised(), tree
         if state == self._refused:
             return None
-        while (need := self._fits(holder)) is None:
+        while (need := self._room_for(holder)) is None:
             # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
             if self._live or self.tree is None or (given_up := self.tree.unpin_oldest()) is None:
                 self._refused = state
@@ -100,28 +118,29 @@ class CacheManager:
                 len(tokens),
             )
         self._refused = None
-        path = Path()
+        holder.path = Path()
         if self.tree is not None and holder.reads_cache:
-            self.tree.extend(holder.namespace, path, tokens, is_hit=not holder.num_preemptions)
-        path.num_sealed = path.num_shared
-        path.num_tokens = path.num_shared * PAGE_TOKENS
-        holder.path = path
-        self._live[holder] = chunks_of(len(tokens))
+            self.tree.extend(holder.namespace, holder.path, tokens, is_hit=not holder.num_preemptions)
+        self._note_match(holder.path)
+        self._live[holder] = len(tokens)
         self._note_peak()
-        return Admission(path.num_tokens, need)
+        return Admission(holder.path.num_tokens, need.sealed)
 
-    def _fits(self, holder: Holder) -> int | None:
-        """Chunks to reserve for a sequence beyond those the tree has for it, or None if they are not there. Looks
-        without taking: who waits is no sharer, and has no hits.
+    def _room_for(self, holder: Holder) -> Need | None:
+        """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
+        taking: who waits is no sharer, and has no hits.
         """
-        need, taken = chunks_of(len(holder.token_ids)), 0
+        found, taken = 0, 0
         if self.tree is not None and holder.reads_cache:
             limit = (len(holder.token_ids) - 1) // PAGE_TOKENS
             for segment, count in self.tree.walk(holder.namespace, holder.token_ids, limit):
-                need -= count
+                found += count
                 taken += count * segment.is_idle
-        growth = len(self._live) + 1 if self._live else 0
-        return need if self._available() - taken - self._promised() >= need + growth else None
+        need = self._need(0, False, len(holder.token_ids))
+        has_sidecar = self.table.sinks is not None and not found
+        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar))
+        growth = Need(len(self._live) + 1 if self._live else 0)
+        return need if self._fits(need.plus(growth).plus(self._promised()), apart_from=taken) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
@@ -131,8 +150,7 @@ class CacheManager:
         if self.tree is None or not holder.reads_cache or path.num_chunks != path.num_shared:
             return 0
         found = self.tree.extend(holder.namespace, path, holder.token_ids, is_hit=not holder.num_preemptions)
-        path.num_sealed = path.num_shared
-        path.num_tokens = path.num_shared * PAGE_TOKENS
+        self._note_match(path)
         return found * PAGE_TOKENS
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
@@ -188,27 +206,38 @@ class CacheManager:
         return holder.namespace, id(path.tip), tuple(holder.token_ids[start : start + PAGE_TOKENS])
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
-        """Makes room for the sequence's first `num_tokens` tokens; False, with nothing changed, if that would take what
-        others were promised.
+        """Makes room for the sequence's first `num_tokens` tokens, in the chunks they will be stored in; False, with
+        nothing changed, if that would take what others were promised.
         """
-        path = holder.path
-        need = chunks_of(num_tokens) - path.num_chunks
-        if need <= 0:
+        path, table = holder.path, self.table
+        has_open = path.num_chunks > path.num_stored
+        need = self._need(path.num_stored, has_open, num_tokens)
+        if not any(need):
             return True
-        if self._available() - self._promised(apart_from=holder) < need:
+        if not self._fits(need.plus(self._promised(apart_from=holder))):
             return False
-        codec = self.table.open_codec
-        missing = need - self.table.available(codec)
-        if missing > 0:
-            assert self.tree is not None
-            self.table.give(self.tree.evict(missing))
-        path.append(self.table.take(need, codec))
+        self._evict_for(need)
+        if need.sealed:
+            sealed = table.take(need.sealed, table.sealed_codec, sidecar=path.num_stored == 0)
+            if has_open:
+                # What its open chunk holds is encoded once it is full; one of which nothing was computed is not needed.
+                begun = int(path.chunks[-1])
+                if path.num_tokens > path.num_stored * PAGE_TOKENS:
+                    path.filled = begun
+                else:
+                    table.give(np.array([begun], np.int32))
+                path.replace(path.num_stored, sealed[:1])
+                sealed = sealed[1:]
+            path.append(sealed)
+            path.num_stored += need.sealed
+        if need.open:
+            path.append(table.take(need.open, table.open_codec))
         self._note_peak()
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
         """The first `num_tokens` tokens are now stored; chunks they fill are sealed, and the tree gets them. Dense
-        pages need no encoding: sealing is a promise not to write.
+        pages need no encoding: sealing is a promise not to write. Others were encoded by the step.
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_chunks * PAGE_TOKENS, (
@@ -218,9 +247,16 @@ class CacheManager:
         if num_tokens // PAGE_TOKENS == path.num_sealed:
             return
         first, path.num_sealed = path.num_sealed, num_tokens // PAGE_TOKENS
+        assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
+        self._give_filled(path)
         if self.tree is not None:
             tokens = np.array(holder.token_ids[first * PAGE_TOKENS : path.num_sealed * PAGE_TOKENS], np.int32)
             self.table.give(self.tree.publish(holder.namespace, path, tokens))
+
+    def free_tokens(self, holder: Holder) -> int:
+        """How many tokens the sequence may grow by without anything being taken, encoded or given back."""
+        path = holder.path
+        return path.num_chunks * PAGE_TOKENS - path.num_tokens - self.table.encodes
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; nothing without a tree."""
@@ -231,6 +267,7 @@ class CacheManager:
         stays there.
         """
         path = holder.path
+        self._give_filled(path)
         self.table.give(path.private)
         if self.tree is not None:
             self.tree.release(path)
@@ -260,6 +297,7 @@ class CacheManager:
         """Proves the invariant of the manager, the tree, the table and the pool."""
         self.table.check()
         held = [int(chunk) for holder in self._live for chunk in holder.path.private]
+        held += [holder.path.filled for holder in self._live if holder.path.filled >= 0]
         if self.tree is not None:
             self.tree.check()
             held += [int(chunk) for _, segment in self.tree.segments() for chunk in segment.chunks]
@@ -273,28 +311,74 @@ class CacheManager:
     @property
     def max_pinned(self) -> int:
         """Chunks that pins may keep in all."""
-        return int(self.table.capacity * PINNED_SHARE)
+        return int(self.capacity * PINNED_SHARE)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one dense chunk's pages."""
-        return self.table.pages_per_chunk * self.table.open_codec.page_bytes
+        """Bytes of one sealed chunk's pages."""
+        return self.table.chunk_bytes(self.table.sealed_codec)
 
     @property
     def _bytes_cached(self) -> int:
-        return 0 if self.tree is None else (self.tree.num_chunks - self.tree.num_read) * self.chunk_bytes
+        """Bytes that the tree alone keeps."""
+        tree = self.tree
+        if tree is None:
+            return 0
+        sidecars = tree.num_unread_starts * self.table.sidecar_bytes
+        return (tree.num_chunks - tree.num_read) * self.chunk_bytes + sidecars
+
+    def _capacity(self) -> int:
+        most, has_open = self.table.capacity, int(self.table.encodes)
+        return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not self.table.fits(count, has_open))
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
 
-    def _available(self) -> int:
-        """Chunks that are free or would be after eviction."""
-        return self.table.available(self.table.open_codec) + (0 if self.tree is None else self.tree.num_idle)
+    def _note_match(self, path: Path) -> None:
+        """A path that has just been matched holds what the tree has, all of it sealed."""
+        path.num_sealed = path.num_stored = path.num_shared
+        path.num_tokens = path.num_shared * PAGE_TOKENS
 
-    def _promised(self, apart_from: Holder | None = None) -> int:
-        """Chunks of admitted prompts that are not taken yet."""
-        return sum(
-            max(0, reserved - holder.path.num_chunks)
-            for holder, reserved in self._live.items()
-            if holder is not apart_from
-        )
+    def _give_filled(self, path: Path) -> None:
+        if path.filled >= 0:
+            self.table.give(np.array([path.filled], np.int32))
+            path.filled = -1
+
+    def _need(self, num_stored: int, has_open: bool, num_tokens: int) -> Need:
+        """What a sequence with so many sealed chunks, and perhaps an open one, lacks for so many tokens."""
+        if not self.table.encodes:
+            return Need(max(0, chunks_of(num_tokens) - num_stored))
+        sealed = max(0, num_tokens // PAGE_TOKENS - num_stored)
+        in_open = num_tokens > (num_stored + sealed) * PAGE_TOKENS
+        has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
+        return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
+
+    def _fits(self, need: Need, apart_from: int = 0) -> bool:
+        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many chunks."""
+        idle = 0 if self.tree is None else self.tree.num_idle - apart_from
+        return self.table.fits(need.sealed - idle, need.open, num_sidecars=need.sidecars)
+
+    def _evict_for(self, need: Need) -> None:
+        """Drops as few idle chunks as leave room for what is needed, which fits."""
+
+        def fits_without(count: int) -> bool:
+            return self.table.fits(need.sealed - count, need.open, num_sidecars=need.sidecars)
+
+        if fits_without(0):
+            return
+        assert self.tree is not None
+        self.table.give(self.tree.evict(bisect.bisect_left(range(self.tree.num_idle), True, key=fits_without)))
+
+    def _promised(self, apart_from: Holder | None = None) -> Need:
+        """Chunks that admitted sequences were promised and have not taken."""
+        total = Need(0)
+        for holder, tokens in self._live.items():
+            if holder is not apart_from:
+                path = holder.path
+                has_open = path.num_chunks > path.num_stored
+                lacks = self._need(path.num_stored, has_open, tokens)
+                wants_open = self.table.encodes and not has_open and path.filled < 0
+                # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
+                has_none = self.table.sinks is not None and not path.num_stored
+                total = total.plus(Need(lacks.sealed, int(wants_open), int(has_none)))
+        return total

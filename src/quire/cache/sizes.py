@@ -4,10 +4,69 @@ alone; touches no tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.page import PAGE_TOKENS
 from quire.options import format_bytes
+
+
+def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads: int) -> dict[int, int]:
+    """The pages of a chunk of a codec, their number by size."""
+    sizes, counts = np.unique(np.broadcast_to(np.asarray(page_bytes), (num_layers, num_heads)), return_counts=True)
+    return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Arena:
+    """What an arena has room for, as `PagePool.fits` counts, before there is one.
+
+    num_bytes      whole slabs
+    slab_bytes     of one
+    sealed         pages of a sealed chunk, their number by size
+    open           those of an open one, where these are of another codec; else empty
+    sidecar_bytes  what the first chunk of a sequence has besides
+    """
+
+    num_bytes: int
+    slab_bytes: int
+    sealed: Mapping[int, int]
+    open: Mapping[int, int] = field(default_factory=dict)
+    sidecar_bytes: int = 0
+
+    def fits(self, num_sealed: int, num_open: int, num_sidecars: int) -> bool:
+        """Whether so many chunks and sidecars fit."""
+        needs = {self.sidecar_bytes: num_sidecars} if self.sidecar_bytes else {}
+        for pages, count in ((self.sealed, num_sealed), (self.open, num_open)):
+            for size, number in pages.items():
+                needs[size] = needs.get(size, 0) + number * count
+        slabs = sum(-(-count // (self.slab_bytes // size)) for size, count in needs.items())
+        return slabs <= self.num_bytes // self.slab_bytes
+
+    def sequences(self, length: int) -> int:
+        """Sequences of `length` tokens that fit at once, each with the chunk it writes to."""
+        sealed, is_open = divmod(length, PAGE_TOKENS) if self.open else (-(-length // PAGE_TOKENS), 0)
+        most = self.num_bytes // max(1, sealed * _bytes_of(self.sealed) + bool(is_open) * _bytes_of(self.open))
+        return _largest(most, lambda count: self.fits(count * sealed, count * bool(is_open), count))
+
+    @property
+    def num_chunks(self) -> int:
+        """Sealed chunks that one sequence may have."""
+        most = self.num_bytes // _bytes_of(self.sealed)
+        return _largest(most, lambda count: self.fits(count, bool(self.open), 1))
+
+
+def _bytes_of(pages: Mapping[int, int]) -> int:
+    return sum(size * count for size, count in pages.items())
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits."""
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 @dataclass(frozen=True)
@@ -16,11 +75,13 @@ class Sizes:
 
     weight_bytes         all weights in the chosen dtype, as often as the backend holds them
     cache_bytes          the arena, whole slabs
-    bytes_per_token      keys and values of one token in all layers and heads, page padding included
+    bytes_per_token      keys and values of one token in all layers and heads, sealed, page padding included
     chunk_bytes          64 tokens of them: what is taken and given back at once
-    num_chunks           chunks the arena holds
+    open_chunk_bytes     the same for the chunk a sequence writes to
+    num_chunks           sealed chunks the arena holds, beside one open one
     max_context          tokens one sequence may have: the model's limit or the arena's, whichever is smaller
     model_context        the model's own limit
+    arena                what is counted with
     available_bytes      memory of the machine that is free now, or None if it is not known
     """
 
@@ -28,9 +89,11 @@ class Sizes:
     cache_bytes: int
     bytes_per_token: float
     chunk_bytes: int
+    open_chunk_bytes: int
     num_chunks: int
     max_context: int
     model_context: int
+    arena: Arena
     available_bytes: int | None = None
 
     @property
@@ -40,7 +103,7 @@ class Sizes:
 
     def sequences(self, length: int) -> int:
         """Sequences of `length` tokens that fit at once."""
-        return self.num_chunks // -(-length // PAGE_TOKENS)
+        return self.arena.sequences(length)
 
     @property
     def fit_the_machine(self) -> bool:
@@ -69,23 +132,19 @@ class Sizes:
         )
 
 
-def sizes(
-    *,
-    chunk_bytes: int,
-    model_context: int,
-    weight_bytes: int,
-    cache_bytes: int,
-    available_bytes: int | None = None,
-) -> Sizes:
-    """The sizes of a model whose chunks take `chunk_bytes` in an arena of `cache_bytes`."""
-    num_chunks = cache_bytes // chunk_bytes
+def sizes(arena: Arena, *, model_context: int, weight_bytes: int, available_bytes: int | None = None) -> Sizes:
+    """The sizes of a model with an arena for its cache."""
+    num_chunks = arena.num_chunks
+    chunk_bytes = _bytes_of(arena.sealed)
     return Sizes(
         weight_bytes=weight_bytes,
-        cache_bytes=cache_bytes,
+        cache_bytes=arena.num_bytes,
         bytes_per_token=chunk_bytes / PAGE_TOKENS,
         chunk_bytes=chunk_bytes,
+        open_chunk_bytes=_bytes_of(arena.open) if arena.open else chunk_bytes,
         num_chunks=num_chunks,
         max_context=min(model_context, num_chunks * PAGE_TOKENS),
         model_context=model_context,
+        arena=arena,
         available_bytes=available_bytes,
     )

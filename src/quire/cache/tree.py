@@ -35,6 +35,7 @@ class PrefixTree:
     num_read     those of them that live paths read
     num_pinned   those that somebody asked to keep, read or not
     num_idle     those that are neither: they can be evicted
+    num_unread_starts  those at position 0, which may have sidecars, that no live path reads
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments: whose last use is longer ago is evicted first
     num_divided  how often a segment was divided: the one thing that changes the segments of other paths
@@ -46,6 +47,7 @@ class PrefixTree:
     num_read: int = 0
     num_pinned: int = 0
     num_idle: int = 0
+    num_unread_starts: int = 0
     num_evicted: int = 0
     num_uses: int = 0
     num_divided: int = 0
@@ -122,6 +124,7 @@ class PrefixTree:
             if not segment.locks.any():
                 self.num_read -= len(segment.chunks)
                 self.num_idle += len(segment.chunks) * segment.is_idle
+                self.num_unread_starts += segment.start == 0
         if path.tip is not None:
             self._offer(path.tip)
         path.tip, path.num_shared = None, 0
@@ -245,7 +248,7 @@ class PrefixTree:
 
     def check(self) -> None:
         """Proves the invariants."""
-        num_chunks = num_read = num_pinned = num_idle = 0
+        num_chunks = num_read = num_pinned = num_idle = num_unread_starts = 0
         for _, segment in self.segments():
             parent = segment.parent
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
@@ -259,15 +262,17 @@ class PrefixTree:
             num_read += len(segment.chunks) if segment.locks.any() else 0
             num_pinned += len(segment.chunks) if segment.pins else 0
             num_idle += len(segment.chunks) if segment.is_idle else 0
-        found = num_chunks, num_read, num_pinned, num_idle
-        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle
-        assert found == counted, f"(chunks, read, pinned, idle) are {found}; counted {counted}"
+            num_unread_starts += segment.start == 0 and not segment.locks.any()
+        found = num_chunks, num_read, num_pinned, num_idle, num_unread_starts
+        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle, self.num_unread_starts
+        assert found == counted, f"(chunks, read, pinned, idle, unread starts) are {found}; counted {counted}"
         assert all(root.children for root in self._roots.values()), "a root without segments is kept"
 
     def _take(self, segment: Segment) -> None:
         if not segment.locks.any():
             self.num_read += len(segment.chunks)
             self.num_idle -= len(segment.chunks) * segment.is_idle
+            self.num_unread_starts -= segment.start == 0
         segment.locks += 1
         self.num_uses += 1
         segment.last_use, segment.used_at = self.num_uses, self.now
@@ -351,6 +356,7 @@ class PrefixTree:
         gone = leaf.chunks[kept:]
         self.num_chunks -= len(gone)
         self.num_idle -= len(gone)
+        self.num_unread_starts -= leaf.start == 0 and not kept
         if kept:
             leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
             return gone

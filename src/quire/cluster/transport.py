@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from quire.cache.codecs import Codec
 from quire.cache.segment import ChunkTable
 
 
@@ -30,8 +29,8 @@ class Transport(Protocol):
         ...
 
     def pull(self, key: Hashable, layer: int, heads: slice) -> torch.Tensor:
-        """Page images of one layer's heads of an offered chunk, uint8 [n, page_bytes]. Raises KeyError if it is not on
-        offer.
+        """Page images of one layer's heads of an offered chunk, all of one size, uint8 [n, page_bytes]. Raises KeyError
+        if it is not on offer.
         """
         ...
 
@@ -61,8 +60,11 @@ class LocalTransport:
     def pull(self, key: Hashable, layer: int, heads: slice) -> torch.Tensor:
         """See Transport."""
         chunk = self.on_offer[key]
-        codec: Codec = self.sender.codecs[int(self.sender.kinds[chunk])]
-        return self.sender.pool.load(self.sender.pages[chunk, layer, heads], codec)
+        codec = self.sender.codecs[int(self.sender.kinds[chunk])]
+        ids = self.sender.pages[chunk, layer, heads]
+        sizes = {self.sender.page_bytes(codec, layer, head) for head in range(self.sender.pages.shape[2])[heads]}
+        assert len(sizes) == 1, f"pages of {sizes} bytes in heads {heads} of layer {layer}: pull them apart"
+        return self.sender.pool.load(ids, *sizes)
 
     def ack(self, keys: Sequence[Hashable]) -> None:
         """See Transport."""

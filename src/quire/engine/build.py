@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.cache.calibration import Calibration
 from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.nuq import NuqCodec, nominal_page_bytes
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
 from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
-from quire.cache.sizes import Sizes, sizes
+from quire.cache.sinks import Sinks
+from quire.cache.sizes import Arena, Sizes, page_counts, sizes
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
 from quire.engine.engine import Decode, Engine
@@ -54,7 +59,10 @@ TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 """Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
 waits 0.25 s at most."""
 
-_SLAB_BYTES = 4 << 20
+_SLAB_BYTES = 1 << 20
+
+_SLABS = 128
+"""Slabs of an arena at least: of each of a dozen page sizes, half a slab on average is not filled."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,15 @@ class Loaded:
 
 
 def resolve(
-    config: EngineConfig, shape: ModelShape, checkpoint: Checkpoint | None = None
+    config: EngineConfig,
+    shape: ModelShape,
+    checkpoint: Checkpoint | None = None,
+    calibration: Calibration | None = None,
 ) -> tuple[EngineConfig, Sizes]:
     """The configuration without automatic values, and what fits under it. Raises ConfigError for what cannot be.
 
-    checkpoint  where the weights come from: what model.weights native holds depends on how they are stored
+    checkpoint   where the weights come from: what model.weights native holds depends on how they are stored
+    calibration  of a codec that needs one; without it, sizes are those it is meant to have
     """
     device_type = config.runtime.device
     if device_type == "auto":
@@ -112,7 +124,11 @@ def resolve(
     available = available_memory(device)
     wanted = config.cache.memory
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
-    chunk_bytes = codec.page_bytes * shape.num_layers * shape.num_kv_heads
+    sealed, sinks = _sealed(config, shape, torch_dtype(dtype), calibration)
+    layers_heads = shape.num_layers, shape.num_kv_heads
+    open_pages = page_counts(codec.page_bytes, *layers_heads)
+    pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
+    chunk_bytes = sum(size * count for size, count in pages.items())
     if isinstance(wanted, int):
         memory = wanted
         if memory > MAX_ARENA_BYTES:
@@ -122,24 +138,22 @@ def resolve(
     else:
         share = AUTO_MEMORY_SHARE if device_type == "cpu" else 0.9
         useful = max_running * -(-context // PAGE_TOKENS) * chunk_bytes
+        useful += 0 if sealed is None else max_running * codec.page_bytes * shape.num_layers * shape.num_kv_heads
         memory = min(int(max(0, available - weight_bytes) * share), useful, MAX_ARENA_BYTES)
     # Whole slabs of whole pages: what the arena cannot use is not allocated.
-    slab = slab_bytes(codec.page_bytes, memory)
-    memory = memory // slab * slab
-    fits = sizes(
-        chunk_bytes=chunk_bytes,
-        model_context=context,
-        weight_bytes=weight_bytes,
-        cache_bytes=memory,
-        available_bytes=available,
-    )
+    sidecar_bytes = 0 if sinks is None else sinks.sidecar_bytes
+    slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
+    arena = Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes)
+    fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
     if fits.num_chunks < 2:
+        least = 2 * chunk_bytes + (0 if sealed is None else fits.open_chunk_bytes + len(pages) * slab)
         raise ConfigError(
             f"cache.memory of {format_bytes(wanted if isinstance(wanted, int) else memory)}"
             f" holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"
             f" ({format_bytes(chunk_bytes)} each);"
-            f" set it to at least {format_bytes(2 * chunk_bytes)}"
+            f" set it to at least {format_bytes(least)}"
         )
+    memory = arena.num_bytes
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
     check_budget(budget, max_running)
     cores = usable_cores()
@@ -156,9 +170,53 @@ def resolve(
     return resolved, fits
 
 
-def slab_bytes(page_bytes: int, memory: int) -> int:
-    """Bytes of a slab: whole pages, about 4 MiB, and at most a 16th of the arena."""
-    pages = max(1, min(_SLAB_BYTES, memory // 16) // page_bytes)
+def _sealed(
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None
+) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
+    """Bytes of the pages of sealed chunks, None where these stay dense, and which tokens stay exact beside them."""
+    cache = config.cache
+    if not cache.is_calibrated:
+        return None, None
+    if calibration is None:
+        sizes_of: int | NDArray[np.int32] = nominal_page_bytes(
+            shape.head_dim, int(cache.codec[-1]), cache.outlier_slots
+        )
+    else:
+        sizes_of = _codec(config, calibration).page_bytes
+    return sizes_of, _sinks(config, shape, dtype)
+
+
+def _codec(config: EngineConfig, calibration: Calibration | None) -> NuqCodec:
+    cache = config.cache
+    if calibration is None:
+        raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
+    if cache.codec not in calibration.tables:
+        raise ConfigError(
+            f"the calibration is for {', '.join(calibration.tables)}, not for {cache.codec}; make one with"
+            f" quire calibrate MODEL --bits {cache.codec[-1]}"
+        )
+    slots = calibration.settings.get("outlier_slots")
+    if slots != cache.outlier_slots:
+        raise ConfigError(
+            f"the calibration was made with cache.outlier_slots {slots}, not {cache.outlier_slots}; make one with"
+            f" quire calibrate MODEL --outlier-slots {cache.outlier_slots}"
+        )
+    return NuqCodec(cache.codec, calibration.tables[cache.codec])
+
+
+def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks | None:
+    if not config.cache.sink_tokens:
+        return None
+    return Sinks(config.cache.sink_tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+
+def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:
+    """Bytes of a slab: whole open pages, at most 1 MiB and a 128th of the arena, unless the largest page needs more.
+
+    page_bytes  of open pages, which nothing is lost of; of another size less than a page of each slab is
+    largest     bytes of the largest page of another size, or of a sidecar
+    """
+    pages = max(1, min(_SLAB_BYTES, memory // _SLABS) // page_bytes, -(-largest // page_bytes))
     return pages * page_bytes
 
 
@@ -195,17 +253,32 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     return Loaded(engine, tokenizer, shape, fits, resolved, name)
 
 
-def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Sizes, model_id: str = "") -> Engine:
+def assemble(
+    model: Model,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    fits: Sizes,
+    model_id: str = "",
+    calibration: Calibration | None = None,
+) -> Engine:
     """The engine around a model: pool, table, manager, attention, scheduler, sampler.
 
-    model_id  the checkpoint's fingerprint
+    model_id     the checkpoint's fingerprint
+    calibration  of a codec that needs one
     """
     shape = model.shape
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
-    codec = DenseCodec(shape.head_dim, dtype)
-    pool = PagePool(fits.cache_bytes, device, slab_bytes(codec.page_bytes, fits.cache_bytes))
-    table = ChunkTable(pool, shape.num_layers, shape.num_kv_heads, codec)
+    pool = PagePool(fits.cache_bytes, device, fits.arena.slab_bytes)
+    sealed = (_codec(config, calibration),) if config.cache.is_calibrated else ()
+    table = ChunkTable(
+        pool,
+        shape.num_layers,
+        shape.num_kv_heads,
+        DenseCodec(shape.head_dim, dtype),
+        *sealed,
+        sinks=_sinks(config, shape, dtype) if sealed else None,
+    )
     cos = sin = None
     if shape.rope is not None:
         cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(fits.max_context))
@@ -247,7 +320,8 @@ def assemble(model: Model, tokenizer: Tokenizer, config: EngineConfig, fits: Siz
             model=model_id,
             dtype=config.model.dtype,
             weights=config.model.weights,
-            codec=codec.name,
+            codec=f"{config.cache.codec} sinks {config.cache.sink_tokens}" if sealed else table.sealed_codec.name,
+            calibration=calibration.hash if calibration is not None else "",
             strict=config.cache.strict,
             rope=repr(shape.rope),
         ),

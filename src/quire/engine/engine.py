@@ -38,6 +38,14 @@ class Decode(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Takes rows of prompts for which log-probabilities were asked, in place of what would compute these."""
+
+    def __call__(self, sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
+        """Takes hidden [rows, E], valid during the call, of the tokens from `start` on; again after a preemption."""
+        ...
+
+
 NOT_FINITE = "the logits of the prompt hold NaN or infinity"
 
 LOGIT_ROWS = 256
@@ -56,6 +64,7 @@ class Engine:
     decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
     clock        seconds, monotonic; measures, and ends pins and lifetimes
+    observer     sees the prompts of evaluations; None: nobody does
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class Engine:
         self.padded_rows = padded_rows
         self.clock = clock
         self.names = Names(tokenizer)
+        self.observer: Observer | None = None
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
@@ -177,7 +187,13 @@ class Engine:
         self.mover.prepare([piece.sequence.path for piece in batch.slices])
         shared = self.scheduler.manager.shared
         slices = [
-            RowSlice(piece.start, piece.count, piece.sequence.path.chunks, shared(piece.sequence))
+            RowSlice(
+                piece.start,
+                piece.count,
+                piece.sequence.path.chunks,
+                shared(piece.sequence),
+                piece.sequence.path.filled,
+            )
             for piece in batch.slices
         ]
         tokens, positions, last_rows = self._rows(batch)
@@ -220,7 +236,7 @@ class Engine:
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
         manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
-        left = (manager.table.capacity - manager.tree.num_protected) * PAGE_TOKENS
+        left = (manager.capacity - manager.tree.num_protected) * PAGE_TOKENS
         self.max_context = min(self.max_context, left)
 
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
@@ -301,7 +317,9 @@ class Engine:
         failed = []
         for piece in batch.slices:
             sequence = piece.sequence
-            if sequence.wants_prompt_logprobs:
+            if sequence.wants_prompt_logprobs and self.observer is not None:
+                self.observer(sequence, piece.start, hidden[row : row + piece.count])
+            elif sequence.wants_prompt_logprobs:
                 request = sequence.request
                 assert request.prompt_logprobs is not None
                 del request.prompt_logprobs[piece.start + 1 :]  # what a preemption makes it compute again

@@ -205,7 +205,7 @@ class Scheduler:
         return min(
             min(
                 sequence.max_tokens - sequence.num_generated - 1,
-                sequence.path.num_chunks * PAGE_TOKENS - sequence.num_computed,
+                self.manager.free_tokens(sequence),
             )
             for sequence in self.running
         )

@@ -10,180 +10,17 @@
 // softmax and the weighted sum are then two matrix products with 32-bit elements: float x float, or on CPUs with bf16 dot products a pair of
 // bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
 // partials, merged at the end.
-#include "attention.h"
-#include "product.h"
+//
+// Where sealed chunks are encoded, pages of all codecs hold keys before rotation. They are rotated on read by the slot they are in, and the
+// queries, for each page anew, by how far they are behind its first slot: one table of 64 slots turns every page.
+#include "encoded_panels.h"
+#include "panels.h"
 
 namespace quire {
 namespace {
 
-constexpr int P = 64;             // page tokens
-constexpr int UNIT = 128;         // bytes a page id counts by
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-
-// A page a thread will read: its image, its format, and how many of its slots are written.
-struct Page {
-    const uint8_t* image;
-    int kind, valid;
-};
-
-// The written keys (which = 0) or values (1) of a page.
-inline Prefetcher prefetch(const Page& page, int D, int which) {
-    const int row = D * (page.kind == DENSE_F32 ? 4 : 2);
-    const uint8_t* at = page.image + which * P * row;
-    return {at, at + page.valid * row, 2};
-}
-
-// ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
-
-// VL x VL transpose of 32-bit elements.
-inline void transpose(vu (&x)[VL]) {
-#if defined(__AVX512F__)
-    // Within 128-bit lanes first, then lanes: such shuffles need no index registers and two issue per cycle, against one full permute.
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
-        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
-        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        x[i] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
-        x[i + 8] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
-        x[i + 4] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
-        x[i + 12] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
-    }
-#else
-    // log2(VL) perfect shuffles.
-    for (int step = 1; step < VL; step *= 2) {
-        vu y[VL];
-        for (int i = 0; i < VL / 2; i++) {
-            const vu a = x[i], b = x[i + VL / 2];
-#if defined(__AVX2__)
-            y[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-            y[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-            y[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-            y[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#endif
-        }
-        for (int i = 0; i < VL; i++) x[i] = y[i];
-    }
-#endif
-}
-
-// VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.
-template <class Math, class T>
-inline vu key_part(const T* row, int d, int D) {
-    constexpr int WIDTH = VL * Math::PAIR;
-    T tail[WIDTH] = {};
-    const T* source = row + d;
-    if (d + WIDTH > D) {
-        std::memcpy(tail, row + d, (D - d) * sizeof(T));
-        source = tail;
-    }
-    if constexpr (Math::PAIR == 2) return *reinterpret_cast<const vu_loose*>(source);
-    else return (vu)load(source);
-}
-
-// K [P, D] -> out [steps, P], rows `ld` apart, steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left
-// as they are or garbage: their scores are hidden.
-template <class Math, class T>
-void keys_from(const T* k, int D, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
-    for (int t = 0; t < valid; t += VL) {
-        for (int d = 0; d < D; d += VL * Math::PAIR) {
-            ahead.step(VL * VL * Math::PAIR * static_cast<int>(sizeof(T)) / 128);
-            vu block[VL];
-            for (int i = 0; i < VL; i++) block[i] = key_part<Math>(k + (t + i) * D, d, D);
-            transpose(block);
-            for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(out + (d / Math::PAIR + i) * ld + t) = block[i];
-        }
-    }
-}
-
-// V [P, D] -> out [P / PAIR, columns], columns = D rounded up to VL; rows at and past `valid` are zero, since unwritten slots may hold NaN.
-template <class T>
-void values_f32(const T* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
-    for (int t = 0; t < P; t++) {
-        ahead.step((D * static_cast<int>(sizeof(T)) + 63) / 64);
-        float* row = reinterpret_cast<float*>(out + t * columns);
-        if (t >= valid) {
-            std::memset(row, 0, columns * 4);
-            continue;
-        }
-        int d = 0;
-        for (; d + VL <= D; d += VL) store(row + d, load(v + t * D + d));
-        for (; d < columns; d++) row[d] = d < D ? widen(v[t * D + d]) : 0.0f;
-    }
-}
-
-#if defined(__AVX512BF16__)
-void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
-    typedef uint16_t v32h __attribute__((vector_size(64)));
-    typedef uint16_t v32h_loose __attribute__((vector_size(64), aligned(2), may_alias));
-    for (int t = 0; t < P; t += 2) {
-        ahead.step((D + 31) / 32);
-        uint32_t* row = out + t / 2 * columns;
-        if (t >= valid) {
-            std::memset(row, 0, columns * 4);
-            continue;
-        }
-        const bf16* first = v + t * D;
-        const bf16* second = first + D;
-        int d = 0;
-        if (t + 1 < valid) {
-            for (; d + 32 <= D; d += 32) {
-                const v32h a = *reinterpret_cast<const v32h_loose*>(first + d), b = *reinterpret_cast<const v32h_loose*>(second + d);
-                const v32h lo = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12,
-                                                        44, 13, 45, 14, 46, 15, 47);
-                const v32h hi = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27,
-                                                        59, 28, 60, 29, 61, 30, 62, 31, 63);
-                std::memcpy(row + d, &lo, 64);
-                std::memcpy(row + d + 16, &hi, 64);
-            }
-        }
-        for (; d < columns; d++) {
-            const uint32_t a = d < D ? first[d].bits : 0, b = d < D && t + 1 < valid ? second[d].bits : 0;
-            row[d] = a | b << 16;
-        }
-    }
-}
-#endif
-
-// What a codec supplies: the two scratch panels of one page. A new codec is a case here.
-template <class Math>
-void load_keys(const Page& page, int D, uint32_t* out, int ld, Prefetcher& ahead) {
-    if constexpr (Math::PAIR == 2) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
-    } else if (page.kind == DENSE_BF16) {
-        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
-    } else if (page.kind == DENSE_F32) {
-        keys_from<Math>(reinterpret_cast<const float*>(page.image), D, page.valid, out, ld, ahead);
-    } else {
-        keys_from<Math>(reinterpret_cast<const f16*>(page.image), D, page.valid, out, ld, ahead);
-    }
-}
-
-template <class Math>
-void load_values(const Page& page, int D, int columns, uint32_t* out, Prefetcher& ahead) {
-    const int valid = page.valid;
-#if defined(__AVX512BF16__)
-    if constexpr (Math::PAIR == 2) return values_bf16(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
-#endif
-    if (page.kind == DENSE_BF16) values_f32(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
-    else if (page.kind == DENSE_F32) values_f32(reinterpret_cast<const float*>(page.image) + P * D, D, columns, valid, out, ahead);
-    else values_f32(reinterpret_cast<const f16*>(page.image) + P * D, D, columns, valid, out, ahead);
-}
 
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
 
@@ -220,14 +57,27 @@ inline void store_operand(const float* x, int D, uint32_t* out) {
     }
 }
 
+// Pairs (x[j], x[j + D/2]) of bf16.
+inline void store_halves(const float* x, int D, uint32_t* out) {
+    const int half = D / 2;
+    int j = 0;
+#if defined(__AVX512BF16__)
+    for (; j + VL <= half; j += VL) _mm512_storeu_si512(out + j, pairs_of(load(x + j), load(x + half + j)));
+#endif
+    for (; j < half; j++) out[j] = round_bf16(x[j]) | static_cast<uint32_t>(round_bf16(x[half + j])) << 16;
+}
+
 constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
 // Rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
 // An invisible slot has score -inf and gets probability 2^-126, which no sum notices.
-template <class Math, int SLOTS>
-void soften(const float* scores, uint32_t* probabilities, float* top, float* total, float* factor) {
+// Where the values of slot t are scale[t] times what the panel has plus offset[t], probabilities are written times the scale, and shift, a
+// running sum too, takes the offsets.
+template <class Math, int SLOTS, bool SCALED>
+void soften(const float* scores, uint32_t* probabilities, float* top, float* total, float* factor, const float* scale = nullptr,
+            const float* offset = nullptr, float* shift = nullptr) {
     vf drop{};
     float highest[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -239,19 +89,21 @@ void soften(const float* scores, uint32_t* probabilities, float* top, float* tot
         drop[r] = top[r] - highest[r];
         top[r] = highest[r];
     }
-    const vf scale = exp2(drop);
+    const vf kept = exp2(drop);
     for (int r = 0; r < ROWS; r++) {
         const float* s = scores + r * SLOTS;
         uint32_t* out = probabilities + r * (SLOTS / Math::PAIR);
-        vf added{};
+        vf added{}, shifted{};
         for (int t = 0; t < SLOTS; t += VL) {
-            const vf p = exp2<Math::PAIR == 2>(load(s + t) - highest[r]);
+            vf p = exp2<Math::PAIR == 2>(load(s + t) - highest[r]);
             added += p;
+            if constexpr (SCALED) shifted += p * load(offset + t), p = p * load(scale + t);
             if constexpr (Math::PAIR == 1) store(reinterpret_cast<float*>(out) + t, p);
             else store(reinterpret_cast<bf16*>(out) + t, p);
         }
-        factor[r] = scale[r];
-        total[r] = total[r] * scale[r] + sum(added);
+        factor[r] = kept[r];
+        total[r] = total[r] * kept[r] + sum(added);
+        if (shift) shift[r] = shift[r] * kept[r] + (SCALED ? sum(shifted) : 0.0f);
     }
 }
 
@@ -261,21 +113,43 @@ inline void hide(float* s, int low, int high, int slots) {
     for (int t = high; t < slots; t++) s[t] = -INFINITY;
 }
 
+// Where the page of a chunk lies, for one layer and head; staged chunks have negative names.
+inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
+    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+}
+
+// The exact first rows of a chunk, or null.
+inline uint8_t* sinks_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    if (!plan.sinks || plan.sidecars[chunk] < 0) return nullptr;
+    const int64_t bytes = static_cast<int64_t>(2) * plan.sinks * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
+    return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (static_cast<int64_t>(layer) * plan.H + head) * bytes;
+}
+
 // Chunk c of a piece, for one layer and head.
 inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
     const int32_t chunk = plan.indices[piece.first_index + c];
-    const int32_t id = plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
     const int written = plan.positions[piece.first_row + piece.num_rows - 1] + 1 - piece.start - c * P;
-    return {plan.arena + static_cast<int64_t>(id) * UNIT, plan.kinds[chunk], written < P ? written : P};
+    Page page{image_of(plan, layer, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < P ? written : P};
+    if (page.kind == NUQ) {
+        page.head = plan.heads + layer * plan.H + head;
+        page.sinks = sinks_of(plan, layer, head, chunk);
+    }
+    return page;
 }
 
-// The key, rotated, and the value of one row and head into their slot. Pages of open chunks are dense in the step's own format.
+// The key, rotated unless pages hold keys before rotation, and the value of one row and head into their slot. Pages of open and of staged chunks
+// are dense in the step's own format.
 template <class T>
 void write_row(const Plan& plan, int layer, int row, int head) {
     const int D = plan.D, position = plan.positions[row], slot = position % P;
     const int64_t angle = static_cast<int64_t>(position) * (D / 2);
-    const int32_t id = plan.table[(static_cast<int64_t>(plan.write_chunk[row]) * plan.L + layer) * plan.H + head];
-    T* key = reinterpret_cast<T*>(plan.arena + static_cast<int64_t>(id) * UNIT) + slot * D;
+    T* key = reinterpret_cast<T*>(image_of(plan, layer, head, plan.write_chunk[row])) + slot * D;
+    if (plan.turns) {
+        std::memcpy(key, static_cast<const T*>(plan.k) + row * plan.k_stride + head * D, D * sizeof(T));
+        std::memcpy(key + P * D, static_cast<const T*>(plan.v) + row * plan.v_stride + head * D, D * sizeof(T));
+        return;
+    }
     auto* rotated = static_cast<float*>(thread_scratch(D * 4));
     const T* k = static_cast<const T*>(plan.k) + row * plan.k_stride + head * D;
     const T* v = static_cast<const T*>(plan.v) + row * plan.v_stride + head * D;
@@ -284,6 +158,22 @@ void write_row(const Plan& plan, int layer, int row, int head) {
     for (; d + VL <= D; d += VL) store(key + d, load(rotated + d));
     for (; d < D; d++) narrow(key + d, rotated[d]);
     std::memcpy(key + P * D, v, D * sizeof(T));
+}
+
+// Encodes one head of a chunk that is full; the first tokens of a sequence stay exact beside it.
+template <class T>
+void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
+    const int D = plan.D;
+    const T* k = reinterpret_cast<const T*>(image_of(plan, layer, head, seal.source));
+    const T* v = k + P * D;
+    uint8_t* sinks = sinks_of(plan, layer, head, seal.chunk);
+    if (sinks) {
+        const size_t bytes = static_cast<size_t>(plan.sinks) * D * sizeof(T);
+        std::memcpy(sinks, k, bytes);
+        std::memcpy(sinks + bytes, v, bytes);
+    }
+    encode_page(plan.heads[layer * plan.H + head], D, static_cast<Kind>(plan.kind), k, v, D, sinks ? plan.sinks : 0,
+                image_of(plan, layer, head, seal.chunk));
 }
 
 // What an item keeps in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and
@@ -295,23 +185,51 @@ struct Item {
     uint32_t* probabilities;
     float *acc, *top, *total, *factor;
     uint32_t *keys, *values;
+    float *shift, *scale, *offset, *buffer;   // where pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
+                                              // and where 32-bit panels are made from
 };
+
+// Query rows of the piece as the product takes them, rotated to as many positions behind `origin` as they are.
+template <class Math, class T>
+void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
+    const int G = plan.G, D = plan.D;
+    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
+    for (int r = 0; r < piece.num_rows; r++) {
+        const int row = piece.first_row + r;
+        const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
+        const float* cos = plan.cos ? plan.cos + angle : nullptr;
+        const float* sin = plan.cos ? plan.sin + angle : nullptr;
+        for (int g = 0; g < G; g++) {
+            uint32_t* out = item.query + (r * G + g) * item.steps;
+            rotate(q + row * q_stride + (head * G + g) * D, cos, sin, D, scale, rotated);
+            if (Math::PAIR == 2 && plan.turns) store_halves(rotated, D, out);
+            else store_operand<Math>(rotated, D, out);
+        }
+    }
+}
 
 // Takes chunks c, ..., c + PAGES - 1 of the piece into the running sums. Two pages at once halve what a page costs besides its products: the
 // horizontal maxima and sums, and reading and writing acc.
-template <class Math, int PAGES>
+template <class Math, class T, int PAGES>
 void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
     const int G = plan.G, D = plan.D, start = piece.start + c * P, first = plan.positions[piece.first_row];
     Prefetcher keys_ahead[PAGES], values_ahead[PAGES];
     for (int i = 0; i < PAGES; i++) {
         const int coming = c + PAGES + i;
-        const Page after = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16, 0} : next;
+        const Page after = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16} : next;
         keys_ahead[i] = prefetch(after, D, 0), values_ahead[i] = prefetch(after, D, 1);
     }
+    bool scaled = false;
     for (int i = 0; i < PAGES; i++) {
         const Page page = page_of(plan, layer, head, piece, c + i);
-        if (plan.reads) __atomic_fetch_add(plan.reads + static_cast<int64_t>(plan.indices[piece.first_index + c + i]) * plan.H + head, 1, __ATOMIC_RELAXED);
+        const int32_t chunk = plan.indices[piece.first_index + c + i];
+        if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+        if (plan.turns) {
+            scaled = load_turned<Math, T>(plan, page, item.keys, SLOTS, item.columns, item.values, item.scale, item.offset, item.buffer,
+                                          keys_ahead[0], values_ahead[0]);
+            continue;
+        }
         load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
         load_values<Math>(page, D, item.columns, item.values + i * psteps * item.columns, values_ahead[i]);
     }
@@ -328,9 +246,12 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
             low = low < 0 ? 0 : low > high ? high : low;
             hide(item.scores + m * SLOTS, low, high, SLOTS);
         }
-        for (int m = 0; m < count; m += ROWS)
-            soften<Math, SLOTS>(item.scores + m * SLOTS, item.probabilities + m * psteps * PAGES, item.top + at + m, item.total + at + m,
-                                item.factor + m);
+        for (int m = 0; m < count; m += ROWS) {
+            float* shift = plan.turns ? item.shift + at + m : nullptr;
+            const auto soften_rows = scaled ? soften<Math, SLOTS, true> : soften<Math, SLOTS, false>;
+            soften_rows(item.scores + m * SLOTS, item.probabilities + m * psteps * PAGES, item.top + at + m, item.total + at + m, item.factor + m,
+                        item.scale, item.offset, shift);
+        }
         product<Math>(item.probabilities, psteps * PAGES, item.values, item.columns, item.acc + at * item.columns, item.columns, psteps * PAGES,
                       count, item.columns, item.factor, values_ahead[0]);
     }
@@ -343,13 +264,15 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
-    const int pages = rows <= BLOCK ? 1 : 2;              // at once: two pages' panels and a block of scores leave the first-level cache
+    // At once: two pages' panels and a block of scores leave the first-level cache, and rows are turned for each page where keys are not.
+    const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
     const int block = VL * Math::PAIR;
-    const int steps = (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
+    const int steps = plan.turns ? D / Math::PAIR : (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
+    const int buffer = !plan.turns ? 0 : Math::PAIR == 1 ? 3 * P * D : 0;
 
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
-        (static_cast<size_t>(padded) * (steps + columns + 2) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D) * 4 + 64 * 10));
+        (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer) * 4 + 64 * 14));
     auto carve = [&](size_t elements) {
         uint8_t* at = cursor;
         cursor += (elements * 4 + 63) / 64 * 64;
@@ -365,33 +288,32 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     item.factor = reinterpret_cast<float*>(carve(held));
     item.keys = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(steps) * slots));
     item.values = reinterpret_cast<uint32_t*>(carve(static_cast<size_t>(width) * columns));
+    item.shift = reinterpret_cast<float*>(carve(padded));
+    item.scale = reinterpret_cast<float*>(carve(P));
+    item.offset = reinterpret_cast<float*>(carve(P));
+    item.buffer = reinterpret_cast<float*>(carve(buffer));
     auto* rotated = reinterpret_cast<float*>(carve(D));
 
-    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
     if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
-    for (int r = 0; r < piece.num_rows; r++) {
-        const int row = piece.first_row + r;
-        const int64_t angle = static_cast<int64_t>(plan.positions[row]) * (D / 2);
-        const float* cos = plan.cos ? plan.cos + angle : nullptr;
-        const float* sin = plan.cos ? plan.sin + angle : nullptr;
-        for (int g = 0; g < G; g++) {
-            rotate(q + row * q_stride + (head * G + g) * D, cos, sin, D, scale, rotated);
-            store_operand<Math>(rotated, D, item.query + (r * G + g) * steps);
-        }
-    }
+    if (!plan.turns) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
     std::memset(item.acc, 0, static_cast<size_t>(rows) * columns * 4);
-    for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = 0;
+    for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = item.shift[m] = 0;
     std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
 
     int c = 0;
-    for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, 2>(plan, layer, piece, head, c, next, item);
-    for (; c < piece.num_chunks; c++) attend_pages<Math, 1>(plan, layer, piece, head, c, next, item);
+    for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, layer, piece, head, c, next, item);
+    for (; c < piece.num_chunks; c++) {
+        if (plan.turns) place_queries<Math>(plan, piece, head, q, q_stride, piece.start + c * P, rotated, item);
+        attend_pages<Math, T, 1>(plan, layer, piece, head, c, next, item);
+    }
 
     for (int m = 0; m < rows; m++) {
         const int r = m / G, g = m % G;
         const bool seen = !(item.top[m] <= UNSEEN);
         const float inverse = seen ? 1.0f / item.total[m] : 0.0f;
-        const float* o = item.acc + m * columns;
+        float* o = item.acc + m * columns;
+        if (item.shift[m] != 0)
+            for (int d = 0; d < D; d++) o[d] += item.shift[m];
         if (piece.partial < 0) {
             T* y = out + (static_cast<int64_t>(piece.first_row + r) * H * G + head * G + g) * D;
             int d = 0;
@@ -437,8 +359,11 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
             for (int head = 0; head < H; head++) write_row<T>(plan, layer, static_cast<int>(row), head);
         });
     }
+    if (plan.num_seals)
+        parallel_for(static_cast<int64_t>(plan.num_seals) * H, 1,
+                     [&](int64_t i) { seal_page<T>(plan, layer, plan.seals[i / H], static_cast<int>(i % H)); });
     parallel_pairs(static_cast<int64_t>(plan.num_pieces) * H, [&](int64_t i, int64_t then) {
-        Page next{plan.arena, DENSE_BF16, 0};
+        Page next{plan.arena, DENSE_BF16};
         if (then >= 0) next = page_of(plan, layer, static_cast<int>(then % H), plan.pieces[then / H], 0);
         attend_item<Math>(plan, layer, plan.pieces[i / H], static_cast<int>(i % H), q, q_stride, out, next);
     });

@@ -29,6 +29,8 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_packed_rows": [_PTR, _I64, _PTR, _I64, _PTR],
     "quire_linear": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _I32, _PTR],
     "quire_argmax": [_I32, _PTR, _I64, _I64, _I64, _PTR],
+    "quire_nuq_encode": [_PTR, _I32, _I32, _PTR, _PTR, _I64, _PTR],
+    "quire_nuq_decode": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
 
@@ -38,7 +40,8 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = library.quire_has_linear.restype = _I64
+    library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
+    library.quire_nuq_bytes.restype = library.quire_has_linear.restype = _I64
     library.quire_threads(*_openmp(), num_threads())
     return library
 

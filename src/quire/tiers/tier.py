@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
-from quire.cache.page import PagePool, Sized
+from quire.cache.page import PagePool
 
 
 class Transfer(Protocol):
@@ -28,13 +28,13 @@ class Done:
 
 
 class Tier(Protocol):
-    """A memory of page images of one size class per codec; it never looks inside them."""
+    """A memory of page images, by their size; it never looks inside them."""
 
-    def load(self, ids: NDArray[np.int32], codec: Sized, into: torch.Tensor) -> Transfer:
+    def load(self, ids: NDArray[np.int32], into: torch.Tensor) -> Transfer:
         """Copies page images into a buffer uint8 [n, page_bytes]."""
         ...
 
-    def store(self, pages: torch.Tensor, codec: Sized) -> tuple[NDArray[np.int32], Transfer]:
+    def store(self, pages: torch.Tensor) -> tuple[NDArray[np.int32], Transfer]:
         """Keeps page images uint8 [n, page_bytes]; returns their ids, int32 [n]. Raises CacheFullError if they do not
         fit.
         """
@@ -53,15 +53,15 @@ class ArenaTier:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
 
-    def load(self, ids: NDArray[np.int32], codec: Sized, into: torch.Tensor) -> Transfer:
+    def load(self, ids: NDArray[np.int32], into: torch.Tensor) -> Transfer:
         """See Tier."""
-        into.copy_(self.pool.load(ids, codec))
+        into.copy_(self.pool.load(ids, into.shape[1]))
         return Done()
 
-    def store(self, pages: torch.Tensor, codec: Sized) -> tuple[NDArray[np.int32], Transfer]:
+    def store(self, pages: torch.Tensor) -> tuple[NDArray[np.int32], Transfer]:
         """See Tier."""
-        ids = self.pool.take(len(pages), codec)
-        self.pool.store(ids, codec, pages)
+        ids = self.pool.take(len(pages), pages.shape[1])
+        self.pool.store(ids, pages.shape[1], pages)
         return ids, Done()
 
     def attend(self, pages: NDArray[np.int32], q: torch.Tensor, layer: int) -> Partial | None:

@@ -1,4 +1,7 @@
-"""The plainest codec: the model's own dtype, keys after rotation. Also the format of every open chunk."""
+"""The plainest codec: the model's own dtype. Also the format of every open chunk.
+
+Keys are rotated where sealed chunks stay dense, and not where these are encoded.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ class DenseCodec:
         self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
         self.page_bytes = -(-self.data_bytes // UNIT) * UNIT
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Copies; positions do not matter because keys come rotated."""
+    def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Copies; layer and head do not matter."""
         n = k.shape[0]
         pages = torch.zeros(n, self.page_bytes, dtype=torch.uint8, device=k.device)
         body = torch.stack((k, v), 1).to(self.dtype).contiguous()
         pages[:, : self.data_bytes] = body.view(torch.uint8).reshape(n, self.data_bytes)
         return pages
 
-    def decode(self, pages: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored values, widened to float32 [n, P, D]."""
         body = pages[:, : self.data_bytes].contiguous().view(self.dtype).view(-1, 2, PAGE_TOKENS, self.head_dim).float()
         return body[:, 0], body[:, 1]

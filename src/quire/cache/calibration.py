@@ -1,0 +1,105 @@
+"""The calibration artefact: what the codecs of one model are quantized with, in one safetensors file.
+
+Tensors are named CODEC.FIELD (nuq3.key_books); the metadata says for which model and with what settings they were made,
+what was chosen and why, and the file's own hash. That hash is part of what two sequences must have in common to share
+pages: other tables, other bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.cache.codecs.nuq import NuqTables
+from quire.errors import ConfigError
+
+FORMAT = "1"
+"""Of the file: which tensors it has and what they mean."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Tables by codec name, and what they were made from.
+
+    model     the checkpoint's fingerprint
+    settings  how they were made
+    report    what was chosen for each tensor, why, and what it is expected to cost
+    """
+
+    model: str
+    tables: Mapping[str, NuqTables]
+    settings: Mapping[str, Any]
+    report: Mapping[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of everything that pages depend on, as hex."""
+        digest = hashlib.sha256(json.dumps([FORMAT, self.model, self.settings], sort_keys=True).encode())
+        for name, tensor in sorted(self._tensors().items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Writes the file; there is never half of one under its name."""
+        from safetensors.torch import save_file
+
+        metadata = {
+            "format": FORMAT,
+            "model": self.model,
+            "settings": json.dumps(self.settings, sort_keys=True),
+            "report": json.dumps(self.report, sort_keys=True),
+            "hash": self.hash,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in self._tensors().items()}, unfinished, metadata)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path, model: str) -> Calibration:
+        """Reads a file that must be for the model with this fingerprint.
+
+        Raises ConfigError, naming the file, for one that is not there, not a calibration, damaged, or another model's.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: not a calibration that can be read ({error})") from None
+        if metadata.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path}: not a calibration of this version; make one with quire calibrate MODEL -o {path}"
+            )
+        if metadata.get("model") != model:
+            raise ConfigError(f"{path}: made for another model; make one with quire calibrate MODEL -o FILE")
+        names = [field.name for field in fields(NuqTables)]
+        codecs = sorted({name.partition(".")[0] for name in tensors})
+        try:
+            tables = {codec: NuqTables(**{name: tensors[f"{codec}.{name}"] for name in names}) for codec in codecs}
+            found = cls(model, tables, json.loads(metadata["settings"]), json.loads(metadata["report"]))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{path}: the calibration is damaged ({error}); make it again") from None
+        if found.hash != metadata.get("hash"):
+            raise ConfigError(f"{path}: the calibration is damaged: it does not have the hash it says; make it again")
+        return found
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{codec}.{field.name}": getattr(tables, field.name)
+            for codec, tables in self.tables.items()
+            for field in fields(tables)
+        }

@@ -1,0 +1,63 @@
+"""Attention sinks: the first tokens of a sequence, exact, beside the encoded chunk that holds their slots.
+
+A sidecar is one extent of the arena for a whole chunk: rows T [L, H, 2, n, D], keys (not rotated) then values, in the
+type of open chunks. Only chunks at the start of a sequence have one.
+
+Source: KVQuant, arXiv 2401.18079, section 3.5; what differs: in the encoded page the slots of these tokens hold the
+codes of zeros, and their keys are rotated on read like all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.cache.page import UNIT
+
+if TYPE_CHECKING:
+    from quire.cache.segment import ChunkTable
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """How many tokens stay exact, and where they lie.
+
+    num_tokens  n, at most the slots of a page
+    dtype       of their keys and values
+    """
+
+    num_tokens: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one layer."""
+        return 2 * self.num_tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def sidecar_bytes(self) -> int:
+        """Bytes of a chunk's sidecar, a multiple of 128."""
+        return -(-self.num_layers * self.num_heads * self.head_bytes // UNIT) * UNIT
+
+    def rows(self, table: ChunkTable, chunk: int, layer: int) -> torch.Tensor:
+        """The rows of one layer where they lie in the arena, [H, 2, n, D]."""
+        start = int(table.sidecars[chunk]) * UNIT + layer * self.num_heads * self.head_bytes
+        found = table.pool.arena[start : start + self.num_heads * self.head_bytes]
+        return found.view(self.dtype).view(self.num_heads, 2, self.num_tokens, self.head_dim)
+
+    def store(self, table: ChunkTable, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copies the first tokens of keys and values [H, P, D] into the chunk's sidecar."""
+        rows = self.rows(table, chunk, layer)
+        rows[:, 0] = k[:, : self.num_tokens]
+        rows[:, 1] = v[:, : self.num_tokens]
+
+    def load(self, table: ChunkTable, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Overwrites the first tokens of keys and values [H, P, D] with those of the sidecar."""
+        rows = self.rows(table, chunk, layer)
+        k[:, : self.num_tokens] = rows[:, 0]
+        v[:, : self.num_tokens] = rows[:, 1]

@@ -1,0 +1,145 @@
+"""Codebooks: weighted one-dimensional k-means on histograms, for many channels and all widths at once.
+
+    centroids minimise  sum_i w_i (x_i - nearest(x_i))^2
+
+A histogram holds each bin's weight and weighted sum, so that a round of Lloyd's algorithm is a few lookups in running
+sums, however many elements there were. Boundaries fall between bins; centroids are exact means.
+
+Source: KVQuant, arXiv 2401.18079, equation 7, whose factor s^2 is here because keys are in their own units, not in
+those of their range; and Q-Norm, of its third version. What differs: histograms in place of points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 1024
+ROUNDS = 40
+"""Of Lloyd's algorithm at most: nothing moves by then."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Weighted histograms of C channels over their own ranges, as running sums, float64 [C, bins + 1] each.
+
+    low, width  of each channel's range and of one of its bins, float64 [C, 1]
+    """
+
+    weight: Tensor
+    first: Tensor
+    second: Tensor
+    low: Tensor
+    width: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, weights: Sequence[Tensor], low: Tensor, high: Tensor) -> list[Histogram]:
+        """The histograms of x [N, C] over [low, high], [C] each, for each of the weights [N, C]; what lies outside
+        counts as the range's end.
+        """
+        channels = x.shape[1]
+        low, high = low.double(), torch.maximum(high, low + 1e-12 * (1 + low.abs())).double()
+        width = (high - low) / BINS
+        x = x.double().clamp(low, high)
+        index = (((x - low) / width).long().clamp_(0, BINS - 1) + torch.arange(channels) * BINS).flatten()
+
+        def running(sums: Tensor) -> Tensor:
+            bins = torch.bincount(index, sums.flatten(), channels * BINS).view(channels, BINS)
+            return torch.nn.functional.pad(bins.cumsum(1), (1, 0))
+
+        found = []
+        for weight in weights:
+            weight = weight.double()
+            weighted = weight * x
+            parts = running(weight), running(weighted), running(weighted * x)
+            found.append(cls(*parts, low[:, None], width[:, None]))
+        return found
+
+    def pooled(self) -> Histogram:
+        """All channels as one, which must have the same range."""
+        weight, first, second = (part.sum(0, keepdim=True) for part in (self.weight, self.first, self.second))
+        return Histogram(weight, first, second, self.low[:1], self.width[:1])
+
+    @staticmethod
+    def joined(parts: Sequence[Histogram]) -> Histogram:
+        """The channels of several, one after the other."""
+        names = Histogram.__dataclass_fields__
+        return Histogram(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def books(self, size: int, coarser: Tensor | None = None) -> Tensor:
+        """The best that several starts lead to, for each channel: centroids float64 [C, size], rising.
+
+        coarser  centroids [C, size / 2]: splitting each in two is one more start
+        """
+        starts = [self.spread(size, share) for share in (1.0, 1 / 3, 0.0)]
+        if coarser is None and size % 2 == 0:
+            coarser = self.books(size // 2)
+        if coarser is not None:
+            starts.append(self._split(coarser))
+        found = self._settle(torch.stack(starts))
+        return found[self.error(found).argmin(0), torch.arange(len(self.weight))]
+
+    def _settle(self, books: Tensor) -> Tensor:
+        """Lloyd's algorithm from each of several books, [S, C, n]."""
+        at = None
+        for _ in range(ROUNDS):
+            before, at = at, self._boundaries(books)
+            if before is not None and torch.equal(before, at):
+                break
+            weight, first = self._cells(at, self.weight), self._cells(at, self.first)
+            books = torch.where(weight > 0, first / weight.clamp_min(1e-300), books).sort(-1).values
+        return books
+
+    def _split(self, book: Tensor) -> Tensor:
+        """For each centroid the means of what lies below and above it in its cell."""
+        at = self._boundaries(book)
+        inside = ((book - self.low) / self.width).round().long().clamp(0, BINS)
+        inside = torch.minimum(torch.maximum(inside, at[:, :-1]), at[:, 1:])
+        halves = torch.cat((torch.stack((at[:, :-1], inside), 2).flatten(1), at[:, -1:]), 1)
+        weight, first = self._cells(halves, self.weight), self._cells(halves, self.first)
+        return torch.where(weight > 0, first / weight.clamp_min(1e-300), book.repeat_interleave(2, 1)).sort(1).values
+
+    def spread(self, size: int, share: float) -> Tensor:
+        """Centroids with equal parts of the weight, each bin's raised to `share`: 1 by weight, 0 evenly, in between
+        as they lie for a smooth density.
+        """
+        bins = self.weight.diff(dim=1)
+        bins = (bins + 1e-9 * bins.mean(1, keepdim=True) + 1e-300) ** share
+        running = bins.cumsum(1)
+        wanted = (torch.arange(size, dtype=torch.float64) + 0.5) / size * running[:, -1:]
+        index = torch.searchsorted(running, wanted.contiguous()).clamp_max(BINS - 1)
+        return self.low + (index + 0.5) * self.width
+
+    def error(self, book: Tensor) -> Tensor:
+        """The weighted squared error of rising centroids [..., C, n], float64 [..., C]."""
+        at = self._boundaries(book)
+        weight, first, second = (self._cells(at, part) for part in (self.weight, self.first, self.second))
+        return (second - 2 * book * first + book * book * weight).clamp_min(0).sum(-1)
+
+    def q_norm(self, book: Tensor) -> Tensor:
+        """Rising centroids [C, n] moved so that what they stand for has the mean and deviation of what is in the
+        histogram; which element belongs to which is decided by the centroids as they were.
+        """
+        weight = self._cells(self._boundaries(book), self.weight)
+        total = self.weight[:, -1:].clamp_min(1e-300)
+        mean = self.first[:, -1:] / total
+        variance = (self.second[:, -1:] / total - mean * mean).clamp_min(0)
+        found_mean = (weight * book).sum(1, keepdim=True) / total
+        found_variance = (weight * (book - found_mean) ** 2).sum(1, keepdim=True) / total
+        # One centroid, or a constant channel, has no deviation to restore.
+        flat = (found_variance <= 1e-24 * (1 + found_mean**2)) | (variance <= 1e-24 * (1 + mean**2))
+        scale = torch.where(flat, 1.0, (variance / found_variance.clamp_min(1e-300)).sqrt())
+        return (book - found_mean) * scale + mean
+
+    def _boundaries(self, book: Tensor) -> Tensor:
+        """Index of the first bin of each centroid, and the end, int64 [..., C, n + 1]."""
+        middles = (book[..., 1:] + book[..., :-1]) / 2
+        inner = ((middles - self.low) / self.width).round_().long().clamp_(0, BINS)
+        return torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=BINS)
+
+    def _cells(self, at: Tensor, sums: Tensor) -> Tensor:
+        """What lies between neighbouring boundaries [..., C, n + 1]."""
+        return sums.expand(*at.shape[:-2], *sums.shape).gather(-1, at).diff(dim=-1)

@@ -1,0 +1,198 @@
+"""What a model's keys and values look like, and what an error in each would cost: gathered window by window.
+
+The cost of a squared error is the squared gradient of the loss with respect to that very element, the diagonal of the
+Fisher information. Layers are run again for their gradients, one at a time, so that memory holds one layer's graph and
+each layer's input.
+
+Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from quire.models.layers import TorchOps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.plan import Model
+    from quire.models.shape import ModelShape
+
+HEAD_ROWS = 256
+"""Rows whose logits exist at once."""
+
+
+class GradientOps(TorchOps):
+    """TorchOps that autograd can follow: nothing that a gradient needs is overwritten."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TorchOps; the input may be updated in place afterwards, so a copy is remembered."""
+        return super().norm(x.clone(), weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TorchOps."""
+        return functional.rms_norm(residual.add_(x).clone(), weight.shape, weight, eps)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See TorchOps."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+class TappedPlan:
+    """Causal attention over one window from its beginning, as torch does it, that remembers each layer's un-rotated
+    keys and values [T, H, D].
+    """
+
+    def __init__(self, shape: ModelShape, num_tokens: int, device: torch.device | str) -> None:
+        self._groups = shape.num_q_heads // shape.num_kv_heads
+        self._window = shape.sliding_window
+        self._tables: tuple[Tensor, Tensor] | None = None
+        if shape.rope is not None:
+            cos, sin = (torch.from_numpy(part)[:, None].to(device) for part in shape.rope.tables(num_tokens))
+            self._tables = cos, sin
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See StepPlan."""
+        self.keys, self.values = k, v
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepPlan."""
+        assert self.keys is not None and self.values is not None
+        q, k = (self._rotate(x).transpose(0, 1) for x in (q, self.keys))
+        v = self.values.transpose(0, 1)
+        mask = None
+        if self._window is not None and self._window < len(self.keys):
+            at = torch.arange(len(self.keys), device=q.device)
+            behind = at[:, None] - at
+            mask = (behind >= 0) & (behind < self._window)
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=self._groups > 1
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        if self._tables is None:
+            return x
+        cos, sin = (table.to(x.dtype) for table in self._tables)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def gather(model: Model, tokens: Tensor) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """For every layer, the last first: keys, values [T, H, D], and the gradients of the summed loss of one window with
+    respect to both.
+
+    model   built with GradientOps
+    tokens  int64 [T]
+    """
+    shape, device = model.shape, tokens.device
+    positions = torch.arange(len(tokens), device=device)
+    plan = TappedPlan(shape, len(tokens), device)
+    with torch.no_grad():
+        states = [model.begin(tokens, positions)]
+        for index in range(shape.num_layers):
+            states.append(model.layer(index, tuple(part.clone() for part in states[-1]), plan))
+    top = tuple(part.detach().requires_grad_() for part in states.pop())
+    hidden = model.finish(top)
+    given = torch.autograd.grad(hidden, top, _loss_gradient(model, hidden.detach(), tokens), allow_unused=True)
+    for index in reversed(range(shape.num_layers)):
+        inputs = tuple(part.detach().requires_grad_() for part in states.pop())
+        outputs = model.layer(index, tuple(part.clone() for part in inputs), plan)
+        keys, values = plan.keys, plan.values
+        assert keys is not None and values is not None
+        pairs = [(out, grad) for out, grad in zip(outputs, given, strict=True) if grad is not None]
+        *given_list, key_grad, value_grad = torch.autograd.grad(
+            [out for out, _ in pairs], [*inputs, keys, values], [grad for _, grad in pairs], allow_unused=True
+        )
+        given = tuple(given_list)
+        found = {"keys": keys, "values": values, "key_grads": key_grad, "value_grads": value_grad}
+        yield index, {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _loss_gradient(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """Gradient of the summed loss of every next token with respect to the last hidden states, by blocks of rows."""
+    gradient = torch.zeros_like(hidden)
+    for start in range(0, len(tokens) - 1, HEAD_ROWS):
+        rows = slice(start, min(start + HEAD_ROWS, len(tokens) - 1))
+        block = hidden[rows].clone().requires_grad_()
+        targets = tokens[rows.start + 1 : rows.stop + 1]
+        loss = functional.cross_entropy(model.head(block).float(), targets, reduction="sum")
+        (gradient[rows],) = torch.autograd.grad(loss, block)
+    return gradient
+
+
+@dataclass(frozen=True)
+class LayerSamples:
+    """Keys and values of one layer, float32 [T, H, D], and what a squared error in each element costs."""
+
+    keys: Tensor
+    values: Tensor
+    key_cost: Tensor
+    value_cost: Tensor
+
+    def split(self, first: int) -> tuple[LayerSamples, LayerSamples]:
+        """Those of the first `first` tokens, and the others."""
+        parts = (self.keys, self.values, self.key_cost, self.value_cost)
+        return LayerSamples(*(part[:first] for part in parts)), LayerSamples(*(part[first:] for part in parts))
+
+
+class SampleStore:
+    """The samples of all windows in a folder, a file a window: what was interrupted goes on where it stopped.
+
+    folder  where the files are; belongs to one model, text and settings
+    skip    first tokens of each window to leave out: those that a cache keeps exact
+    """
+
+    def __init__(self, folder: Path, skip: int) -> None:
+        self.folder = folder
+        self.skip = skip
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, window: int) -> Path:
+        return self.folder / f"window-{window}.safetensors"
+
+    def has(self, window: int) -> bool:
+        """Whether a window has been gathered."""
+        return self._path(window).exists()
+
+    def put(self, window: int, model: Model, tokens: Tensor, progress: Callable[[int], None]) -> None:
+        """Gathers a window; progress is told how many layers are done."""
+        from safetensors.torch import save_file
+
+        found = {}
+        for done, (layer, parts) in enumerate(gather(model, tokens), 1):
+            for name, tensor in parts.items():
+                found[f"{layer}.{name}"] = tensor[self.skip :].to("cpu", torch.bfloat16).contiguous()
+            progress(done)
+        unfinished = self.folder / f".window-{window}.{os.getpid()}"
+        save_file(found, unfinished)
+        unfinished.replace(self._path(window))
+
+    def layer(self, layer: int, windows: int) -> LayerSamples:
+        """The samples of one layer, of all windows one after the other."""
+        from safetensors import safe_open
+
+        parts: dict[str, list[Tensor]] = {"keys": [], "values": [], "key_grads": [], "value_grads": []}
+        for window in range(windows):
+            with safe_open(self._path(window), "pt") as file:
+                for name, tensors in parts.items():
+                    tensors.append(file.get_tensor(f"{layer}.{name}").float())
+        keys, values, key_grads, value_grads = (torch.cat(tensors) for tensors in parts.values())
+        return LayerSamples(keys, values, key_grads.square(), value_grads.square())
+
+    def clear(self) -> None:
+        """Deletes what was gathered."""
+        for path in self.folder.glob("*window-*"):
+            path.unlink()
+        self.folder.rmdir()

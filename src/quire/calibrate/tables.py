@@ -1,0 +1,106 @@
+"""From the fits of all layers to the tables of a codec: which kind of book, and how many bits, where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.cache.codecs.nuq import BLOCK_PAIRS, NuqTables
+from quire.calibrate.fit import KINDS, LayerFit, padded
+from quire.calibrate.spend import Spending, even, spend
+
+
+def make_tables(
+    fits: Sequence[LayerFit], bits: int, slots: int, *, kinds: Sequence[str] = KINDS, spends: bool = True
+) -> tuple[NuqTables, dict[str, Any]]:
+    """The tables of one codec, and what was chosen and why.
+
+    bits    on average, of keys and values
+    slots   of every key and value vector, those that the fits were made with
+    kinds   of books to choose from
+    spends  whether bits go where they pay; else all have the same
+    """
+    key_kinds = [min(kinds, key=lambda kind: float(fit.key_cost[kind][..., bits].sum())) for fit in fits]
+    value_kinds = [min(kinds, key=lambda kind: float(fit.value_cost[kind][..., bits].sum())) for fit in fits]
+    key_cost = torch.stack([fit.key_cost[kind] for fit, kind in zip(fits, key_kinds, strict=True)])
+    value_cost = torch.stack([fit.value_cost[kind] for fit, kind in zip(fits, value_kinds, strict=True)])
+    plain = even(key_cost, value_cost, bits, slots)
+    chosen = spend(key_cost, value_cost, bits, slots) if spends else plain
+    tables = [
+        _layer_tables(fit, key_kind, value_kind, chosen, layer, slots)
+        for layer, (fit, key_kind, value_kind) in enumerate(zip(fits, key_kinds, value_kinds, strict=True))
+    ]
+    names = NuqTables.__dataclass_fields__
+    whole = NuqTables(**{name: torch.stack([each[name] for each in tables]) for name in names})
+    return whole, _report(fits, bits, key_kinds, value_kinds, chosen, plain)
+
+
+def _layer_tables(
+    fit: LayerFit, key_kind: str, value_kind: str, chosen: Spending, layer: int, slots: int
+) -> dict[str, Tensor]:
+    order, block_bits = chosen.key_order[layer], chosen.key_bits[layer]  # [H, D / 2], [H, D / 8]
+    heads, half = order.shape
+    ordered = block_bits.repeat_interleave(BLOCK_PAIRS, 1)
+    of_pair = torch.empty_like(ordered).scatter_(1, order, ordered)
+    widths = torch.cat((of_pair, of_pair), 1)  # [H, D]
+    key_edges, key_books = padded(fit.key_books[key_kind][0])
+    for bits in widths.unique().tolist():
+        edges, books = padded(fit.key_books[key_kind][bits])
+        where = widths == bits
+        key_edges[where], key_books[where] = edges[where], books[where]
+    value = [padded(fit.value_books[value_kind, int(bits)][head]) for head, bits in enumerate(chosen.value_bits[layer])]
+    return {
+        "key_order": order.to(torch.uint8),
+        "key_bits": block_bits.to(torch.uint8),
+        "key_edges": key_edges,
+        "key_books": key_books,
+        "key_weight": fit.key_weight,
+        "key_slots": torch.full((heads,), slots, dtype=torch.uint8),
+        "value_bits": chosen.value_bits[layer].to(torch.uint8),
+        "value_edges": torch.stack([edges for edges, _ in value]),
+        "value_books": torch.stack([books for _, books in value]),
+        "value_slots": torch.full((heads,), slots, dtype=torch.uint8),
+    }
+
+
+def _report(
+    fits: Sequence[LayerFit],
+    bits: int,
+    key_kinds: Sequence[str],
+    value_kinds: Sequence[str],
+    chosen: Spending,
+    plain: Spending,
+) -> dict[str, Any]:
+    channels = chosen.key_order.shape[-1] * 2
+
+    def costs(cost_of: Any) -> dict[str, float]:
+        return {kind: sum(float(cost_of(fit, kind)) for fit in fits) for kind in KINDS}
+
+    def shares(values: Tensor) -> dict[str, int]:
+        found, counts = values.unique(return_counts=True)
+        return {str(value): count for value, count in zip(found.tolist(), counts.tolist(), strict=True)}
+
+    return {
+        "bits_per_element": float(chosen.page_bytes.double().mean()) * 8 / (2 * 64 * channels),
+        "key_books": {kind: key_kinds.count(kind) for kind in KINDS},
+        "value_books": {kind: value_kinds.count(kind) for kind in KINDS},
+        "layers": [
+            {
+                "keys": key_kinds[layer],
+                "values": value_kinds[layer],
+                "key_bits": chosen.key_bits[layer].double().mean(-1).tolist(),
+                "value_bits": chosen.value_bits[layer].tolist(),
+                "page_bytes": chosen.page_bytes[layer].tolist(),
+            }
+            for layer in range(len(fits))
+        ],
+        "key_widths": shares(chosen.key_bits),
+        "value_widths": shares(chosen.value_bits),
+        "page_sizes": shares(chosen.page_bytes),
+        "held_out_cost": {"chosen": chosen.cost, "same bits everywhere": plain.cost},
+        "key_cost_of_books": costs(lambda fit, kind: fit.key_cost[kind][..., bits].sum()),
+        "value_cost_of_books": costs(lambda fit, kind: fit.value_cost[kind][..., bits].sum()),
+    }

@@ -1,0 +1,273 @@
+// Encoding of full pages, and decoding of whole ones where nothing faster reads them. Compiled without fused multiply-adds, so that it gives
+// the bits of cache/codecs/nuq.py.
+//
+// Both work on the transposed page, channels by slots: a vector is several slots, and nothing is ever summed across it.
+#include "nuq.h"
+
+namespace quire {
+namespace {
+
+constexpr int VECTORS = PAGE / VL;
+
+// One number of each slot.
+struct Slots {
+    vf at[VECTORS];
+    float* floats() { return reinterpret_cast<float*>(at); }
+    const float* floats() const { return reinterpret_cast<const float*>(at); }
+};
+
+inline Slots all(float x) {
+    Slots s;
+    for (int i = 0; i < VECTORS; i++) s.at[i] = splat(x);
+    return s;
+}
+
+template <class T>
+void transpose_page(const T* x, int64_t stride, int D, int zeros, Slots* out) {
+    for (int t = 0; t < PAGE; t++)
+        for (int d = 0; d < D; d++) out[d].floats()[t] = t < zeros ? 0.0f : widen(x[t * stride + d]);
+}
+
+void transpose_any(Kind kind, const void* x, int64_t stride, int D, int zeros, Slots* out) {
+    if (kind == DENSE_BF16) transpose_page(static_cast<const bf16*>(x), stride, D, zeros, out);
+    else if (kind == DENSE_F16) transpose_page(static_cast<const f16*>(x), stride, D, zeros, out);
+    else transpose_page(static_cast<const float*>(x), stride, D, zeros, out);
+}
+
+inline vf blend(vi mask, vf yes, vf no) { return mask ? yes : no; }
+inline vf magnitude(vf x) { return as_float((vu)x & 0x7fffffffu); }
+
+// The channels of the largest costs of every slot, and what goes with them; of equal costs the first channel.
+struct Largest {
+    Slots cost[2], channel[2];
+    explicit Largest() : cost{all(-1), all(-1)}, channel{all(0), all(0)} {}
+    void offer(int i, vf found, int d) {
+        const vf which = splat(static_cast<float>(d));
+        const vi first = found > cost[0].at[i], second = found > cost[1].at[i];
+        cost[1].at[i] = blend(first, cost[0].at[i], blend(second, found, cost[1].at[i]));
+        channel[1].at[i] = blend(first, channel[0].at[i], blend(second, which, channel[1].at[i]));
+        cost[0].at[i] = blend(first, found, cost[0].at[i]);
+        channel[0].at[i] = blend(first, which, channel[0].at[i]);
+    }
+};
+
+inline uint16_t half_bits(float x) {
+    const f16 h = static_cast<f16>(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
+    uint16_t bits;
+    std::memcpy(&bits, &h, 2);
+    return bits;
+}
+
+inline float half_value(const uint8_t* at) {
+    f16 h;
+    std::memcpy(&h, at, 2);
+    return static_cast<float>(h);
+}
+
+// Writes slot s of every vector: missing[d] is what the codes of channel d miss.
+void write_slot(const Slots& channel, const Slots* missing, uint8_t* out) {
+    for (int t = 0; t < PAGE; t++) {
+        const int d = static_cast<int>(channel.floats()[t]);
+        out[t] = static_cast<uint8_t>(d);
+        const uint16_t bits = half_bits(missing[d].floats()[t]);
+        std::memcpy(out + PAGE + 2 * t, &bits, 2);
+    }
+}
+
+// Packs fields of 32 codes into lines; code(field, lane).
+template <class Code>
+void pack(int fields, int bits, const Code& code, uint8_t*& out) {
+    for_parts(bits, [&](int width, int place) {
+        const int per_line = 16 / width;
+        for (int first = 0; first < fields; first += per_line, out += LINE) {
+            uint16_t words[32] = {};
+            for (int f = 0; f < per_line; f++)
+                for (int lane = 0; lane < 32; lane++)
+                    words[lane] |= static_cast<uint16_t>((code(first + f, lane) >> place & ((1 << width) - 1)) << width * f);
+            std::memcpy(out, words, LINE);
+        }
+    });
+}
+
+template <class Put>
+void unpack(int fields, int bits, const Put& put, const uint8_t*& in) {
+    for_parts(bits, [&](int width, int place) {
+        const int per_line = 16 / width;
+        for (int first = 0; first < fields; first += per_line, in += LINE) {
+            uint16_t words[32];
+            std::memcpy(words, in, LINE);
+            for (int f = 0; f < per_line; f++)
+                for (int lane = 0; lane < 32; lane++) put(first + f, lane, (words[lane] >> width * f & ((1 << width) - 1)) << place);
+        }
+    });
+}
+
+void encode_keys(const NuqHead& head, int D, const Slots* x, Slots* missing, uint8_t* codes, uint8_t* page) {
+    const int half = D / 2;
+    Largest largest;
+    int bits_of[128];
+    for (int p = 0; p < half; p++) bits_of[head.order[p]] = head.bits[p / BLOCK_PAIRS];
+    for (int d = 0; d < D; d++) {
+        const float* edges = head.key_edges + d * (BOOK - 1);
+        const float* book = head.key_books + d * BOOK;
+        const int last = (1 << bits_of[d < half ? d : d - half]) - 1;
+        for (int i = 0; i < VECTORS; i++) {
+            vi code{};
+            vf found = splat(book[0]);
+            for (int e = 0; e < last; e++) {
+                const vi beyond = x[d].at[i] > splat(edges[e]);
+                code -= beyond;
+                found = blend(beyond, splat(book[e + 1]), found);
+            }
+            missing[d].at[i] = x[d].at[i] - found;
+            largest.offer(i, missing[d].at[i] * missing[d].at[i] * splat(head.key_weight[d]), d);
+            for (int lane = 0; lane < VL; lane++) codes[d * PAGE + i * VL + lane] = static_cast<uint8_t>(code[lane]);
+        }
+    }
+    uint8_t* out = page;
+    for (int block = 0; block < half / BLOCK_PAIRS; block++)
+        pack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane) {
+            const int pair = head.order[block * BLOCK_PAIRS + field / 4];
+            return codes[(pair + lane % 2 * half) * PAGE + field % 4 * 16 + lane / 2];
+        }, out);
+    for (int s = 0; s < head.key_slots; s++) write_slot(largest.channel[s], missing, page + head.at_key_slots + s * SLOT_BYTES);
+}
+
+void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, uint8_t* codes, uint8_t* page) {
+    const int last = (1 << head.value_bits) - 1;
+    const float *edges = head.value_edges, *book = head.value_books;
+    const float number = static_cast<float>(D - head.value_slots);
+    Largest largest;
+    Slots s, z;
+    for (int i = 0; i < VECTORS; i++) {
+        vf sum{};
+        for (int d = 0; d < D; d++) sum = sum + x[d].at[i];
+        const vf mean = sum / static_cast<float>(D);
+        for (int d = 0; d < D; d++) largest.offer(i, magnitude(x[d].at[i] - mean), d);
+        const auto is_outer = [&](int d) {
+            vi outer{};
+            for (int k = 0; k < head.value_slots; k++) outer |= (vi)(largest.channel[k].at[i] == splat(static_cast<float>(d)));
+            return outer;
+        };
+        vf high = splat(-INFINITY), low = splat(INFINITY);
+        for (int d = 0; d < D; d++) {
+            const vi outer = is_outer(d);
+            high = max(high, blend(outer, splat(-INFINITY), x[d].at[i]));
+            low = min(low, blend(outer, splat(INFINITY), x[d].at[i]));
+        }
+        const vf middle = (high + low) * 0.5f;
+        vf scale = (high - low) * 0.5f, offset = middle, total{};
+        for (int d = 0; d < D; d++) total = total + blend(is_outer(d), vf{}, x[d].at[i] - middle);
+        for (int round = 0; round < 2; round++) {
+            vf bounds[BOOK], sum_c{}, sum_cc{}, sum_cx{};
+            for (int e = 0; e < last; e++) bounds[e] = splat(edges[e]) * scale + offset;
+            for (int d = 0; d < D; d++) {
+                const vi outer = is_outer(d);
+                vf c = splat(book[0]);
+                for (int e = 0; e < last; e++) c = blend(x[d].at[i] > bounds[e], splat(book[e + 1]), c);
+                c = blend(outer, vf{}, c);
+                sum_c = sum_c + c;
+                sum_cc = sum_cc + c * c;
+                sum_cx = sum_cx + c * blend(outer, vf{}, x[d].at[i] - middle);
+            }
+            const vf spread = sum_cc - sum_c * sum_c / number, slope = sum_cx - sum_c * total / number;
+            const vi fits = (spread > vf{}) & (slope > vf{});
+            scale = blend(fits, slope / blend(fits, spread, splat(1.0f)), scale);
+            offset = blend(fits, middle + (total - scale * sum_c) / number, offset);
+        }
+        vf beyond{};
+        for (int d = 0; d < D; d++) beyond = max(beyond, blend(is_outer(d), magnitude(x[d].at[i] - offset), vf{}));
+        scale = max(scale, beyond * (1.0f / 256.0f));
+        for (int lane = 0; lane < VL; lane++) {
+            const int t = i * VL + lane;
+            const uint16_t bits[2] = {half_bits(scale[lane]), half_bits(offset[lane])};
+            std::memcpy(page + head.at_ranges + 2 * t, &bits[0], 2);
+            std::memcpy(page + head.at_ranges + 2 * (PAGE + t), &bits[1], 2);
+            s.floats()[t] = half_value(page + head.at_ranges + 2 * t);
+            z.floats()[t] = half_value(page + head.at_ranges + 2 * (PAGE + t));
+        }
+        vf bounds[BOOK];
+        for (int e = 0; e < last; e++) bounds[e] = splat(edges[e]) * s.at[i] + z.at[i];
+        for (int d = 0; d < D; d++) {
+            vi code{};
+            vf c = splat(book[0]);
+            for (int e = 0; e < last; e++) {
+                const vi above = x[d].at[i] > bounds[e];
+                code -= above;
+                c = blend(above, splat(book[e + 1]), c);
+            }
+            missing[d].at[i] = x[d].at[i] - (c * s.at[i] + z.at[i]);
+            for (int lane = 0; lane < VL; lane++) codes[d * PAGE + i * VL + lane] = static_cast<uint8_t>(code[lane]);
+        }
+    }
+    uint8_t* out = page + head.at_values;
+    for (int first = 0; first < D; first += 16)
+        pack(PAGE / 2, head.value_bits, [&](int field, int lane) { return codes[(first + lane / 2) * PAGE + 2 * field + lane % 2]; }, out);
+    for (int k = 0; k < head.value_slots; k++) write_slot(largest.channel[k], missing, page + head.at_value_slots + k * SLOT_BYTES);
+}
+
+void add_slots(const uint8_t* slots, int count, int D, float* x) {
+    for (int s = 0; s < count; s++, slots += SLOT_BYTES)
+        for (int t = 0; t < PAGE; t++) x[t * D + slots[t]] += half_value(slots + PAGE + 2 * t);
+}
+
+}  // namespace
+
+void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const void* v, int64_t stride, int zeros, uint8_t* page) {
+    auto* x = static_cast<Slots*>(thread_scratch((2 * sizeof(Slots) + PAGE) * D));
+    Slots* missing = x + D;
+    auto* codes = reinterpret_cast<uint8_t*>(missing + D);
+    std::memset(page, 0, head.page_bytes);
+    transpose_any(kind, k, stride, D, zeros, x);
+    encode_keys(head, D, x, missing, codes, page);
+    transpose_any(kind, v, stride, D, zeros, x);
+    encode_values(head, D, x, missing, codes, page);
+}
+
+void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v) {
+    const int half = D / 2;
+    std::memset(k, 0, sizeof(float) * PAGE * D);
+    std::memset(v, 0, sizeof(float) * PAGE * D);
+    // Codes first, as numbers, then what they stand for: a code's parts come one after the other.
+    const uint8_t* in = page;
+    for (int block = 0; block < half / BLOCK_PAIRS; block++)
+        unpack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane, int part) {
+            const int pair = head.order[block * BLOCK_PAIRS + field / 4];
+            k[(field % 4 * 16 + lane / 2) * D + pair + lane % 2 * half] += static_cast<float>(part);
+        }, in);
+    in = page + head.at_values;
+    for (int first = 0; first < D; first += 16)
+        unpack(PAGE / 2, head.value_bits, [&](int field, int lane, int part) {
+            v[(2 * field + lane % 2) * D + first + lane / 2] += static_cast<float>(part);
+        }, in);
+    for (int t = 0; t < PAGE; t++) {
+        const float s = half_value(page + head.at_ranges + 2 * t), z = half_value(page + head.at_ranges + 2 * (PAGE + t));
+        for (int d = 0; d < D; d++) {
+            k[t * D + d] = head.key_books[d * BOOK + static_cast<int>(k[t * D + d])];
+            v[t * D + d] = head.value_books[static_cast<int>(v[t * D + d])] * s + z;
+        }
+    }
+    add_slots(page + head.at_key_slots, head.key_slots, D, k);
+    add_slots(page + head.at_value_slots, head.value_slots, D, v);
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+// For tests and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D].
+QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void* k, const void* v, int64_t n, uint8_t* pages) {
+    const int64_t width = kind == DENSE_F32 ? 4 : 2, step = width * PAGE * D;
+    parallel_for(n, 1, [&](int64_t i) {
+        encode_page(*head, D, static_cast<Kind>(kind), static_cast<const uint8_t*>(k) + i * step, static_cast<const uint8_t*>(v) + i * step, D, 0,
+                    pages + i * head->page_bytes);
+    });
+}
+
+// The other way round: float32 K and V [n, 64, D].
+QUIRE_API void quire_nuq_decode(const NuqHead* head, int D, const uint8_t* pages, int64_t n, float* k, float* v) {
+    parallel_for(n, 1, [&](int64_t i) { decode_page(*head, D, pages + i * head->page_bytes, k + i * PAGE * D, v + i * PAGE * D); });
+}
+
+// Bytes of a NuqHead, so that the Python mirror can be checked against it.
+QUIRE_API int64_t quire_nuq_bytes() { return sizeof(NuqHead); }

@@ -1,0 +1,42 @@
+// Pages of non-uniform codes; defined by cache/codecs/nuq.py, whose layout and arithmetic this repeats.
+#pragma once
+#include "common.h"
+
+namespace quire {
+
+constexpr int PAGE = 64;          // slots
+constexpr int BOOK = 32;          // centroids of a book, of which a narrower code uses the first
+constexpr int BLOCK_PAIRS = 4;
+constexpr int SLOT_BYTES = 3 * PAGE;
+constexpr int LINE = 64;          // bytes
+
+// What the pages of one head of one layer are made with; built by attention/nuq.py, which has a mirror of it.
+struct NuqHead {
+    const uint8_t* order;         // [D/2] pairs of channels in the order of their codes
+    const uint8_t* bits;          // [D/8] of each block of four pairs
+    const float* key_edges;       // [D, 31]
+    const float* key_books;       // [D, 32]
+    const float* key_weight;      // [D]
+    const float* value_edges;     // [31]
+    const float* value_books;     // [32]
+    const uint16_t* key_lookup;   // bf16 [D, 32]: each channel's book, repeated until it fills the register
+    const uint16_t* value_lookup; // bf16 [32]
+    int32_t key_slots, value_bits, value_slots;                    // counts
+    int32_t at_key_slots, at_values, at_ranges, at_value_slots;    // bytes from the page's start
+    int32_t page_bytes;
+};
+
+// Calls body(width, place, from the line after the first ..) for the parts of a code, widest first.
+template <class Body>
+inline void for_parts(int bits, const Body& body) {
+    for (int width = 4; width; width /= 2)
+        if (bits & width) bits -= width, body(width, bits);
+}
+
+// Encodes keys and values T [64, D], rows `stride` elements apart; the first `zeros` rows as if they were zero.
+void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const void* v, int64_t stride, int zeros, uint8_t* page);
+
+// The other way round: float32 [64, D] each.
+void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v);
+
+}  // namespace quire

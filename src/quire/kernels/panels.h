@@ -1,0 +1,182 @@
+// The two scratch panels an item makes of each page, in the shape the inner product wants. What a codec supplies is here.
+#pragma once
+#include "attention.h"
+#include "product.h"
+
+namespace quire {
+
+constexpr int P = PAGE;           // page tokens
+constexpr int UNIT = 128;         // bytes a page id counts by
+
+// A page a thread will read: its image, its format, and how many of its slots are written. Of an encoded page also what its head is made with,
+// and the exact rows T [2, sinks, D] of its first slots or null.
+struct Page {
+    const uint8_t* image;
+    int kind, valid;
+    const NuqHead* head;
+    const uint8_t* sinks;
+};
+
+// The written keys (which = 0) or values (1) of a page.
+inline Prefetcher prefetch(const Page& page, int D, int which) {
+    if (page.kind == NUQ) {
+        const uint8_t* middle = page.image + page.head->at_values;
+        return which ? Prefetcher{middle, page.image + page.head->page_bytes, 2} : Prefetcher{page.image, middle, 2};
+    }
+    const int row = D * (page.kind == DENSE_F32 ? 4 : 2);
+    const uint8_t* at = page.image + which * P * row;
+    return {at, at + page.valid * row, 2};
+}
+
+// ---- scratch panels of a page ----------------------------------------------------------------------------------------------------------
+
+// VL x VL transpose of 32-bit elements.
+inline void transpose(vu (&x)[VL]) {
+#if defined(__AVX512F__)
+    // Within 128-bit lanes first, then lanes: such shuffles need no index registers and two issue per cycle, against one full permute.
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32((__m512i)x[i], (__m512i)x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+        x[i + 8] = (vu)_mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+        x[i + 4] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
+        x[i + 12] = (vu)_mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
+    }
+#else
+    // log2(VL) perfect shuffles.
+    for (int step = 1; step < VL; step *= 2) {
+        vu y[VL];
+        for (int i = 0; i < VL / 2; i++) {
+            const vu a = x[i], b = x[i + VL / 2];
+#if defined(__AVX2__)
+            y[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+            y[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            y[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+            y[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+        }
+        for (int i = 0; i < VL; i++) x[i] = y[i];
+    }
+#endif
+}
+
+// VL floats, or VL pairs of bf16, of a key row from column d on; columns at and past D are zero.
+template <class Math, class T>
+inline vu key_part(const T* row, int d, int D) {
+    constexpr int WIDTH = VL * Math::PAIR;
+    T tail[WIDTH] = {};
+    const T* source = row + d;
+    if (d + WIDTH > D) {
+        std::memcpy(tail, row + d, (D - d) * sizeof(T));
+        source = tail;
+    }
+    if constexpr (Math::PAIR == 2) return *reinterpret_cast<const vu_loose*>(source);
+    else return (vu)load(source);
+}
+
+// K [P, D] -> out [steps, P], rows `ld` apart, steps of PAIR columns, padded with zeros to whole blocks of VL. Slots at and past `valid` are left
+// as they are or garbage: their scores are hidden.
+template <class Math, class T>
+void keys_from(const T* k, int D, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
+    for (int t = 0; t < valid; t += VL) {
+        for (int d = 0; d < D; d += VL * Math::PAIR) {
+            ahead.step(VL * VL * Math::PAIR * static_cast<int>(sizeof(T)) / 128);
+            vu block[VL];
+            for (int i = 0; i < VL; i++) block[i] = key_part<Math>(k + (t + i) * D, d, D);
+            transpose(block);
+            for (int i = 0; i < VL; i++) *reinterpret_cast<vu_loose*>(out + (d / Math::PAIR + i) * ld + t) = block[i];
+        }
+    }
+}
+
+// V [P, D] -> out [P / PAIR, columns], columns = D rounded up to VL; rows at and past `valid` are zero, since unwritten slots may hold NaN.
+template <class T>
+void values_f32(const T* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+    for (int t = 0; t < P; t++) {
+        ahead.step((D * static_cast<int>(sizeof(T)) + 63) / 64);
+        float* row = reinterpret_cast<float*>(out + t * columns);
+        if (t >= valid) {
+            std::memset(row, 0, columns * 4);
+            continue;
+        }
+        int d = 0;
+        for (; d + VL <= D; d += VL) store(row + d, load(v + t * D + d));
+        for (; d < columns; d++) row[d] = d < D ? widen(v[t * D + d]) : 0.0f;
+    }
+}
+
+#if defined(__AVX512BF16__)
+void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+    typedef uint16_t v32h __attribute__((vector_size(64)));
+    typedef uint16_t v32h_loose __attribute__((vector_size(64), aligned(2), may_alias));
+    for (int t = 0; t < P; t += 2) {
+        ahead.step((D + 31) / 32);
+        uint32_t* row = out + t / 2 * columns;
+        if (t >= valid) {
+            std::memset(row, 0, columns * 4);
+            continue;
+        }
+        const bf16* first = v + t * D;
+        const bf16* second = first + D;
+        int d = 0;
+        if (t + 1 < valid) {
+            for (; d + 32 <= D; d += 32) {
+                const v32h a = *reinterpret_cast<const v32h_loose*>(first + d), b = *reinterpret_cast<const v32h_loose*>(second + d);
+                const v32h lo = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12,
+                                                        44, 13, 45, 14, 46, 15, 47);
+                const v32h hi = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27,
+                                                        59, 28, 60, 29, 61, 30, 62, 31, 63);
+                std::memcpy(row + d, &lo, 64);
+                std::memcpy(row + d + 16, &hi, 64);
+            }
+        }
+        for (; d < columns; d++) {
+            const uint32_t a = d < D ? first[d].bits : 0, b = d < D && t + 1 < valid ? second[d].bits : 0;
+            row[d] = a | b << 16;
+        }
+    }
+}
+#endif
+
+// What a codec supplies: the two scratch panels of one page. A new codec is a case here.
+template <class Math>
+void load_keys(const Page& page, int D, uint32_t* out, int ld, Prefetcher& ahead) {
+    if constexpr (Math::PAIR == 2) {
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
+    } else if (page.kind == DENSE_BF16) {
+        keys_from<Math>(reinterpret_cast<const bf16*>(page.image), D, page.valid, out, ld, ahead);
+    } else if (page.kind == DENSE_F32) {
+        keys_from<Math>(reinterpret_cast<const float*>(page.image), D, page.valid, out, ld, ahead);
+    } else {
+        keys_from<Math>(reinterpret_cast<const f16*>(page.image), D, page.valid, out, ld, ahead);
+    }
+}
+
+template <class Math>
+void load_values(const Page& page, int D, int columns, uint32_t* out, Prefetcher& ahead) {
+    const int valid = page.valid;
+#if defined(__AVX512BF16__)
+    if constexpr (Math::PAIR == 2) return values_bf16(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
+#endif
+    if (page.kind == DENSE_BF16) values_f32(reinterpret_cast<const bf16*>(page.image) + P * D, D, columns, valid, out, ahead);
+    else if (page.kind == DENSE_F32) values_f32(reinterpret_cast<const float*>(page.image) + P * D, D, columns, valid, out, ahead);
+    else values_f32(reinterpret_cast<const f16*>(page.image) + P * D, D, columns, valid, out, ahead);
+}
+
+}  // namespace quire

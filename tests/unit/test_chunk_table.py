@@ -1,0 +1,279 @@
+"""The chunk table over pages of several sizes: a model beside it knows what every page holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numpy.typing import NDArray
+
+from quire.cache.page import UNIT, PagePool
+from quire.cache.segment import ChunkTable
+from quire.cache.sinks import Sinks
+from quire.errors import CacheFullError, ConfigError
+
+L, H = 2, 3
+SLAB_UNITS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """As much of a codec as the table sees."""
+
+    name: str
+    kernel_id: int
+    page_bytes: int | NDArray[np.int32]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each page of a chunk."""
+        return np.broadcast_to(self.page_bytes, (L, H)).reshape(-1).tolist()
+
+
+OPEN = Sized("open", 0, 8 * UNIT)
+MIXED = Sized("mixed", 3, np.array([[1, 3, 3], [5, 1, 3]], np.int32) * UNIT)
+SMALL = Sized("small", 4, 2 * UNIT)
+CODECS = [OPEN, MIXED, SMALL]
+
+
+def table_of(num_slabs: int, *sealed: Sized, sidecar_units: int = 0) -> ChunkTable:
+    pool = PagePool(num_slabs * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT)
+    sinks = sinks_of(sidecar_units) if sidecar_units else None
+    return ChunkTable(pool, L, H, OPEN, *sealed, sinks=sinks)  # type: ignore[arg-type]
+
+
+def sinks_of(units: int) -> Sinks:
+    """Those whose sidecar has so many units: one token, in each head as many channels as that takes."""
+    sinks = Sinks(1, L, H, units * UNIT // (L * H * 2 * 4), torch.float32)
+    assert sinks.sidecar_bytes == units * UNIT
+    return sinks
+
+
+def pages_of(table: ChunkTable, chunk: int) -> list[tuple[int, int]]:
+    """Id and size of everything a chunk holds."""
+    sizes = table.codecs[int(table.kinds[chunk])].sizes  # type: ignore[attr-defined]
+    found = list(zip(table.pages[chunk].reshape(-1).tolist(), sizes, strict=True))
+    if table.sidecars[chunk] >= 0:
+        found.append((int(table.sidecars[chunk]), table.sidecar_bytes))
+    return found
+
+
+def write(table: ChunkTable, chunk: int, number: int) -> None:
+    """Fills the chunk's pages, each with another byte."""
+    for at, (page_id, size) in enumerate(pages_of(table, chunk)):
+        image = torch.full((1, size), (number + at) % 256, dtype=torch.uint8)
+        table.pool.store(np.array([page_id], np.int32), size, image)
+
+
+def holds(table: ChunkTable, chunk: int, number: int) -> bool:
+    return all(
+        (table.pool.arena[page_id * UNIT :][:size] == (number + at) % 256).all()
+        for at, (page_id, size) in enumerate(pages_of(table, chunk))
+    )
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Chunks of three codecs, seven pages at most, come and go; whatever was written stays where the table says."""
+
+    @initialize(num_slabs=st.integers(6, 20), sidecar_units=st.sampled_from([3, 7]))
+    def start(self, num_slabs: int, sidecar_units: int) -> None:
+        self.table = table_of(num_slabs, MIXED, SMALL, sidecar_units=sidecar_units)
+        self.held: dict[int, tuple[Sized, bool, int]] = {}  # chunk -> codec, has a sidecar, number
+        self.mirror: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        self.number = 0
+
+    def fits(self, chunks: list[tuple[Sized, bool]], without: Collection[int] = ()) -> bool:
+        """Whether these, (codec, has a sidecar), fit beside those held: whole slabs of each size, counted in pages."""
+        held = [(codec, sidecar) for chunk, (codec, sidecar, _) in self.held.items() if chunk not in without]
+        sizes: Counter[int] = Counter()
+        for codec, sidecar in chunks + held:
+            sizes.update(codec.sizes + [self.table.sidecar_bytes] * sidecar)
+        slabs = sum(-(-count // (SLAB_UNITS * UNIT // size)) for size, count in sizes.items())
+        return slabs <= self.table.pool.num_slabs
+
+    @rule(codec=st.sampled_from(CODECS), share=st.sampled_from([0.3, 1, 1.2]), wants_sidecar=st.booleans())
+    def take_a_share(self, codec: Sized, share: float, wants_sidecar: bool) -> None:
+        """Of what there is room for: the arena is full soon, and stays so."""
+        self.take(codec, math.ceil(share * self.table.available(codec)), wants_sidecar)
+
+    def take(self, codec: Sized, count: int, wants_sidecar: bool) -> None:
+        table, sidecar = self.table, wants_sidecar and count > 0
+        if not self.fits([(codec, sidecar and at == 0) for at in range(count)]):
+            before = table.pool.bytes_out, table.num_taken, table.num_moved_pages
+            with pytest.raises(CacheFullError):
+                table.take(count, codec, sidecar=sidecar)
+            assert before == (table.pool.bytes_out, table.num_taken, table.num_moved_pages)
+            return
+        chunks = table.take(count, codec, sidecar=sidecar).tolist()
+        assert len(set(chunks)) == count and not self.held.keys() & set(chunks)
+        for at, chunk in enumerate(chunks):
+            assert (table.sidecars[chunk] >= 0) == (sidecar and at == 0), "the first chunk alone has a sidecar"
+            self.number += 17
+            self.held[chunk] = codec, sidecar and at == 0, self.number
+            write(table, chunk, self.number)
+
+    @rule(num_sealed=st.integers(0, 8), num_open=st.integers(0, 4), seed=st.integers(0, 2**32))
+    def replace(self, num_sealed: int, num_open: int, seed: int) -> None:
+        """Sealed and open chunks at once, some sealed ones given back before: what fits is then taken."""
+        random = Random(seed)
+        sealed = [chunk for chunk, (codec, _, _) in self.held.items() if codec is MIXED and random.random() < 0.5]
+        back = sum(self.held[chunk][1] for chunk in sealed)
+        fits = self.table.fits(num_sealed - len(sealed), num_open, num_sidecars=(num_sealed > 0) - back)
+        wanted = [(MIXED, at == 0) for at in range(num_sealed)] + [(OPEN, False)] * num_open
+        assert fits == self.fits(wanted, sealed)
+        if fits:
+            self._give(sealed)
+            self.take(MIXED, num_sealed, True)
+            self.take(OPEN, num_open, False)
+
+    @rule(seed=st.integers(0, 2**32), share=st.sampled_from([0.1, 0.5, 0.8]))
+    def give(self, seed: int, share: float) -> None:
+        random = Random(seed)
+        self._give([chunk for chunk in self.held if random.random() < share])
+
+    def _give(self, chunks: list[int]) -> None:
+        self.table.give(np.array(chunks, np.int32))
+        for chunk in chunks:
+            del self.held[chunk]
+
+    @invariant()
+    def the_model_agrees(self) -> None:
+        table = self.table
+        table.check()
+        assert table.num_taken == len(self.held)
+        used = np.zeros(table.pool.num_bytes // UNIT, int)
+        for chunk, (codec, _, number) in self.held.items():
+            assert table.kinds[chunk] == codec.kernel_id
+            assert holds(table, chunk, number), "a page was moved without its bytes, or written over"
+            pages = pages_of(table, chunk)
+            for page_id, size in pages:
+                used[page_id : page_id + size // UNIT] += 1
+                assert page_id // SLAB_UNITS == (page_id + size // UNIT - 1) // SLAB_UNITS
+            takes, row = self.mirror.get(chunk, (-1, pages))
+            assert row == pages or takes != table.takes[chunk], "a row changed, and its count of takes does not say so"
+            self.mirror[chunk] = int(table.takes[chunk]), pages
+        assert used.max() <= 1, "two pages overlap"
+        assert used.sum() * UNIT == table.pool.bytes_out
+        for codec in CODECS:
+            count = table.available(codec)
+            assert self.fits([(codec, False)] * count) and not self.fits([(codec, False)] * (count + 1))
+            assert count <= table.capacity - table.num_taken, "ids run out before bytes do"
+
+
+TestTableMachine = TableMachine.TestCase
+TestTableMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+
+
+def test_the_machine_s_sizes_do_make_pages_move() -> None:
+    """What the state machine is for, once by hand: every second small chunk goes, and a large one needs the holes."""
+    table = table_of(12, SMALL)
+    small = table.take(16, SMALL)
+    for chunk in small.tolist():
+        write(table, chunk, 10 * chunk)
+    assert table.available(SMALL) == 0
+    table.give(small[::2])
+    kept, takes = small[1::2], table.takes.copy()
+    assert table.pool.available(8 * UNIT) == 0, "no slab is empty"
+    # 48 pages are left, of 8 in a slab: six slabs, so the other six hold twelve large pages.
+    assert table.available(OPEN) == 2 and table.fits(0, 2) and not table.fits(0, 3) and not table.fits(1, 2)
+    assert table.fits(-8, 4) and not table.fits(-8, 5), "as though all small chunks were given back"
+    large = table.take(1, OPEN)
+    assert table.num_moved_pages == 3 * 2, "of six pages a chunk, slabs hold 2, 4 and 6 that are left"
+    moved = kept[table.takes[kept] != takes[kept]]
+    assert 3 <= len(moved) < len(kept)
+    assert len(table.take(1, OPEN)) == 1 and table.available(OPEN) == table.available(SMALL) == 0
+    assert all(holds(table, chunk, 10 * chunk) for chunk in kept.tolist())
+    table.check()
+    table.give(np.concatenate((kept, large)))
+    table.check()
+
+
+def test_sidecars_move_with_their_chunks() -> None:
+    table = table_of(8, SMALL, sidecar_units=7)
+    taken = [table.take(1, SMALL, sidecar=True) for _ in range(6)]
+    for chunk in np.concatenate(taken).tolist():
+        write(table, chunk, 40 * chunk)
+    first = np.concatenate(taken[::2])
+    table.give(np.concatenate(taken[1::2]))
+    before = table.sidecars[first].copy()
+    # A sidecar in each of three slabs, room for two in each: one slab can be had, and small pages leave another.
+    assert table.available(OPEN) == 1
+    table.take(1, OPEN)
+    assert (table.sidecars[first] != before).any() and table.num_moved_pages >= 1
+    assert all(holds(table, chunk, 40 * chunk) for chunk in first.tolist())
+    table.check()
+
+
+def test_taking_what_has_room_as_it_lies_moves_nothing() -> None:
+    table = table_of(15, SMALL)
+    small = table.take(16, SMALL)
+    table.give(small[::2])
+    table.take(1, OPEN)
+    assert table.num_moved_pages == 0, "three slabs were free"
+    table.take(8, SMALL)
+    assert table.num_moved_pages == 0 and table.available(SMALL) == 0
+
+
+def test_without_a_codec_for_sealed_chunks_all_are_of_the_open_one() -> None:
+    table = table_of(9)
+    assert table.sealed_codec is table.open_codec and not table.encodes
+    assert table.available(OPEN) == 3 and table.fits(2, 1) and not table.fits(2, 2) and table.fits(0, 3)
+    encoding = table_of(9, MIXED)
+    assert encoding.sealed_codec is MIXED and encoding.encodes and encoding.fits(2, 1) and encoding.fits(1, 2)
+
+
+def test_a_full_table_says_for_how_many_there_is_room() -> None:
+    table = table_of(12, SMALL, sidecar_units=16)
+    table.take(2, OPEN)
+    message = "3 chunks of open and a sidecar do not fit: there is room for 2 in 24576 bytes"
+    with pytest.raises(CacheFullError, match=message):
+        table.take(3, OPEN, sidecar=True)
+    with pytest.raises(CacheFullError, match="9 chunks of small do not fit: there is room for 8"):
+        table.take(9, SMALL)
+
+
+def test_a_sidecar_that_fits_no_slab_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a sidecar of 2176 bytes must fit a slab of 2048; raise cache.memory"):
+        table_of(4, sidecar_units=17)
+    table = table_of(4, sidecar_units=16)
+    # Three slabs of pages, and a slab for the sidecar.
+    assert table.sidecars[table.take(1, OPEN, sidecar=True)].tolist() == [3 * SLAB_UNITS]
+    assert table_of(4).take(1, OPEN, sidecar=True).tolist() == [0], "a table without sinks gives none"
+
+
+@pytest.mark.parametrize("units", [17, 0.5])
+def test_a_page_that_fits_no_slab_is_refused(units: float) -> None:
+    size = int(units * UNIT)
+    pool = PagePool(4 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT)
+    odd = Sized("odd", 9, np.array([[UNIT, UNIT, UNIT], [UNIT, UNIT, size]], np.int32))
+    with pytest.raises(ConfigError, match=f"a page of {size} bytes .* fit a slab of 2048; raise cache.memory"):
+        ChunkTable(pool, L, H, OPEN, odd)  # type: ignore[arg-type]
+
+
+def test_a_page_that_no_chunk_holds_is_not_moved_unnoticed() -> None:
+    table = table_of(4, SMALL)
+    small = table.take(5, SMALL)
+    foreign = table.pool.take(1, 2 * UNIT)
+    table.give(small[1:])
+    with pytest.raises(AssertionError, match="not the 7 out"):
+        table.check()
+    with pytest.raises(AssertionError, match="belongs to no chunk"):
+        table.take(1, OPEN)
+    assert len(foreign) == 1
+
+
+def test_bytes_of_chunks_and_pages() -> None:
+    table = table_of(4, MIXED, SMALL)
+    assert [table.chunk_bytes(codec) // UNIT for codec in CODECS] == [48, 16, 12]
+    assert table.capacity == 4 * SLAB_UNITS // 12
+    assert [table.page_bytes(MIXED, 1, head) // UNIT for head in range(3)] == [5, 1, 3]
+    assert table.page_bytes(OPEN, 1, 2) == 8 * UNIT
