@@ -1,0 +1,258 @@
+"""Measure what a cache does to a model's answers.
+
+ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache; all tokens of
+a window but its first are scored. With --kl, which is the default, the distribution of every next token is compared
+with that of a dense cache, over the same weights. Bytes are those taken from the cache's pool.
+
+retrieval: a five-digit number hidden at several depths of texts of several lengths, and asked for at the end.
+
+docs/quality.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import options_from
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.evaluation import Perplexity, Retrieval
+
+HELP = "measure what a cache does to a model's answers"
+WIDEST = 500
+"""Columns that a table may have."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "ppl": {"context": 2048, "tokens": None, "windows": None, "kl": True, "plot": None},
+    "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command. Flags of one evaluation that are not given leave no trace in the namespace."""
+    parser.add_argument("name", choices=DEFAULTS, metavar="NAME", help=f"one of: {', '.join(DEFAULTS)}")
+    shared.add_engine_arguments(parser)
+    group = parser.add_argument_group("every evaluation")
+    text = "what to read; required for ppl, and without it retrieval has filler of its own"
+    group.add_argument("--text", type=Path, metavar="FILE", help=text)
+    text = "codecs to compare, each with a cache of its own, in place of --cache.codec: dense,nuq4"
+    group.add_argument("--codecs", type=_list_of(str), metavar="NAME,...", help=text)
+    group.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+
+    def add(group: argparse._ArgumentGroup, flag: str, kind: Any, metavar: str, text: str) -> None:
+        group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+
+    ppl = parser.add_argument_group("ppl")
+    add(ppl, "--context", shared.count, "N", "tokens of a window (default: 2048)")
+    add(ppl, "--tokens", shared.count, "N", "use the first N tokens of the text only")
+    add(ppl, "--windows", shared.count, "N", "use the first N windows only")
+    ppl.add_argument(
+        "--kl",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="compare with a dense cache (default: yes)",
+    )
+    add(ppl, "--plot", Path, "FILE", "draw quality against resident bytes: PNG, SVG or PDF by the file's ending")
+    retrieval = parser.add_argument_group("retrieval")
+    add(retrieval, "--lengths", _list_of(shared.count), "N,...", "tokens of a prompt (default: 1024,2048,4096)")
+    add(retrieval, "--depths", _list_of(_depth), "X,...", "0: first, 1: last in the text (default: 0,0.25,0.5,0.75,1)")
+    add(retrieval, "--trials", shared.count, "N", "numbers hidden at each length and depth (default: 2)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was measured."""
+    for name, other in DEFAULTS.items():
+        for flag in other:
+            if name != args.name and flag in args:
+                raise ConfigError(f"--{flag} is for quire eval {name}, not for {args.name}")
+    args = argparse.Namespace(**{**DEFAULTS[args.name], **vars(args)})
+    if args.codecs:
+        if "cache.codec" in args:
+            raise ConfigError("give --codecs or --cache.codec, not both")
+        # Some settings are for some codecs only: what is not for dense ones is none of the reference's business.
+        vars(args)["cache.codec"] = next((name for name in args.codecs if name != "dense"), "dense")
+    if shared.printed_config(args):
+        return 0
+    options = options_from(args, shared.ENGINE_SECTIONS)
+    common = {"codecs": args.codecs or (), "options": options, "config_file": args.config}
+    if args.name == "ppl":
+        _perplexity(args, common)
+    else:
+        _retrieval(args, common)
+    return 0
+
+
+def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
+    if args.text is None:
+        raise ConfigError("quire eval ppl needs --text FILE")
+    text = _read(args.text)
+    if args.plot is not None:
+        from quire.evaluation.plot import load_figure, save_plot
+
+        shared.check_writable(args.plot)
+        load_figure()
+    from quire.evaluation import perplexity
+
+    with _progress("windows") as progress:
+        results = perplexity(
+            args.model,
+            text,
+            context=args.context,
+            max_tokens=args.tokens,
+            max_windows=args.windows,
+            kl=args.kl,
+            progress=progress,
+            **common,
+        )
+    if args.plot is not None:
+        save_plot(args.plot, results, f"{args.model}, {args.text.name}, context {args.context}")
+    if args.json:
+        _print_lines({"eval": "ppl", "model": args.model, "text": str(args.text)}, results)
+    else:
+        _print_perplexity(results)
+
+
+def _retrieval(args: argparse.Namespace, common: dict[str, Any]) -> None:
+    text = None if args.text is None else _read(args.text)
+    from quire.evaluation import retrieval
+
+    with _progress("answers") as progress:
+        results = retrieval(
+            args.model,
+            text,
+            lengths=args.lengths,
+            depths=args.depths,
+            num_trials=args.trials,
+            progress=progress,
+            **common,
+        )
+    if args.json:
+        text_name = None if args.text is None else str(args.text)
+        _print_lines({"eval": "retrieval", "model": args.model, "text": text_name}, results)
+    else:
+        _print_retrieval(results)
+
+
+def _print_lines(about: dict[str, Any], results: Sequence[Perplexity] | Sequence[Retrieval]) -> None:
+    for each in results:
+        derived = {name: getattr(each, name) for name in ("perplexity", "perplexity_error") if hasattr(each, name)}
+        print(json.dumps(about | asdict(each) | derived))
+
+
+def _print_perplexity(results: Sequence[Perplexity]) -> None:
+    def error(value: float | None, digits: int) -> str:
+        return "" if value is None else f" ± {value:.{digits}f}"
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    _print_table(
+        ("codec", "bits/element", "bytes/token", "perplexity", "ratio", "KL mean", "KL p99", "same token", "windows"),
+        [
+            (
+                each.codec,
+                number(each.bits_per_element, ".2f"),
+                f"{each.bytes_per_token:,.0f}",
+                f"{each.perplexity:.3f}{error(each.perplexity_error, 3)}",
+                "" if each.ratio is None else f"{each.ratio:.4f}{error(each.ratio_error, 4)}",
+                number(each.kl_mean, ".5f"),
+                number(each.kl_p99, ".4f"),
+                number(each.agreement, ".2%"),
+                f"{each.num_windows:,} x {each.context:,}",
+            )
+            for each in results
+        ],
+    )
+
+
+def _print_retrieval(results: Sequence[Retrieval]) -> None:
+    depths = list(dict.fromkeys(each.depth for each in results))
+    rows: dict[tuple[str, int], dict[float, Retrieval]] = {}
+    for each in results:
+        rows.setdefault((each.codec, each.length), {})[each.depth] = each
+    _print_table(
+        ("codec", "tokens", *(f"depth {depth:g}" for depth in depths), "all"),
+        [
+            (
+                codec,
+                f"{length:,}",
+                *(f"{cells[depth].found:.0%}" for depth in depths),
+                f"{sum(each.num_found for each in cells.values())}/{sum(each.num_trials for each in cells.values())}",
+            )
+            for (codec, length), cells in rows.items()
+        ],
+    )
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=True, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+    # A terminal that is too narrow wraps the lines: numbers cut short would say nothing.
+    Console(highlight=False, width=max(width, console.width)).print(table)
+
+
+@contextlib.contextmanager
+def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, nothing elsewhere; gives what to call with how much is done, and of how much."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {file}: {error}") from error
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Values with commas between them, for argparse."""
+
+    def convert(text: str) -> list[Any]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(words):
+            raise argparse.ArgumentTypeError(f"{text!r} has nothing beside a comma")
+        return [kind(word) for word in words]
+
+    return convert
+
+
+def _depth(text: str) -> float:
+    try:
+        depth = float(text)
+    except ValueError:
+        depth = -1.0
+    if not 0 <= depth <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return depth

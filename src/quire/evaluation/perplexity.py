@@ -1,0 +1,269 @@
+"""Exact token-level perplexity through an engine's own cache, and how far a codec's predictions are from dense ones.
+
+Knows engines and token ids; what a codec does is its own business. docs/quality.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.cache.page import PAGE_TOKENS
+from quire.engine.candidates import best_ids
+from quire.engine.engine import LOGIT_ROWS, Engine
+from quire.engine.params import SamplingParams
+from quire.engine.request import Sequence as Running
+from quire.errors import ConfigError, ModelError
+from quire.evaluation.engines import REFERENCE, load_engines
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done, and of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """What one codec makes of a text. Fields that need a reference are None without one.
+
+    codec             name of the codec
+    context           tokens of a window
+    num_windows       windows scored
+    num_tokens        tokens scored: all of a window but its first
+    nll               mean negative log-likelihood of a token, in nats
+    nll_error         standard error of that mean, over windows; None for a single window
+    bytes_per_token   bytes taken from the pool for a window, by tokens stored: sealed chunks, the last chunk, sidecars
+    bits_per_element  bits of each key or value element in all chunks but the last; None if there is only one chunk
+    kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
+    kl_p99            its 99th percentile over tokens
+    agreement         share of tokens for which both have the same most probable token
+    ratio             perplexity by the reference's
+    ratio_error       standard error of the ratio, from the differences of both within each window
+    """
+
+    codec: str
+    context: int
+    num_windows: int
+    num_tokens: int
+    nll: float
+    nll_error: float | None
+    bytes_per_token: float
+    bits_per_element: float | None
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+    agreement: float | None = None
+    ratio: float | None = None
+    ratio_error: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll)
+
+    @property
+    def perplexity_error(self) -> float | None:
+        """The standard error of the perplexity, to first order."""
+        return None if self.nll_error is None else self.nll_error * self.perplexity
+
+
+def perplexity(
+    model: str,
+    text: str,
+    *,
+    codecs: Sequence[str] = (),
+    context: int = 2048,
+    max_tokens: int | None = None,
+    max_windows: int | None = None,
+    kl: bool = True,
+    options: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> list[Perplexity]:
+    """The perplexity of a text, for each codec through a cache of its own, in the order given.
+
+    model        a folder, a .gguf file, a hub id, or `smollm2`; loaded once
+    codecs       values of cache.codec; none: the one that the options have
+    context      tokens of a window
+    max_tokens   use the text's first tokens only
+    max_windows  use its first windows only
+    kl           whether to compare with the dense codec, which is then among the results: first, if it was not given
+    options      settings of the engines by key, which win over those of the TOML file
+    progress     called with windows done and windows in all
+    Raises ConfigError for a context that the model or the cache cannot hold, or a text shorter than it; ModelError.
+    """
+    if context < 2:
+        raise ConfigError(f"a window of {context} tokens has none to score; it needs at least 2")
+    engines, tokenizer = load_engines(model, codecs, context, options, config_file, compares=kl)
+    token_ids = tokenizer.encode(text)[:max_tokens]
+    return measure(engines, cut_windows(token_ids, context)[:max_windows], REFERENCE if kl else None, progress)
+
+
+def cut_windows(token_ids: Sequence[int], context: int) -> list[list[int]]:
+    """The whole windows of `context` tokens, one after the other; what is left at the end is in none.
+
+    Raises ConfigError if there are fewer tokens than one window has.
+    """
+    if len(token_ids) < context:
+        raise ConfigError(
+            f"the text has {len(token_ids)} tokens, fewer than a window of {context}; lower the context or give more"
+        )
+    return [list(token_ids[at : at + context]) for at in range(0, len(token_ids) - context + 1, context)]
+
+
+@torch.inference_mode()
+def measure(
+    engines: Mapping[str, Engine],
+    windows: Sequence[Sequence[int]],
+    reference: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> list[Perplexity]:
+    """The perplexity of windows of equal length, at least 2 tokens, for each engine.
+
+    engines    by the name of their codec; idle
+    reference  the one of them that all are compared with; None: no comparison
+    Raises ModelError if a model's numbers are not finite.
+    """
+    tallies = {name: _Tally() for name in engines}
+    progress(0, len(windows))
+    for number, tokens in enumerate(windows):
+        hidden = {}
+        for name, engine in engines.items():
+            hidden[name], num_bytes = read_window(engine, tokens)
+            tallies[name].bytes.append(num_bytes)
+        _score(engines, hidden, torch.tensor(tokens[1:]), tallies, reference)
+        for name, tally in tallies.items():
+            tally.end_window()
+            if not math.isfinite(tally.nll[-1]):
+                raise ModelError(f"codec {name}: the logits of window {number} hold NaN or infinity")
+        progress(number + 1, len(windows))
+    context = len(windows[0])
+    dense = None if reference is None else np.array(tallies[reference].nll)
+    return [
+        tally.result(name, context, _bits_per_element(engines[name], windows[0], tally.bytes[0]), dense)
+        for name, tally in tallies.items()
+    ]
+
+
+def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Runs all tokens but the last as a request's prompt, as any other but that nothing of it is found in the cache.
+
+    returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, whose row i predicts token i + 1; and the
+             bytes that the request has taken from the pool when its prompt is done
+    """
+    rows = len(tokens) - 1
+    collected = torch.empty(0)
+
+    def collect(sequence: Running, start: int, hidden: torch.Tensor) -> None:
+        nonlocal collected
+        if not len(collected):
+            collected = hidden.new_empty(rows, hidden.shape[1])
+        collected[start : start + len(hidden)] = hidden
+
+    assert engine.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
+    engine.observer = collect
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+    try:
+        request = engine.add("window", None, list(tokens[:-1]), params)
+        # A second token is never computed, so it needs no room: the request is ended when its prompt is done, and not
+        # in that very step, so that its pages can be counted.
+        request.sequences[0].max_tokens += 1
+        while not engine.step():
+            pass
+        num_bytes = int(engine.stats()["cache"]["bytes_used"])
+    finally:
+        engine.abort("window")
+        engine.observer = None
+    return collected, num_bytes
+
+
+def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> float | None:
+    """Bits of an element in the chunks before the last: what the pool gave for all of a window, less what it gives for
+    as many tokens as the last chunk has.
+    """
+    last = (len(tokens) - 2) % PAGE_TOKENS + 1
+    before = len(tokens) - 1 - last
+    if not before:
+        return None
+    _, last_bytes = read_window(engine, tokens[: last + 1])
+    return 8 * (num_bytes - last_bytes) / (before * engine.model.shape.kv_bytes_per_token(1))
+
+
+def _score(
+    engines: Mapping[str, Engine],
+    hidden: Mapping[str, torch.Tensor],
+    targets: torch.Tensor,
+    tallies: Mapping[str, _Tally],
+    reference: str | None,
+) -> None:
+    """Adds a window's tokens to the tallies, so many rows of logits at a time."""
+    order = sorted(engines, key=lambda name: name != reference)  # stable: the reference comes first
+    for start in range(0, len(targets), LOGIT_ROWS):
+        block = slice(start, start + LOGIT_ROWS)
+        for name in order:
+            model, tally = engines[name].model, tallies[name]
+            found = torch.log_softmax(model.head(hidden[name][block])[:, : model.shape.vocab_size].float(), -1)
+            wanted = targets[block].to(found.device)[:, None]
+            tally.losses.append(-found.gather(1, wanted)[:, 0].double().cpu().numpy())
+            if reference is None:
+                continue
+            if name == reference:
+                dense, p, best = found, found.exp(), best_ids(found)
+                tally.kl.append(np.zeros(len(found)))
+                tally.agreeing += len(found)
+            else:
+                tally.kl.append((dense - found).mul_(p).sum(-1).double().cpu().numpy())
+                tally.agreeing += int((best_ids(found) == best).sum())
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is known of one engine so far.
+
+    losses    of the window at hand: -log p of its tokens
+    nll       mean of each window
+    kl        of each token
+    agreeing  tokens whose most probable one is the reference's
+    bytes     taken from the pool, of each window
+    """
+
+    losses: list[np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    kl: list[np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=list)
+    agreeing: int = 0
+    bytes: list[int] = field(default_factory=list)
+
+    def end_window(self) -> None:
+        self.nll.append(float(np.concatenate(self.losses).mean()))
+        self.losses.clear()
+
+    def result(
+        self, codec: str, context: int, bits: float | None, reference: np.ndarray[Any, np.dtype[np.float64]] | None
+    ) -> Perplexity:
+        """reference: the mean losses of the reference's windows."""
+        nll = np.array(self.nll)
+        rows = context - 1
+        values = (codec, context, len(nll), len(nll) * rows, float(nll.mean()), _standard_error(nll))
+        sizes = (sum(self.bytes) / (len(nll) * rows), bits)
+        if reference is None:
+            return Perplexity(*values, *sizes)
+        kl = np.concatenate(self.kl)
+        # Both read the same tokens: within a window their losses rise and fall together.
+        difference = nll - reference
+        ratio, error = math.exp(difference.mean()), _standard_error(difference)
+        return Perplexity(
+            *values,
+            *sizes,
+            kl_mean=float(kl.mean()),
+            kl_p99=float(np.quantile(kl, 0.99)),
+            agreement=self.agreeing / len(kl),
+            ratio=ratio,
+            ratio_error=None if error is None else ratio * error,
+        )
+
+
+def _standard_error(values: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None

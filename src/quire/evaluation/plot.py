@@ -1,0 +1,50 @@
+"""Quality against resident bytes, drawn with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.evaluation.perplexity import Perplexity
+
+
+def load_figure() -> Any:
+    """The Figure of matplotlib. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a plot needs a package that is not installed ({error.name}): pip install matplotlib"
+        ) from error
+
+
+def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
+    """A point for each codec: what the cache costs in perplexity over the bytes of a token, with the standard error.
+
+    file  its ending says the format: .png, .svg, .pdf
+    Raises ConfigError for another ending, or where matplotlib is not installed.
+    """
+    figure = load_figure()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for each in results:
+        is_compared = each.ratio is not None
+        value = 100 * (each.ratio - 1) if each.ratio is not None else each.perplexity
+        error = 100 * (each.ratio_error or 0.0) if is_compared else each.perplexity_error or 0.0
+        (line, *_) = axes.errorbar(each.bytes_per_token, value, yerr=error, fmt="o", capsize=3)
+        axes.annotate(
+            each.codec, (each.bytes_per_token, value), xytext=(6, 6), textcoords="offset points", color=line.get_color()
+        )
+    axes.set_xlim(0, 1.15 * max(each.bytes_per_token for each in results))
+    axes.set_xlabel("bytes resident per token")
+    compared = any(each.ratio is not None for each in results)
+    axes.set_ylabel("perplexity above dense, %" if compared else "perplexity")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.margins(0.1)
+    try:
+        figure.savefig(file)
+    except ValueError as error:
+        raise ConfigError(f"cannot draw {file}: {error}") from error

@@ -1,0 +1,269 @@
+"""Perplexity through the engine's own cache: against the dense oracle, by hand, and what it counts."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.engine import LOGIT_ROWS, Engine
+from quire.engine.params import SamplingParams
+from quire.engine.request import Sequence
+from quire.errors import ConfigError, ModelError, RequestError
+from quire.evaluation import Perplexity
+from quire.evaluation.engines import load_engines
+from quire.evaluation.perplexity import cut_windows, measure, read_window
+
+from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
+from ..tiny_models import save_tiny, tiny_shape
+
+# The package's names are the functions.
+MODULE = importlib.import_module("quire.evaluation.perplexity")
+
+
+def random_windows(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(length)] for _ in range(count)]
+
+
+def oracle_losses(shape: Any, window: list[int], seed: int = 0) -> np.ndarray:
+    """-log p of every token but the first, float64."""
+    logits = oracle_logits(shape, window, seed).double().numpy()[:-1]
+    logits -= logits.max(-1, keepdims=True)
+    return np.log(np.exp(logits).sum(-1)) - logits[range(len(logits)), window[1:]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("length", [2, 64, 65, 66, 200])
+@pytest.mark.parametrize("budget", [72, 1024])
+def test_losses_are_the_oracles_whatever_the_windows_and_slices(family: str, length: int, budget: int) -> None:
+    shape = tiny_shape(family)
+    windows = random_windows(3, length)
+    (found,) = measure({"dense": make_engine(shape, **{"scheduler.token_budget": budget})}, windows)
+    means = np.array([oracle_losses(shape, window).mean() for window in windows])
+    assert found.nll == pytest.approx(means.mean(), abs=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(means.mean()), rel=1e-5)
+    assert found.nll_error == pytest.approx(means.std(ddof=1) / math.sqrt(3), rel=1e-3)
+    assert found.perplexity_error == pytest.approx(found.nll_error * found.perplexity)
+    assert (found.codec, found.context, found.num_windows, found.num_tokens) == ("dense", length, 3, 3 * (length - 1))
+    assert (found.kl_mean, found.kl_p99, found.agreement, found.ratio, found.ratio_error) == (None,) * 5
+
+
+def test_a_window_may_fill_the_context() -> None:
+    shape = tiny_shape(max_context=192)
+    engine = make_engine(shape)
+    windows = random_windows(1, engine.max_context)
+    (found,) = measure({"dense": engine}, windows)
+    assert engine.max_context == 192
+    assert found.nll == pytest.approx(oracle_losses(shape, windows[0]).mean(), abs=1e-5)
+    assert found.nll_error is None and found.perplexity_error is None
+    with pytest.raises(RequestError, match="193 tokens and the context holds 192"):
+        read_window(engine, random_windows(1, 194)[0])
+    assert engine.observer is None and engine.holds_nothing
+
+
+def test_divergence_ratio_and_agreement_are_those_of_the_distributions() -> None:
+    """Two engines of other weights, against numpy in float64."""
+    shape = tiny_shape()
+    windows = random_windows(3, 150)
+    engines = {"codec": make_engine(shape, seed=1), "dense": make_engine(shape, seed=0)}
+    codec, dense = measure(engines, windows, "dense")
+    logits = [
+        np.concatenate([oracle_logits(shape, window, seed).double().numpy()[:-1] for window in windows])
+        for seed in (0, 1)
+    ]
+    p, q = (np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in logits)
+    kl = (p * np.log(p / q)).sum(-1)
+    assert codec.kl_mean == pytest.approx(kl.mean(), rel=1e-4)
+    assert codec.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
+    assert codec.agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
+    differences = np.array([(oracle_losses(shape, w, 1) - oracle_losses(shape, w, 0)).mean() for w in windows])
+    assert codec.ratio == pytest.approx(math.exp(differences.mean()), rel=1e-4)
+    assert codec.ratio == pytest.approx(codec.perplexity / dense.perplexity)
+    assert codec.ratio_error == pytest.approx(codec.ratio * differences.std(ddof=1) / math.sqrt(3), rel=1e-3)
+    assert (dense.kl_mean, dense.kl_p99, dense.agreement, dense.ratio) == (0, 0, 1, 1)
+
+
+def test_an_engine_does_not_diverge_from_itself() -> None:
+    engine = make_engine()
+    _, found = measure({"dense": engine, "again": engine}, random_windows(2, 100), "dense")
+    assert (found.kl_mean, found.kl_p99, found.agreement, found.ratio, found.ratio_error) == (0, 0, 1, 1, 0)
+
+
+def test_a_worked_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two words. The reference says 1/2 each; the codec 1/4 and 3/4 after the first token, 1/2 each after the next."""
+    rows = {"dense": [[0.5, 0.5], [0.5, 0.5]], "codec": [[0.25, 0.75], [0.5, 0.5]]}
+    shape = SimpleNamespace(vocab_size=2, kv_bytes_per_token=lambda itemsize: 4 * itemsize)
+    # Columns past the vocabulary, as a padded head has them, do not count.
+    padding = torch.full((2, 1), 50.0)
+    engines: dict[str, Any] = {
+        name: SimpleNamespace(model=SimpleNamespace(shape=shape, head=lambda hidden: hidden), rows=table)
+        for name, table in rows.items()
+    }
+
+    def read(engine: Any, tokens: list[int]) -> tuple[torch.Tensor, int]:
+        return torch.cat((torch.tensor(engine.rows).log(), padding), 1), 10
+
+    monkeypatch.setattr(MODULE, "read_window", read)
+    dense, codec = measure(engines, [[0, 1, 0]], "dense")
+    assert dense.perplexity == pytest.approx(2)
+    assert codec.nll == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
+    first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert first == pytest.approx(0.143841, abs=1e-6)
+    assert codec.kl_mean == pytest.approx(first / 2)
+    assert codec.kl_p99 == pytest.approx(0.99 * first)
+    # Of equal probabilities the first counts: word 0 for the reference, word 1 and word 0 for the codec.
+    assert codec.agreement == 0.5
+    assert codec.ratio == pytest.approx(math.sqrt(2 / 3))
+    assert codec.bytes_per_token == 5 and codec.bits_per_element is None
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_bytes_are_what_the_pool_gave(share: bool) -> None:
+    shape = tiny_shape()
+    engine = make_engine(shape, **{"cache.share": share})
+    for _ in range(2):  # what stays cached of the first round is not counted in the second
+        (found,) = measure({"dense": engine}, random_windows(2, 131))
+        assert found.bytes_per_token == 3 * chunk_bytes(shape) / 130
+        assert found.bits_per_element == 32
+        engine.check()
+        assert engine.holds_nothing
+    (found,) = measure({"dense": engine}, random_windows(1, 65))
+    assert found.bytes_per_token == chunk_bytes(shape) / 64 and found.bits_per_element is None
+
+
+def test_bits_are_counted_in_the_pool_and_leave_the_last_chunk_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool whose full chunks weigh 100 bytes and whose last one 1,000."""
+    engine = make_engine()
+    per_token = engine.model.shape.kv_bytes_per_token(1)
+
+    def read(_: Engine, tokens: list[int]) -> tuple[torch.Tensor, int]:
+        return torch.empty(0), -(-(len(tokens) - 1) // 64) * 100 + 900
+
+    monkeypatch.setattr(MODULE, "read_window", read)
+    for length in (130, 193, 194):
+        _, num_bytes = read(engine, [0] * length)
+        bits = MODULE._bits_per_element(engine, [0] * length, num_bytes)
+        assert bits == pytest.approx(8 * 100 / (64 * per_token))
+    assert MODULE._bits_per_element(engine, [0] * 65, 1000) is None
+
+
+def test_nothing_of_a_window_is_taken_from_the_cache() -> None:
+    shape = tiny_shape()
+    engine = make_engine(shape)
+    windows = random_windows(1, 150)
+    generate(engine, [windows[0]])
+    before = engine.stats()
+    (found,) = measure({"dense": engine}, windows)
+    after = engine.stats()
+    assert after["prefill_tokens_cached"] == before["prefill_tokens_cached"]
+    assert after["prefill_tokens_computed"] == before["prefill_tokens_computed"] + 149 + 21
+    assert found.nll == pytest.approx(oracle_losses(shape, windows[0]).mean(), abs=1e-5)
+
+
+def test_an_engine_is_left_as_it_was() -> None:
+    engine = make_engine()
+    measure({"dense": engine}, random_windows(2, 100))
+    assert not engine.has_work and engine.observer is None
+    (prompt,) = random_windows(1, 40, 3)
+    engine.add("x", None, prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    assert len(drain(engine)["x"].prompt_logprobs or ()) == 40
+    assert generate(engine, [prompt], GREEDY) == generate(make_engine(), [prompt], GREEDY)
+
+
+def test_an_observer_sees_its_prompts_rows_among_those_of_others() -> None:
+    shape = tiny_shape()
+    engine = make_engine(shape, **{"scheduler.token_budget": 280})
+    prompts = random_windows(3, 100)
+    seen: dict[str, list[tuple[int, torch.Tensor]]] = {}
+
+    def observe(sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
+        seen.setdefault(sequence.request.request_id, []).append((start, hidden.clone()))
+
+    engine.observer = observe
+    wanted = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    for name, prompt, params in zip("abc", prompts, (wanted, GREEDY, wanted), strict=True):
+        engine.add(name, None, prompt, params)
+    with torch.inference_mode():
+        outputs = drain(engine)
+        assert {name: [start for start, _ in parts] for name, parts in seen.items()} == {"a": [0], "c": [0, 64]}
+        for name, prompt in (("a", prompts[0]), ("c", prompts[2])):
+            logits = engine.model.head(torch.cat([hidden for _, hidden in seen[name]]))
+            torch.testing.assert_close(logits, oracle_logits(shape, prompt), atol=1e-4, rtol=1e-4)
+            assert outputs[name].prompt_logprobs == [None]
+
+
+def test_logits_are_made_a_block_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    head, rows = engine.model.head, []
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head(hidden)
+
+    monkeypatch.setattr(engine.model, "head", counted)
+    measure({"dense": engine}, random_windows(1, 512))
+    # One more row: the sampled token's.
+    assert max(rows) == LOGIT_ROWS and sum(rows) >= 511
+
+
+def test_a_model_whose_numbers_are_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    head = engine.model.head
+    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) * math.nan)
+    with pytest.raises(ModelError, match="codec dense: the logits of window 0 hold NaN"):
+        measure({"dense": engine}, random_windows(1, 70))
+    assert engine.holds_nothing and engine.observer is None
+
+
+def test_progress_counts_windows() -> None:
+    seen: list[tuple[int, int]] = []
+    measure({"dense": make_engine()}, random_windows(3, 10), progress=lambda *done: seen.append(done))
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_windows_are_whole_and_follow_each_other() -> None:
+    assert cut_windows(range(10), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cut_windows(range(4), 4) == [[0, 1, 2, 3]]
+    with pytest.raises(ConfigError, match="the text has 3 tokens, fewer than a window of 4"):
+        cut_windows(range(3), 4)
+
+
+def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines_module = importlib.import_module("quire.evaluation.engines")
+    made = engines_module._configs
+
+    def twice(*given: Any) -> Any:
+        (config,) = made(*given).values()
+        return {"dense": config, "other": config}
+
+    monkeypatch.setattr(engines_module, "_configs", twice)
+    folder = str(save_tiny(tmp_path))
+    options = {"model.dtype": "float32", "runtime.threads": 1}
+    engines, tokenizer = load_engines(folder, (), 512, options)
+    first, second = engines["dense"], engines["other"]
+    assert first.model is second.model and first.tokenizer is second.tokenizer is tokenizer
+    pools = [engine.scheduler.manager.table.pool for engine in (first, second)]
+    assert pools[0] is not pools[1] and pools[0].arena.data_ptr() != pools[1].arena.data_ptr()
+    # Automatic: as much as the window needs, not half of the machine.
+    assert 512 // 64 * chunk_bytes(first.model.shape) <= pools[0].num_bytes <= 24 * chunk_bytes(first.model.shape)
+    found = measure(engines, random_windows(1, 512), "dense")
+    assert [each.kl_mean for each in found] == [0, 0]
+    assert isinstance(found[0], Perplexity)
+    for wrong, said in (
+        ({"cache.memory": 4 * chunk_bytes(first.model.shape)}, "with codec dense it holds .* tokens, fewer than 512"),
+        ({"model.max_context": 300}, "512 tokens are more than the model's context holds, 300"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_engines(folder, (), 512, options | wrong)
+    # Twice 20 chunks are wanted.
+    free = 2 * first.model.shape.weight_bytes("float32") + 20 * chunk_bytes(first.model.shape)
+    monkeypatch.setattr("quire.engine.build.available_memory", lambda device: free)
+    with pytest.raises(ConfigError, match="caches for 512 tokens with 2 codecs need .* are free; give fewer codecs"):
+        load_engines(folder, (), 512, options)
