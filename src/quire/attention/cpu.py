@@ -124,7 +124,8 @@ class CpuPlan:
     """One step of the CPU backend. Keeps what the kernels read alive: the layout's arrays, the table and the arena."""
 
     def __init__(self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice]) -> None:
-        self._spec = spec = backend.spec
+        self._backend = backend  # its tables are read until the plan is done
+        spec = backend.spec
         self._layout = layout
         self.slices = slices
         plan = _Plan.from_buffer_copy(backend._fixed)

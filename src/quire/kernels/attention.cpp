@@ -11,8 +11,8 @@
 // bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
 // partials, merged at the end.
 //
-// Where sealed chunks are encoded, pages of all codecs hold keys before rotation. They are rotated on read by the slot they are in, and the
-// queries, for each page anew, by how far they are behind its first slot: one table of 64 slots turns every page.
+// Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
+// one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page.
 #include "encoded_panels.h"
 #include "panels.h"
 
@@ -69,6 +69,7 @@ inline void store_halves(const float* x, int D, uint32_t* out) {
 
 constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
+constexpr int TURNED_ROWS = 8;    // up to so many query rows are turned for each page
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
 // Rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
@@ -226,8 +227,8 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         const int32_t chunk = plan.indices[piece.first_index + c + i];
         if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
         if (plan.turns) {
-            scaled = load_turned<Math, T>(plan, page, item.keys, SLOTS, item.columns, item.values, item.scale, item.offset, item.buffer,
-                                          keys_ahead[0], values_ahead[0]);
+            scaled = load_turned<Math, T>(plan, page, item.rows <= TURNED_ROWS ? 0 : start, item.keys, SLOTS, item.columns, item.values,
+                                          item.scale, item.offset, item.buffer, keys_ahead[0], values_ahead[0]);
             continue;
         }
         load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
@@ -264,7 +265,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
     const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
-    // At once: two pages' panels and a block of scores leave the first-level cache, and rows are turned for each page where keys are not.
+    // At once: two pages' panels and a block of scores leave the first-level cache, and encoded pages have scales of their own.
     const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
     const int block = VL * Math::PAIR;
@@ -295,7 +296,8 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     auto* rotated = reinterpret_cast<float*>(carve(D));
 
     if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
-    if (!plan.turns) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
+    const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
+    if (!turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
     std::memset(item.acc, 0, static_cast<size_t>(rows) * columns * 4);
     for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = item.shift[m] = 0;
     std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
@@ -303,7 +305,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     int c = 0;
     for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, layer, piece, head, c, next, item);
     for (; c < piece.num_chunks; c++) {
-        if (plan.turns) place_queries<Math>(plan, piece, head, q, q_stride, piece.start + c * P, rotated, item);
+        if (turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, piece.start + c * P, rotated, item);
         attend_pages<Math, T, 1>(plan, layer, piece, head, c, next, item);
     }
 

@@ -7,19 +7,6 @@
 
 namespace quire {
 
-inline float half_at(const uint8_t* at, int i) {
-    f16 h;
-    std::memcpy(&h, at + 2 * i, 2);
-    return static_cast<float>(h);
-}
-
-// Calls body(slot, channel, what is missing there) for every slot of every vector; `slots` as in a page.
-template <class Body>
-inline void for_slots(const uint8_t* slots, int count, const Body& body) {
-    for (int s = 0; s < count; s++, slots += SLOT_BYTES)
-        for (int t = 0; t < P; t++) body(t, slots[t], half_at(slots + P, t));
-}
-
 #if defined(__AVX512BF16__)
 typedef __m512i lanes;
 
@@ -60,23 +47,34 @@ inline lanes pairs_of(vf first, vf second) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), both);
 }
 
-// bf16 pairs (x1, x2) of VL slots from slot t on -> rotated pairs; turns is that of their two channels.
-inline lanes turned(lanes pairs, const uint32_t* turns, int t) {
+// bf16 pairs (x1, x2) of VL slots from slot t on -> rotated pairs; turns is that of their two channels. FAR: by the page's own angle as well,
+// whose cosine and sine are c and s.
+template <bool FAR>
+inline lanes turned(lanes pairs, const uint32_t* turns, int t, float c, float s) {
     const auto dot = [&](const uint32_t* at) { return (vf)_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)pairs, (__m512bh)load_lanes(at)); };
-    return pairs_of(dot(turns + t), dot(turns + P + t));
+    const vf x = dot(turns + t), y = dot(turns + P + t);
+    if constexpr (FAR) return pairs_of(x * c - y * s, y * c + x * s);
+    return pairs_of(x, y);
 }
 
-template <int BITS>
-void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns, uint32_t* out, int ld) {
+// Cosines and sines of the angle at a page's first slot, [D/2] each; null where keys are turned by their slot alone.
+struct Origin {
+    const float *cos, *sin;
+};
+
+template <int BITS, bool FAR>
+void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns, Origin origin, uint32_t* out,
+                int ld) {
 #pragma GCC unroll 4
     for (int p = 0; p < BLOCK_PAIRS; p++) {
         const int j = order[p];
+        const float c = FAR ? origin.cos[j] : 1.0f, s = FAR ? origin.sin[j] : 0.0f;
         const lanes first = load_lanes(head.key_lookup + j * BOOK), second = load_lanes(head.key_lookup + (j + half) * BOOK);
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) {
             const lanes code = joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter);
             const lanes pairs = _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(code, first), 0xaaaaaaaa, code, second);
-            _mm512_storeu_si512(out + j * ld + quarter * VL, turned(pairs, turns + j * 2 * P, quarter * VL));
+            _mm512_storeu_si512(out + j * ld + quarter * VL, turned<FAR>(pairs, turns + j * 2 * P, quarter * VL, c, s));
         }
     }
 }
@@ -88,36 +86,76 @@ void column_values(const uint8_t* lines, lanes lookup, uint32_t* out, int column
         _mm512_storeu_si512(out + f * columns, _mm512_permutexvar_epi16(joined<BITS>(lines, P / 2, f), lookup));
 }
 
-inline void add_bf16(uint32_t* at, int which, float x) {
-    bf16* element = reinterpret_cast<bf16*>(at) + which;
-    element->bits = round_bf16(widen(*element) + x);
+inline vf halves(__m256i x) { return (vf)_mm512_cvtph_ps(x); }
+
+// The bf16 in the lower or the upper half of every element.
+inline vf lower(lanes pairs) { return (vf)_mm512_slli_epi32(pairs, 16); }
+inline vf upper(lanes pairs) { return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))); }
+
+// Adds to rotated keys what their slot holds: one element of each vector before rotation, so two after it.
+template <bool FAR>
+void add_key_slot(const uint8_t* slot, const uint32_t* turns, int half, Origin origin, uint32_t* out, int ld) {
+    const lanes count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int t = 0; t < P; t += VL) {
+        const lanes channel = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(slot + t)));
+        const __mmask16 second = _mm512_cmpge_epi32_mask(channel, _mm512_set1_epi32(half));
+        const lanes pair = _mm512_mask_sub_epi32(channel, second, channel, _mm512_set1_epi32(half));
+        const lanes at = _mm512_add_epi32(count, _mm512_set1_epi32(t));
+        const lanes turn = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_mullo_epi32(pair, _mm512_set1_epi32(2 * P)), at), turns, 4);
+        const lanes where = _mm512_add_epi32(_mm512_mullo_epi32(pair, _mm512_set1_epi32(ld)), at);
+        const lanes old = _mm512_i32gather_epi32(where, out, 4);
+        const vf missing = halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + P + 2 * t)));
+        const vf along = missing * lower(turn), across = missing * upper(turn);   // times cos, times -sin
+        vf first = (vf)_mm512_mask_blend_ps(second, (__m512)along, (__m512)across);
+        vf other = (vf)_mm512_mask_blend_ps(second, (__m512)-across, (__m512)along);
+        if constexpr (FAR) {
+            const vf c = (vf)_mm512_i32gather_ps(pair, origin.cos, 4), s = (vf)_mm512_i32gather_ps(pair, origin.sin, 4);
+            const vf x = first;
+            first = x * c - other * s, other = other * c + x * s;
+        }
+        _mm512_i32scatter_epi32(out, where, pairs_of(lower(old) + first, upper(old) + other), 4);
+    }
 }
 
-// K of an encoded page -> out [D/2, P] of bf16 pairs, rotated by slot.
-inline void nuq_keys(const Plan& plan, const Page& page, uint32_t* out, int ld, Prefetcher& ahead) {
+// Adds to centroids what their slot holds, in units of the slot's scale. Two slots share an element, so first the even ones, then the odd ones.
+inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t* out, int columns) {
+    const lanes rows = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(columns));
+    for (int f = 0; f < P / 2; f += VL) {
+        const lanes channels = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + 2 * f)));
+        const lanes missing = load_lanes(slot + P + 4 * f), scale = load_lanes(scales + 4 * f);
+        const lanes base = _mm512_add_epi32(rows, _mm512_set1_epi32(f * columns));
+        for (int odd = 0; odd < 2; odd++) {
+            const lanes channel = odd ? _mm512_srli_epi32(channels, 8) : _mm512_and_si512(channels, _mm512_set1_epi32(0xff));
+            const auto half_of = [&](lanes x) { return halves(_mm512_cvtepi32_epi16(odd ? _mm512_srli_epi32(x, 16) : x)); };
+            const vf s = half_of(scale);
+            const vf step = s > vf{} ? half_of(missing) / s : vf{};
+            const lanes where = _mm512_add_epi32(base, channel);
+            const lanes old = _mm512_i32gather_epi32(where, out, 4);
+            _mm512_i32scatter_epi32(out, where, pairs_of(lower(old) + (odd ? vf{} : step), upper(old) + (odd ? step : vf{})), 4);
+        }
+    }
+}
+
+// K of an encoded page -> out [D/2, P] of bf16 pairs, rotated.
+template <bool FAR>
+void nuq_keys(const Plan& plan, const Page& page, Origin origin, uint32_t* out, int ld, Prefetcher& ahead) {
     const NuqHead& head = *page.head;
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
     for (int block = 0; block < half / BLOCK_PAIRS; block++) {
         ahead.step(8);
-        const auto run = [&](auto unpack) { unpack(head, half, lines, head.order + block * BLOCK_PAIRS, plan.turns, out, ld); };
+        const auto run = [&](auto unpack) { unpack(head, half, lines, head.order + block * BLOCK_PAIRS, plan.turns, origin, out, ld); };
         switch (head.bits[block]) {
-            case 0: run(block_keys<0>); break;
-            case 1: run(block_keys<1>); break;
-            case 2: run(block_keys<2>); break;
-            case 3: run(block_keys<3>); break;
-            case 4: run(block_keys<4>); break;
-            default: run(block_keys<5>);
+            case 0: run(block_keys<0, FAR>); break;
+            case 1: run(block_keys<1, FAR>); break;
+            case 2: run(block_keys<2, FAR>); break;
+            case 3: run(block_keys<3, FAR>); break;
+            case 4: run(block_keys<4, FAR>); break;
+            default: run(block_keys<5, FAR>);
         }
         lines += LINE * head.bits[block];
     }
-    for_slots(page.image + head.at_key_slots, head.key_slots, [&](int t, int channel, float missing) {
-        const bool upper = channel >= half;
-        const int j = upper ? channel - half : channel;
-        const float c = plan.cos ? plan.cos[t * half + j] : 1.0f, s = plan.cos ? plan.sin[t * half + j] : 0.0f;
-        add_bf16(out + j * ld + t, 0, upper ? -missing * s : missing * c);
-        add_bf16(out + j * ld + t, 1, upper ? missing * c : missing * s);
-    });
+    for (int i = 0; i < head.key_slots; i++) add_key_slot<FAR>(page.image + head.at_key_slots + i * SLOT_BYTES, plan.turns, half, origin, out, ld);
 }
 
 // V of an encoded page -> centroids, out [P / 2, columns] of pairs of slots; scale and offset [P] of each slot.
@@ -136,20 +174,16 @@ inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int co
             default: column_values<5>(lines, lookup, out + d, columns);
         }
     }
-    float inverse[P];
     for (int t = 0; t < P; t += VL) {
-        const vf s = load(reinterpret_cast<const f16*>(ranges) + t);
-        store(scale + t, s);
+        store(scale + t, load(reinterpret_cast<const f16*>(ranges) + t));
         store(offset + t, load(reinterpret_cast<const f16*>(ranges) + P + t));
-        store(inverse + t, s > vf{} ? 1.0f / s : vf{});
     }
-    for_slots(page.image + head.at_value_slots, head.value_slots, [&](int t, int channel, float missing) {
-        add_bf16(out + t / 2 * columns + channel, t % 2, missing * inverse[t]);
-    });
+    for (int i = 0; i < head.value_slots; i++) add_value_slot(page.image + head.at_value_slots + i * SLOT_BYTES, ranges, out, columns);
 }
 
-// K bf16 [P, D], not rotated -> out [D/2, P] of pairs, rotated by slot; slots at and past `valid` are garbage.
-inline void plain_keys(const bf16* k, const Plan& plan, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
+// K bf16 [P, D], not rotated -> out [D/2, P] of pairs, rotated; slots at and past `valid` are garbage.
+template <bool FAR>
+void plain_keys(const bf16* k, const Plan& plan, Origin origin, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
     const int D = plan.D, half = D / 2;
     for (int t = 0; t < valid; t += VL)
         for (int j = 0; j < half; j += VL) {
@@ -163,42 +197,50 @@ inline void plain_keys(const bf16* k, const Plan& plan, int valid, uint32_t* out
                 block[i] = (vu)_mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
             }
             transpose(block);
-            for (int i = 0; i < count; i++) _mm512_storeu_si512(out + (j + i) * ld + t, turned((lanes)block[i], plan.turns + (j + i) * 2 * P, t));
+            for (int i = 0; i < count; i++) {
+                const float c = FAR ? origin.cos[j + i] : 1.0f, s = FAR ? origin.sin[j + i] : 0.0f;
+                _mm512_storeu_si512(out + (j + i) * ld + t, turned<FAR>((lanes)block[i], plan.turns + (j + i) * 2 * P, t, c, s));
+            }
         }
 }
 #endif
 
-// Rows of T, not rotated, at slots from 0 on -> float32, rotated by slot.
+// Rows of T, not rotated, at positions from `start` on -> float32, rotated.
 template <class T>
-inline void turn_rows(const Plan& plan, const T* x, int rows, float* out) {
+inline void turn_rows(const Plan& plan, const T* x, int start, int rows, float* out) {
     const int D = plan.D, half = D / 2;
     for (int t = 0; t < rows; t++)
         for (int j = 0; j < half; j++) {
             const float a = widen(x[t * D + j]), b = widen(x[t * D + half + j]);
-            const float c = plan.cos ? plan.cos[t * half + j] : 1.0f, s = plan.cos ? plan.sin[t * half + j] : 0.0f;
+            const int64_t at = static_cast<int64_t>(start + t) * half + j;
+            const float c = plan.cos ? plan.cos[at] : 1.0f, s = plan.cos ? plan.sin[at] : 0.0f;
             out[t * D + j] = a * c - b * s;
             out[t * D + half + j] = b * c + a * s;
         }
 }
 
-// The panels of a page of either kind; T is the type of the step. buffer [3, P, D] is where 32-bit panels are made from. Returns whether scale
-// and offset were set: else the value panel holds the values themselves.
+// The panels of a page of either kind; T is the type of the step. Keys are rotated as if the page's first slot were at position `start`.
+// buffer [3, P, D] is where 32-bit panels are made from. Returns whether scale and offset were set: else the value panel holds the values.
 template <class Math, class T>
-bool load_turned(const Plan& plan, const Page& page, uint32_t* keys, int ld, int columns, uint32_t* values, float* scale, float* offset,
+bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, int columns, uint32_t* values, float* scale, float* offset,
                  float* buffer, Prefetcher& keys_ahead, Prefetcher& values_ahead) {
     const int D = plan.D, half = D / 2;
     const T* sink_keys = reinterpret_cast<const T*>(page.sinks);
     const T* sink_values = sink_keys + plan.sinks * D;
 #if defined(__AVX512BF16__)
     if constexpr (Math::PAIR == 2) {
+        const bool far = start && plan.cos;
+        const int64_t angle = static_cast<int64_t>(start) * half;
+        const Origin origin = far ? Origin{plan.cos + angle, plan.sin + angle} : Origin{nullptr, nullptr};
         if (page.kind != NUQ) {
             const bf16* k = reinterpret_cast<const bf16*>(page.image);
-            plain_keys(k, plan, page.valid, keys, ld, keys_ahead);
+            (far ? plain_keys<true> : plain_keys<false>)(k, plan, origin, page.valid, keys, ld, keys_ahead);
             values_bf16(k + P * D, D, columns, page.valid, values, values_ahead);
             return false;
         }
-        nuq_keys(plan, page, keys, ld, keys_ahead);
+        (far ? nuq_keys<true> : nuq_keys<false>)(plan, page, origin, keys, ld, keys_ahead);
         nuq_values(plan, page, values, columns, scale, offset, values_ahead);
+        // They are at the start of a sequence: start is 0, or the page's own.
         for (int t = 0; page.sinks && t < plan.sinks; t++) {
             for (int j = 0; j < half; j++) {
                 const float a = widen(sink_keys[t * D + j]), b = widen(sink_keys[t * D + half + j]);
@@ -216,11 +258,11 @@ bool load_turned(const Plan& plan, const Page& page, uint32_t* keys, int ld, int
         if (page.kind == NUQ) {
             decode_page(*page.head, D, page.image, k, v);
             for (int i = 0; page.sinks && i < plan.sinks * D; i++) k[i] = widen(sink_keys[i]), v[i] = widen(sink_values[i]);
-            turn_rows(plan, k, P, turned_keys);
+            turn_rows(plan, k, start, P, turned_keys);
             values_f32(v, D, columns, P, values, values_ahead);
         } else {
             const T* image = reinterpret_cast<const T*>(page.image);
-            turn_rows(plan, image, page.valid, turned_keys);
+            turn_rows(plan, image, start, page.valid, turned_keys);
             values_f32(image + P * D, D, columns, page.valid, values, values_ahead);
         }
         keys_from<Math>(turned_keys, D, page.valid, keys, ld, keys_ahead);
