@@ -32,7 +32,7 @@ def random_tables(
     def books(widths: torch.Tensor, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
         drawn = reach * torch.randn(*widths.shape, NUM_BOOK, generator=generator)
         past = torch.arange(NUM_BOOK) >= (1 << widths.long())[..., None]
-        found = drawn.masked_fill(past, torch.inf).sort(-1).values
+        found = drawn.bfloat16().float().masked_fill(past, torch.inf).sort(-1).values
         edges = (found[..., 1:] + found[..., :-1]) / 2
         return found.masked_fill(past, 1e6), edges.masked_fill(past[..., 1:], torch.inf)
 

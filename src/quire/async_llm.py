@@ -17,13 +17,13 @@ from typing import Any, Self, TypeVar
 
 from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
-from quire.engine.build import Loaded, load_engine
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import Face, Prompt, ReadPrompt, read_prompt
+from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
 

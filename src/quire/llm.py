@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Self
 
 from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
-from quire.engine.build import Loaded, load_engine
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.engine.request import NO_HINTS
 from quire.errors import QuireError, RequestError
+from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
 

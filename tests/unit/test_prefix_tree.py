@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.manager import PINNED_SHARE, CacheManager
-from quire.cache.namespace import Namespace
+from quire.cache.namespace import FORMAT_VERSION, Namespace
 from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.prefixes import prefixes
 from quire.cache.segment import ChunkTable, Path
@@ -465,7 +465,7 @@ SPACES = {
     "calibration": "5a0c",
     "strict": False,
     "rope": "Rope(theta=500000.0)",
-    "version": 2,
+    "version": FORMAT_VERSION + 1,
     "salt": "tenant",
 }
 

@@ -93,6 +93,7 @@ class CpuAttention:
             workers=runtime.num_threads(),
             window=spec.window,
             encodes=spec.table.encodes,
+            strict=spec.strict,
         )
         self.plans_built += 1
         self._last = CpuPlan(self, layout, slices)

@@ -65,6 +65,7 @@ class AttentionSpec:
     table     its chunks; where sealed ones are encoded, pages of every codec hold keys before rotation
     cos, sin  float32 [positions, D / 2], or None for models that do not rotate
     window    a row at position i sees positions above i - window only; None sees all
+    strict    whether rows see earlier chunks of their own slice as they are stored
     dtype     of queries, keys, values, the output, and dense pages
     """
 
@@ -77,6 +78,7 @@ class AttentionSpec:
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     window: int | None = None
+    strict: bool = True
 
 
 class AttentionBackend(Protocol):
@@ -234,12 +236,13 @@ class Sources:
         return np.array(self._seals, np.int32).reshape(-1, 2)
 
 
-def _run(chunks: NDArray[np.int32], low: int, high: int, last: int) -> NDArray[np.int32]:
-    """Chunks [low, high) as rows of the last one see them, who have written it as chunk `last`."""
+def _run(chunks: NDArray[np.int32], low: int, high: int, own: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Chunks [low, high), the last of them those that rows write themselves."""
     run = chunks[low:high]
-    if run[-1] != last:
+    own = own[max(0, len(own) - len(run)) :]
+    if run[-1] != own[-1] or len(own) > 1:
         run = run.copy()
-        run[-1] = last
+        run[len(run) - len(own) :] = own
     return run
 
 
@@ -251,6 +254,7 @@ def lay_out(
     workers: int,
     window: int | None,
     encodes: bool = False,
+    strict: bool = True,
 ) -> Layout:
     """Cuts a step into pieces of near-equal cost.
 
@@ -259,6 +263,7 @@ def lay_out(
     num_heads   H: every piece is computed once per kv head
     workers     what computes pieces at the same time: threads, or streaming multiprocessors
     encodes     see Sources
+    strict      whether rows see earlier chunks of their own slice as they are stored, or as they were computed
 
     A run is split only if one piece alone would take more than half of a worker's fair share.
     """
@@ -273,8 +278,8 @@ def lay_out(
         blocks[first : first + count, 3] -= high - low
         blocks[first : first + count, 5] = _LEAVES_PARTIALS
     runs = [
-        _run(piece.chunks, low, low + count, own)
-        for piece, low, count, own in zip(singles, *blocks[:, [4, 3]].T.tolist(), write_chunk.tolist(), strict=True)
+        _run(piece.chunks, low, low + count, write_chunk[row : row + 1])
+        for row, (piece, low, count) in enumerate(zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True))
     ]
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
@@ -297,8 +302,8 @@ def lay_out(
                 low = 0 if window is None else max(0, at + 1 - window) // PAGE_TOKENS
                 high = -(-stop // PAGE_TOKENS)
                 rows.append((first_row + at - piece.start, stop - at, 0, high - low, low, -1))
-                last = own[(stop - 1) // PAGE_TOKENS - piece.start // PAGE_TOKENS]
-                runs.append(_run(piece.chunks, low, high, last))
+                end_of_own = high - piece.start // PAGE_TOKENS
+                runs.append(_run(piece.chunks, low, high, own[end_of_own - 1 if strict else 0 : end_of_own]))
                 at = stop
             first_row += piece.num_rows
         positions, write_chunk = np.concatenate(ranges), np.concatenate(written)

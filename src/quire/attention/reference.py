@@ -121,7 +121,9 @@ class ReferencePlan:
             for index, chunk in enumerate(own.tolist(), piece.start // PAGE_TOKENS):
                 count = min(end, (index + 1) * PAGE_TOKENS) - max(piece.start, index * PAGE_TOKENS)
                 # Its own chunk as it was computed, those before it as they are stored.
-                k, v = self._path([*piece.chunks[:index].tolist(), chunk], layer)
+                first = piece.start // PAGE_TOKENS
+                computed = [chunk] if spec.strict else own[: index - first + 1].tolist()
+                k, v = self._path([*piece.chunks[: index + 1 - len(computed)].tolist(), *computed], layer)
                 rows = slice(row, row + count)
                 at = torch.arange(k.shape[1], device=k.device)
                 out.append(attend_dense(q[rows], k, v, self.positions[rows], at, spec.window).o)

@@ -130,7 +130,7 @@ class Histogram:
         found_mean = (weight * book).sum(1, keepdim=True) / total
         found_variance = (weight * (book - found_mean) ** 2).sum(1, keepdim=True) / total
         # One centroid, or a constant channel, has no deviation to restore.
-        flat = (found_variance <= 1e-24 * (1 + found_mean**2)) | (variance <= 1e-24 * (1 + mean**2))
+        flat = (found_variance <= 1e-12 * found_mean**2) | (variance <= 1e-12 * mean**2)
         scale = torch.where(flat, 1.0, (variance / found_variance.clamp_min(1e-300)).sqrt())
         return (book - found_mean) * scale + mean
 

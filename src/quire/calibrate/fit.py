@@ -11,23 +11,23 @@ Several kinds of books are made; which one a tensor gets is decided by what it c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.attention.nuq import NuqHeads
-from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, SLOT_BYTES, NuqCodec, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.page import PAGE_TOKENS
 from quire.calibrate.books import Histogram
 from quire.calibrate.samples import LayerSamples
 from quire.kernels import runtime
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 KINDS = ("uniform", "plain", "fisher", "damped", "own")
+POOLED = ("plain", "fisher", "damped")
 
 DAMPING = 50.0
 OUTSIDE = 0.002
@@ -40,37 +40,50 @@ FIT_TOKENS = 2048
 """Tokens from which value books are made."""
 
 
+class Book(NamedTuple):
+    """Rising centroids [..., 2^bits], and what they stand for: the same, or with Q-Norm other numbers."""
+
+    centroids: Tensor
+    stands_for: Tensor
+
+
 @dataclass(frozen=True)
 class LayerFit:
     """Books of one layer and their costs, of H heads and D channels and widths 0 to 5, for one number of slots.
 
-    key_books    by kind and width: float32 [H, D, 2^width]
+    key_books    by kind and width: [H, D, 2^width]
     key_cost     by kind: float64 [H, D, 6], summed over the held-out tokens
-    value_books  by kind and width, from 1: float32 [H, 2^width]
+    value_books  by kind and width, from 1: [H, 2^width]
     value_cost   by kind: float64 [H, 6]; infinite at width 0
     key_weight   float32 [H, D]: mean cost of a squared error in a channel
     """
 
-    key_books: dict[str, list[Tensor]]
+    key_books: dict[tuple[str, int], Book]
     key_cost: dict[str, Tensor]
-    value_books: dict[tuple[str, int], Tensor]
+    value_books: dict[tuple[str, int], Book]
     value_cost: dict[str, Tensor]
     key_weight: Tensor
 
 
-def fit_layer(samples: LayerSamples, num_held_out: int, slots: int) -> LayerFit:
-    """Makes all kinds of books from all but the last `num_held_out` tokens, and tries them on those."""
+def fit_layer(
+    samples: LayerSamples, num_held_out: int, slots: int, *, kinds: Sequence[str] = KINDS, q_norm: bool = False
+) -> LayerFit:
+    """Makes books from all but the last `num_held_out` tokens, and tries them on those.
+
+    kinds   of books to make
+    q_norm  whether what is stored has the mean and deviation of what was; see Histogram.q_norm
+    """
     train, held_out = samples.split(len(samples.keys) - num_held_out)
-    key_books, key_weight = _key_books(train)
-    value_books = _value_books(train, slots)
+    key_books, key_weight = _key_books(train, kinds, q_norm)
+    value_books = _value_books(train, slots, kinds, q_norm)
     _, heads, channels = samples.keys.shape
-    key_cost = {kind: torch.zeros(heads, channels, MAX_BITS + 1, dtype=torch.float64) for kind in KINDS}
-    value_cost = {kind: torch.full((heads, MAX_BITS + 1), torch.inf, dtype=torch.float64) for kind in KINDS}
+    key_cost = {kind: torch.zeros(heads, channels, MAX_BITS + 1, dtype=torch.float64) for kind in kinds}
+    value_cost = {kind: torch.full((heads, MAX_BITS + 1), torch.inf, dtype=torch.float64) for kind in kinds}
     key_price = damped(held_out.key_cost, train.key_cost)
     value_price = damped(held_out.value_cost, train.value_cost)
-    for kind in KINDS:
+    for kind in kinds:
         for bits in range(MAX_BITS + 1):
-            tables = even_tables(key_books[kind][bits], key_weight, slots, value_books[kind, max(bits, 1)], slots)
+            tables = even_tables(key_books[kind, bits], key_weight, slots, value_books[kind, max(bits, 1)], slots)
             k, v = as_stored(tables, held_out.keys, held_out.values)
             key_cost[kind][:, :, bits] = ((k - held_out.keys).square() * key_price).sum(0)
             if bits:
@@ -83,67 +96,102 @@ def damped(cost: Tensor, seen: Tensor) -> Tensor:
     return torch.minimum(cost, DAMPING * seen.mean(0))
 
 
-def _key_books(train: LayerSamples) -> tuple[dict[str, list[Tensor]], Tensor]:
-    keys = train.keys.flatten(1)
-    cost, calm = train.key_cost.flatten(1), damped(train.key_cost, train.key_cost).flatten(1)
-    low = torch.quantile(keys, OUTSIDE / 2, 0)
-    high = torch.quantile(keys, 1 - OUTSIDE / 2, 0)
-    middle, reach = (high + low) / 2, ((high - low) / 2).clamp_min(1e-30)
-    unit = (keys - middle) / reach
-    one = torch.ones_like(reach)
-    weights = {"plain": torch.ones_like(keys), "fisher": cost * reach**2, "damped": calm * reach**2}
-    books: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple[dict[tuple[str, int], Book], Tensor]:
+    """Books, and the weights of channels. All are made in units of the channels' ranges: a squared error there costs
+    the square of the range as much.
+    """
     shape = train.keys.shape[1:]
+    low, high = _inner_range(train.keys.flatten(1))
+    middle, reach = ((high + low) / 2), ((high - low) / 2).clamp_min(1e-30)
+    unit = (train.keys.flatten(1) - middle) / reach
+    one = torch.ones_like(reach)
+    calm = damped(train.key_cost, train.key_cost)
+    weights = [torch.ones_like(unit), train.key_cost.flatten(1) * reach**2, calm.flatten(1) * reach**2]
+    if q_norm:
+        weights.append((unit.abs() <= 1).float())
+    plain, fisher, own, *inliers = Histogram.of(unit, weights, -one, one)
+    pools = Histogram.joined([each.pooled() for each in (plain, fisher, own)])
+    books: dict[tuple[str, int], Book] = {}
 
-    def add(kind: str, book: Tensor) -> None:
+    def add(kind: str, bits: int, book: Tensor) -> None:
         """A book [C or 1, n] in units of the ranges."""
-        books[kind].append((book * reach[:, None] + middle[:, None]).float().view(*shape, -1))
+        if kind not in kinds:
+            return
+        moved = book
+        if q_norm:
+            moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
+        books[kind, bits] = Book(
+            *((each * reach[:, None] + middle[:, None]).float().view(*shape, -1) for each in (book, moved))
+        )
 
-    own = Histogram.of(keys, calm, low, high)
-    coarser: dict[str, Tensor] = {}
-    pooled = {kind: Histogram.of(unit, weight, -one, one).pooled() for kind, weight in weights.items()}
+    coarser_pools = coarser_own = None
     for bits in range(MAX_BITS + 1):
         size = 1 << bits
-        add("uniform", torch.linspace(-1, 1, size)[None] if bits else torch.zeros(1, 1))
-        for kind, histogram in pooled.items():
-            coarser[kind] = histogram.books(size, coarser.get(kind))
-            add(kind, coarser[kind])
-        coarser["own"] = own.books(size, coarser.get("own"))
-        books["own"].append(coarser["own"].float().view(*shape, -1))
-    return books, calm.mean(0).view(shape)
+        add("uniform", bits, _even_book(size)[None])
+        coarser_pools = pools.books(size, coarser_pools)
+        for kind, book in zip(POOLED, coarser_pools, strict=True):
+            add(kind, bits, book[None])
+        if "own" in kinds:
+            coarser_own = own.books(size, coarser_own)
+            add("own", bits, coarser_own)
+    return books, calm.mean(0)
 
 
-def _value_books(train: LayerSamples, slots: int) -> dict[tuple[str, int], Tensor]:
+def _inner_range(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantiles of each channel of [T, C] that leave OUTSIDE out, as torch.quantile has them."""
+    keys = keys.T.contiguous()
+    rank = OUTSIDE / 2 * (keys.shape[1] - 1)
+    part = rank - int(rank)
+    ends = []
+    for largest in (False, True):
+        outer = keys.topk(min(int(rank) + 2, keys.shape[1]), 1, largest=largest).values
+        ends.append(outer[:, -2:-1].lerp(outer[:, -1:], part)[:, 0])
+    return ends[0], ends[1]
+
+
+def _even_book(size: int) -> Tensor:
+    return torch.linspace(-1, 1, size, dtype=torch.float64) if size > 1 else torch.zeros(1, dtype=torch.float64)
+
+
+def _value_books(train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: bool) -> dict[tuple[str, int], Book]:
     """Value books live in the units of fitted ranges, and these depend on the book: first ranges that are fitted to an
     even book, then a book for them, ranges for that, and so on.
     """
-    heads, channels = train.values.shape[1:]
+    heads = train.values.shape[1]
     step = max(1, len(train.values) // FIT_TOKENS)
     values, cost = train.values[::step], train.value_cost[::step]
     calm = damped(cost, train.value_cost)
-    prices = {"plain": torch.ones_like(cost), "fisher": cost, "damped": calm, "own": calm}
-    keys, no_keys = torch.zeros_like(values), torch.zeros(heads, channels, 1)
     low, high = -torch.full((heads,), VALUE_REACH), torch.full((heads,), VALUE_REACH)
-    books: dict[tuple[str, int], Tensor] = {}
-    coarser: dict[str, Tensor] = {}
+    books: dict[tuple[str, int], Book] = {}
+    coarser_plain = coarser = None
     for bits in range(1, MAX_BITS + 1):
         size = 1 << bits
-        book = torch.linspace(-1, 1, size).expand(heads, -1).contiguous()
-        books["uniform", bits] = book
-        for _ in range(2):
-            tables = even_tables(no_keys, torch.ones(heads, channels), 0, book, slots)
-            s, z, inner = _ranges(tables, keys, values)
-            unit = _by_head((values - z[..., None]) / s[..., None].clamp_min(1e-30))
-            weight = inner * s[..., None] ** 2
-            plain = Histogram.of(unit, _by_head(weight), low, high).pooled()
-            book = plain.books(size, coarser.get("plain")).float().expand(heads, -1)
-        for kind, price in prices.items():
-            histogram = Histogram.of(unit, _by_head(weight * price), low, high)
-            if kind != "own":
-                histogram = histogram.pooled()
-            coarser[kind] = histogram.books(size, coarser.get(kind))
-            books[kind, bits] = coarser[kind].float().expand(heads, -1).contiguous()
+        even = _even_book(size)[None]
+        s, z, inner = _ranges(even, values, slots)
+        unit, weight = _in_units(values, s, z), _by_head(inner * s[..., None] ** 2)
+        (plain,) = Histogram.of(unit, [weight], low, high)
+        coarser_plain = plain.pooled().books(size, coarser_plain)
+        s, z, inner = _ranges(coarser_plain, values, slots)
+        unit, weight = _in_units(values, s, z), _by_head(inner * s[..., None] ** 2)
+        weights = [weight, weight * _by_head(cost), weight * _by_head(calm)]
+        if q_norm:
+            weights.append(_by_head(inner) * (unit.abs() <= VALUE_REACH))
+        plain, fisher, own, *inliers = Histogram.of(unit, weights, low, high)
+        coarser = Histogram.joined([*(each.pooled() for each in (plain, fisher, own)), own]).books(size, coarser)
+        coarser_plain = coarser[:1]
+        made = {"uniform": even, "own": coarser[len(POOLED) :]}
+        made |= {kind: coarser[index : index + 1] for index, kind in enumerate(POOLED)}
+        for kind in kinds:
+            book = moved = made[kind]
+            if q_norm:
+                moved = (inliers[0] if len(book) > 1 else inliers[0].pooled()).q_norm(book)
+            books[kind, bits] = Book(*(each.float().expand(heads, -1).contiguous() for each in (book, moved)))
     return books
+
+
+def _in_units(values: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    """Values [T, H, D] in units of their ranges [T, H], as [T * D, H]."""
+    return _by_head((values - z[..., None]) / s[..., None].clamp_min(1e-30))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -151,33 +199,33 @@ def _by_head(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1])
 
 
-def _ranges(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The s and z [T, H] that values are stored with, and which elements are not in a slot, [T, H, D]."""
-    codec, heads = NuqCodec("trial", tables), values.shape[1]
-    pages = _encoded(codec, keys, values)
-    count = len(values)
+def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The s and z [T, H] that values are stored with by a book [1, n], and which elements are in no slot, [T, H, D]."""
+    count, heads, channels = values.shape
+    no_key = torch.zeros(heads, channels, 1)
+    shared = book.float().expand(heads, -1).contiguous()
+    tables = even_tables(Book(no_key, no_key), torch.ones(heads, channels), 0, Book(shared, shared), slots)
+    codec = NuqCodec("trial", tables)
     s, z = torch.empty(count, heads), torch.empty(count, heads)
     inner = torch.ones_like(values)
-    for head, images in enumerate(pages):
+    for head, images in enumerate(_encoded(codec, torch.zeros_like(values), values)):
         layout = codec.layouts[0][head]
         ranges = images[:, layout.ranges : layout.value_slots].contiguous().view(torch.float16).float()
         s[:, head] = ranges[:, :PAGE_TOKENS].reshape(-1)[:count]
         z[:, head] = ranges[:, PAGE_TOKENS:].reshape(-1)[:count]
-        for start in range(layout.value_slots, layout.end, 3 * PAGE_TOKENS):
+        for start in range(layout.value_slots, layout.end, SLOT_BYTES):
             channel = images[:, start : start + PAGE_TOKENS].reshape(-1)[:count].long()
             inner[torch.arange(count), head, channel] = 0
     return s, z, inner
 
 
-def even_tables(
-    key_book: Tensor, key_weight: Tensor, key_slots: int, value_book: Tensor, value_slots: int
-) -> NuqTables:
+def even_tables(key_book: Book, key_weight: Tensor, key_slots: int, value_book: Book, value_slots: int) -> NuqTables:
     """Tables of one layer in which all heads and channels have the same width.
 
     key_book    [H, D, 2^bits]
     value_book  [H, 2^bits]
     """
-    heads, channels, size = key_book.shape
+    heads, channels, size = key_book.centroids.shape
     edges, books = padded(key_book)
     value_edges, value_books = padded(value_book)
 
@@ -191,20 +239,20 @@ def even_tables(
         books[None],
         key_weight[None].contiguous(),
         number(key_slots),
-        number(value_book.shape[-1].bit_length() - 1),
+        number(value_book.centroids.shape[-1].bit_length() - 1),
         value_edges[None],
         value_books[None],
         number(value_slots),
     )
 
 
-def padded(book: Tensor) -> tuple[Tensor, Tensor]:
-    """Rising centroids [..., n] as a codec's tables have them: edges [..., 31] and books [..., 32]."""
-    book = book.float()
-    *lead, size = book.shape
+def padded(book: Book) -> tuple[Tensor, Tensor]:
+    """A book as a codec's tables have it: edges [..., 31] between the centroids, and what these stand for [..., 32]."""
+    centroids, stands_for = (part.float() for part in book)
+    *lead, size = centroids.shape
     edges = torch.full((*lead, NUM_BOOK - 1), torch.inf)
-    edges[..., : size - 1] = (book[..., 1:] + book[..., :-1]) * 0.5
-    return edges, torch.cat((book, book[..., -1:].expand(*lead, NUM_BOOK - size)), -1)
+    edges[..., : size - 1] = (centroids[..., 1:] + centroids[..., :-1]) * 0.5
+    return edges, torch.cat((stands_for, stands_for[..., -1:].expand(*lead, NUM_BOOK - size)), -1)
 
 
 def as_stored(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,8 @@ HEAD_ROWS = 256
 class GradientOps(TorchOps):
     """TorchOps that autograd can follow: nothing that a gradient needs is overwritten."""
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See TorchOps; the input may be updated in place afterwards, so a copy is remembered."""
-        return super().norm(x.clone(), weight, eps)
-
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See TorchOps."""
+        """See TorchOps; the residual is updated again by later layers, so the norm remembers a copy."""
         return functional.rms_norm(residual.add_(x).clone(), weight.shape, weight, eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -151,7 +148,7 @@ class SampleStore:
     """The samples of all windows in a folder, a file a window: what was interrupted goes on where it stopped.
 
     folder  where the files are; belongs to one model, text and settings
-    skip    first tokens of each window to leave out: those that a cache keeps exact
+    skip    first tokens of each window to leave out
     """
 
     def __init__(self, folder: Path, skip: int) -> None:
@@ -162,22 +159,29 @@ class SampleStore:
     def _path(self, window: int) -> Path:
         return self.folder / f"window-{window}.safetensors"
 
+    def tokens(self) -> Tensor | None:
+        """The windows to gather, int64 [windows, T], if they were put."""
+        from safetensors.torch import load_file
+
+        path = self.folder / "tokens.safetensors"
+        return load_file(path)["tokens"] if path.exists() else None
+
+    def put_tokens(self, tokens: Tensor) -> None:
+        """Keeps the windows to gather."""
+        self._save({"tokens": tokens}, self.folder / "tokens.safetensors")
+
     def has(self, window: int) -> bool:
         """Whether a window has been gathered."""
         return self._path(window).exists()
 
     def put(self, window: int, model: Model, tokens: Tensor, progress: Callable[[int], None]) -> None:
         """Gathers a window; progress is told how many layers are done."""
-        from safetensors.torch import save_file
-
         found = {}
         for done, (layer, parts) in enumerate(gather(model, tokens), 1):
             for name, tensor in parts.items():
                 found[f"{layer}.{name}"] = tensor[self.skip :].to("cpu", torch.bfloat16).contiguous()
             progress(done)
-        unfinished = self.folder / f".window-{window}.{os.getpid()}"
-        save_file(found, unfinished)
-        unfinished.replace(self._path(window))
+        self._save(found, self._path(window))
 
     def layer(self, layer: int, windows: int) -> LayerSamples:
         """The samples of one layer, of all windows one after the other."""
@@ -192,7 +196,13 @@ class SampleStore:
         return LayerSamples(keys, values, key_grads.square(), value_grads.square())
 
     def clear(self) -> None:
-        """Deletes what was gathered."""
-        for path in self.folder.glob("*window-*"):
-            path.unlink()
-        self.folder.rmdir()
+        """Deletes the folder."""
+        shutil.rmtree(self.folder)
+
+    def _save(self, tensors: dict[str, Tensor], path: Path) -> None:
+        """Writes a file; there is never half of one under its name."""
+        from safetensors.torch import save_file
+
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file(tensors, unfinished)
+        unfinished.replace(path)

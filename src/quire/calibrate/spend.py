@@ -67,29 +67,37 @@ def spend(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spendi
     def at_price(price: float) -> tuple[Tensor, Tensor, Tensor]:
         key_bits = (blocks + price * LINE_BYTES * widths).argmin(-1)
         value_bits = (values + price * 8 * channels * widths).argmin(-1)
-        # What is left of a page's last step buys lines for the blocks that gain most.
+        # What is left of a page's last step buys lines for the blocks that gain most; where none can take any, those
+        # that lose least give up what exceeds the step before.
+        shrinks = torch.zeros(heads, dtype=torch.bool)
         while True:
             used = fixed + value_bits * 8 * channels + key_bits.sum(-1) * LINE_BYTES
-            room = (-used % step >= LINE_BYTES) & (key_bits < MAX_BITS).any(-1)
+            room = -used % step >= LINE_BYTES
             if not room.any():
                 return key_bits, value_bits, (used + step - 1) // step * step
-            gain = _at(blocks, key_bits) - _at(blocks, (key_bits + 1).clamp_max(MAX_BITS))
-            best = gain.masked_fill(key_bits == MAX_BITS, -torch.inf).argmax(-1)
-            key_bits = key_bits.scatter_add(-1, best[..., None], room.long()[..., None])
+            now = _at(blocks, key_bits)
+            gain = now - _at(blocks, (key_bits + 1).clamp_max(MAX_BITS))
+            loss = _at(blocks, (key_bits - 1).clamp_min(0)) - now
+            shrinks |= room & (key_bits == MAX_BITS).all(-1)
+            most = gain.masked_fill(key_bits == MAX_BITS, -torch.inf).argmax(-1)
+            best = torch.where(shrinks, loss.argmin(-1), most)
+            change = torch.where(shrinks, -1, 1) * room
+            key_bits = key_bits.scatter_add(-1, best[..., None], change[..., None])
 
     blocks_of_head = channels // (2 * BLOCK_PAIRS)
     budget = layout_of(channels, blocks_of_head * bits, slots, bits, slots).page_bytes * heads.numel()
+    plain = even(key_cost, value_cost, bits, slots)
     low, high = 0.0, 1.0
     while int(at_price(high)[2].sum()) > budget:
         low, high = high, high * 4
         if high > 1e100:
-            return even(key_cost, value_cost, bits, slots)  # heads so small that their steps are too large
+            return plain  # heads so small that their steps are too large
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if int(at_price(middle)[2].sum()) > budget else (low, middle)
     key_bits, value_bits, page_bytes = at_price(high)
-    cost = _at(blocks, key_bits).sum() + _at(values, value_bits).sum()
-    return Spending(order, key_bits, value_bits, page_bytes, float(cost))
+    cost = float(_at(blocks, key_bits).sum() + _at(values, value_bits).sum())
+    return Spending(order, key_bits, value_bits, page_bytes, cost) if cost < plain.cost else plain
 
 
 def even(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spending:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NuqTables
-from quire.calibrate.fit import KINDS, LayerFit, padded
+from quire.calibrate.fit import KINDS, Book, LayerFit, padded
 from quire.calibrate.spend import Spending, even, spend
 
 
@@ -35,23 +35,26 @@ def make_tables(
     ]
     names = NuqTables.__dataclass_fields__
     whole = NuqTables(**{name: torch.stack([each[name] for each in tables]) for name in names})
-    return whole, _report(fits, bits, key_kinds, value_kinds, chosen, plain)
+    return whole, _report(kinds, fits, bits, key_kinds, value_kinds, chosen, plain)
 
 
 def _layer_tables(
     fit: LayerFit, key_kind: str, value_kind: str, chosen: Spending, layer: int, slots: int
 ) -> dict[str, Tensor]:
     order, block_bits = chosen.key_order[layer], chosen.key_bits[layer]  # [H, D / 2], [H, D / 8]
-    heads, half = order.shape
+    heads = len(order)
     ordered = block_bits.repeat_interleave(BLOCK_PAIRS, 1)
     of_pair = torch.empty_like(ordered).scatter_(1, order, ordered)
     widths = torch.cat((of_pair, of_pair), 1)  # [H, D]
-    key_edges, key_books = padded(fit.key_books[key_kind][0])
+    key_edges, key_books = padded(fit.key_books[key_kind, 0])
     for bits in widths.unique().tolist():
-        edges, books = padded(fit.key_books[key_kind][bits])
+        edges, books = padded(fit.key_books[key_kind, bits])
         where = widths == bits
         key_edges[where], key_books[where] = edges[where], books[where]
-    value = [padded(fit.value_books[value_kind, int(bits)][head]) for head, bits in enumerate(chosen.value_bits[layer])]
+    value = [
+        padded(Book(*(part[head] for part in fit.value_books[value_kind, bits])))
+        for head, bits in enumerate(chosen.value_bits[layer].tolist())
+    ]
     return {
         "key_order": order.to(torch.uint8),
         "key_bits": block_bits.to(torch.uint8),
@@ -67,6 +70,7 @@ def _layer_tables(
 
 
 def _report(
+    kinds: Sequence[str],
     fits: Sequence[LayerFit],
     bits: int,
     key_kinds: Sequence[str],
@@ -77,7 +81,7 @@ def _report(
     channels = chosen.key_order.shape[-1] * 2
 
     def costs(cost_of: Any) -> dict[str, float]:
-        return {kind: sum(float(cost_of(fit, kind)) for fit in fits) for kind in KINDS}
+        return {kind: sum(float(cost_of(fit, kind)) for fit in fits) for kind in kinds}
 
     def shares(values: Tensor) -> dict[str, int]:
         found, counts = values.unique(return_counts=True)
@@ -85,8 +89,8 @@ def _report(
 
     return {
         "bits_per_element": float(chosen.page_bytes.double().mean()) * 8 / (2 * 64 * channels),
-        "key_books": {kind: key_kinds.count(kind) for kind in KINDS},
-        "value_books": {kind: value_kinds.count(kind) for kind in KINDS},
+        "key_books": {kind: key_kinds.count(kind) for kind in kinds},
+        "value_books": {kind: value_kinds.count(kind) for kind in kinds},
         "layers": [
             {
                 "keys": key_kinds[layer],

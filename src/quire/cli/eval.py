@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from quire.evaluation import Perplexity, Retrieval
 
 HELP = "measure what a cache does to a model's answers"
-WIDEST = 500
-"""Columns that a table may have."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"context": 2048, "tokens": None, "windows": None, "kl": True, "plot": None},
     "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},
@@ -154,7 +152,7 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    _print_table(
+    shared.print_table(
         ("codec", "bits/element", "bytes/token", "perplexity", "ratio", "KL mean", "KL p99", "same token", "windows"),
         [
             (
@@ -178,7 +176,7 @@ def _print_retrieval(results: Sequence[Retrieval]) -> None:
     rows: dict[tuple[str, int], dict[float, Retrieval]] = {}
     for each in results:
         rows.setdefault((each.codec, each.length), {})[each.depth] = each
-    _print_table(
+    shared.print_table(
         ("codec", "tokens", *(f"depth {depth:g}" for depth in depths), "all"),
         [
             (
@@ -190,21 +188,6 @@ def _print_retrieval(results: Sequence[Retrieval]) -> None:
             for (codec, length), cells in rows.items()
         ],
     )
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(columns):
-        table.add_column(name, no_wrap=True, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-    # A terminal that is too narrow wraps the lines: numbers cut short would say nothing.
-    Console(highlight=False, width=max(width, console.width)).print(table)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.cache.calibration import Calibration
     from quire.cache.sizes import Sizes
     from quire.models.shape import ModelShape
 
@@ -62,18 +63,21 @@ def run(args: argparse.Namespace) -> int:
     if shared.printed_config(args):
         return 0
     from quire.engine.build import resolve
+    from quire.load import find_calibration
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
     given = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
-    with open_model(resolve_model(args.model)) as checkpoint:
+    path = resolve_model(args.model)
+    with open_model(path) as checkpoint:
         shape = checkpoint.shape
-        config, sizes = resolve(given, shape, checkpoint)
+        calibration = find_calibration(path, given)
+        config, sizes = resolve(given, shape, checkpoint, calibration)
     lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
-        print(json.dumps(_facts(shape, config, sizes, lengths), indent=2))
+        print(json.dumps(_facts(shape, config, sizes, lengths, calibration), indent=2))
     else:
-        _print_table(args.model, shape, given, config, sizes, lengths)
+        _print_table(args.model, shape, given, config, sizes, lengths, calibration)
     return 0
 
 
@@ -90,12 +94,15 @@ def _show_tree(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes, lengths: list[int]) -> dict[str, Any]:
+def _facts(
+    shape: ModelShape, config: EngineConfig, sizes: Sizes, lengths: list[int], calibration: Calibration | None
+) -> dict[str, Any]:
     return {
         **asdict(sizes),
         "architecture": shape.architecture,
         "num_parameters": shape.num_parameters,
         "dtype": config.model.dtype,
+        "calibration": None if calibration is None else calibration.hash,
         "device": config.runtime.device,
         "tokens": sizes.tokens,
         "sequences": {length: sizes.sequences(length) for length in lengths},
@@ -104,7 +111,13 @@ def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes, lengths: list[
 
 
 def _print_table(
-    name: str, shape: ModelShape, given: EngineConfig, config: EngineConfig, sizes: Sizes, lengths: list[int]
+    name: str,
+    shape: ModelShape,
+    given: EngineConfig,
+    config: EngineConfig,
+    sizes: Sizes,
+    lengths: list[int],
+    calibration: Calibration | None,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -127,6 +140,9 @@ def _print_table(
         ("tokens that fit", f"{sizes.tokens:,}", ""),
         ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {sizes.model_context:,}"),
     ]
+    if config.cache.is_calibrated:
+        known = "none yet" if calibration is None else calibration.hash[:12]
+        rows.insert(2, ("calibration", known, "" if calibration else "the first engine makes it; sizes are its goals"))
     for length in lengths:
         count = sizes.sequences(length)
         limit = config.scheduler.max_running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 """Where `quire serve` listens unless told otherwise."""
 KEY_VARIABLE = "QUIRE_API_KEY"
 """The environment variable with the API key for commands that ask a server: a flag would show it to everybody here."""
+
+WIDEST = 500
+"""Columns that a table may have."""
 
 ENGINE_SECTIONS = ("model", "cache", "attention", "scheduler", "runtime")
 
@@ -79,6 +83,22 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return number
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
+    """A table of text; the first column and those in `left` are aligned to the left, all others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=True, justify="right" if index and name not in left else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+    # A terminal that is too narrow wraps the lines: numbers cut short would say nothing.
+    Console(highlight=False, width=max(width, console.width)).print(table)
 
 
 def runner() -> asyncio.Runner:

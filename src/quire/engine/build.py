@@ -1,6 +1,4 @@
-"""From a model's name and a configuration to an engine that runs: resolves every automatic value and says what it
-chose.
-"""
+"""From a configuration and a model's shape to an engine that runs: resolves every automatic value."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +16,10 @@ from numpy.typing import NDArray
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.calibration import Calibration
+from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.nuq import NuqCodec, nominal_page_bytes
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec, check_head_dim, nominal_page_bytes
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
 from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, PagePool
@@ -32,20 +30,17 @@ from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes
 from quire.engine.engine import Decode, Engine
 from quire.engine.machine import available_memory, usable_cores
-from quire.engine.pins import read_lines
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
-from quire.models.fingerprint import fingerprint
 from quire.models.layers import Ops, torch_dtype
 from quire.models.loading import FourBit, native_bytes
 from quire.models.plan import Model
-from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
-from quire.models.tokenizer import Tokenizer, load_tokenizer
-from quire.models.weights import Checkpoint, open_model
+from quire.models.tokenizer import Tokenizer
+from quire.models.weights import Checkpoint
 from quire.tiers.mover import Mover
 from quire.tiers.tier import ArenaTier
 
@@ -63,18 +58,6 @@ _SLAB_BYTES = 1 << 20
 
 _SLABS = 128
 """Slabs of an arena at least: of each of a dozen page sizes, half a slab on average is not filled."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """An engine with what its callers need beside it. config has no automatic values left."""
-
-    engine: Engine
-    tokenizer: Tokenizer
-    shape: ModelShape
-    sizes: Sizes
-    config: EngineConfig
-    model_name: str
 
 
 def resolve(
@@ -101,6 +84,11 @@ def resolve(
         raise ConfigError(
             f"attention.backend {backend} does not run on {device_type};"
             f" use {'cpu' if device_type == 'cpu' else 'triton'}"
+        )
+    if backend == "triton" and config.cache.codec != "dense":
+        raise ConfigError(
+            f"attention.backend triton does not read {config.cache.codec} pages yet; use attention.backend reference,"
+            " or cache.codec dense"
         )
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     if config.model.weights == "native" and (backend != "cpu" or dtype == "float16"):
@@ -175,19 +163,24 @@ def _sealed(
 ) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
     """Bytes of the pages of sealed chunks, None where these stay dense, and which tokens stay exact beside them."""
     cache = config.cache
-    if not cache.is_calibrated:
+    if cache.codec == "dense":
         return None, None
+    if not cache.is_calibrated:
+        return _codec(config, shape, calibration).page_bytes, None
+    check_head_dim(cache.codec, shape.head_dim)
     if calibration is None:
         sizes_of: int | NDArray[np.int32] = nominal_page_bytes(
             shape.head_dim, int(cache.codec[-1]), cache.outlier_slots
         )
     else:
-        sizes_of = _codec(config, calibration).page_bytes
+        sizes_of = _codec(config, shape, calibration).page_bytes
     return sizes_of, _sinks(config, shape, dtype)
 
 
-def _codec(config: EngineConfig, calibration: Calibration | None) -> NuqCodec:
+def _codec(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> Codec:
     cache = config.cache
+    if not cache.is_calibrated:
+        return GroupCodec(shape.head_dim)
     if calibration is None:
         raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
     if cache.codec not in calibration.tables:
@@ -201,11 +194,13 @@ def _codec(config: EngineConfig, calibration: Calibration | None) -> NuqCodec:
             f"the calibration was made with cache.outlier_slots {slots}, not {cache.outlier_slots}; make one with"
             f" quire calibrate MODEL --outlier-slots {cache.outlier_slots}"
         )
-    return NuqCodec(cache.codec, calibration.tables[cache.codec])
+    tables = calibration.tables[cache.codec]
+    tables.check(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    return NuqCodec(cache.codec, tables)
 
 
 def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks | None:
-    if not config.cache.sink_tokens:
+    if not config.cache.is_calibrated or not config.cache.sink_tokens:
         return None
     return Sinks(config.cache.sink_tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
 
@@ -220,37 +215,15 @@ def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:
     return pages * page_bytes
 
 
-def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None = None) -> Loaded:
-    """Loads the model and allocates the cache. Raises ModelError or ConfigError, one line that says what is wrong."""
-    if config.cache.pin is not None:
-        read_lines(Path(config.cache.pin))
-    path = resolve_model(model, show_progress)
-    with open_model(path) as checkpoint:
-        resolved, fits = resolve(config, checkpoint.shape, checkpoint)
-        if not fits.fit_the_machine:
-            raise ConfigError(fits.fails_first)
-        device = torch.device(resolved.runtime.device)
-        if device.type == "cpu":
-            assert resolved.runtime.threads is not None
-            runtime.set_num_threads(resolved.runtime.threads)
-        dtype = torch_dtype(resolved.model.dtype)
-        engine_model = build_model(checkpoint.shape, checkpoint, _ops(resolved), dtype, device, _four_bit(resolved))
-        shape = checkpoint.shape
-    tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
-    name = resolved.model.name or model
-    log.info(
-        "%s: %s weights in %s, cache %s for %d tokens, context %d, %s attention on %s",
-        name,
-        format_bytes(fits.weight_bytes),
-        resolved.model.dtype,
-        format_bytes(fits.cache_bytes),
-        fits.tokens,
-        fits.max_context,
-        resolved.attention.backend,
-        device.type,
+def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
+    """The model with its weights packed for the backend, and as many threads as it is to run on; config is resolved."""
+    device = torch.device(config.runtime.device)
+    if device.type == "cpu":
+        assert config.runtime.threads is not None
+        runtime.set_num_threads(config.runtime.threads)
+    return build_model(
+        checkpoint.shape, checkpoint, _ops(config), torch_dtype(config.model.dtype), device, _four_bit(config)
     )
-    engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path))
-    return Loaded(engine, tokenizer, shape, fits, resolved, name)
 
 
 def assemble(
@@ -270,14 +243,14 @@ def assemble(
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
     pool = PagePool(fits.cache_bytes, device, fits.arena.slab_bytes)
-    sealed = (_codec(config, calibration),) if config.cache.is_calibrated else ()
+    sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration),)
     table = ChunkTable(
         pool,
         shape.num_layers,
         shape.num_kv_heads,
         DenseCodec(shape.head_dim, dtype),
         *sealed,
-        sinks=_sinks(config, shape, dtype) if sealed else None,
+        sinks=_sinks(config, shape, dtype),
     )
     cos = sin = None
     if shape.rope is not None:
@@ -293,6 +266,7 @@ def assemble(
         sin,
         # A window that no request outgrows is none.
         shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None,
+        config.cache.strict,
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None
@@ -320,7 +294,7 @@ def assemble(
             model=model_id,
             dtype=config.model.dtype,
             weights=config.model.weights,
-            codec=f"{config.cache.codec} sinks {config.cache.sink_tokens}" if sealed else table.sealed_codec.name,
+            codec=config.cache.codec if table.sinks is None else f"{config.cache.codec} sinks {table.sinks.num_tokens}",
             calibration=calibration.hash if calibration is not None else "",
             strict=config.cache.strict,
             rope=repr(shape.rope),

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.cache.calibration import Calibration
 from quire.cache.page import PAGE_TOKENS
 from quire.config import CacheConfig, EngineConfig, format_bytes
-from quire.engine.build import Loaded, assemble, load_engine, resolve
+from quire.engine.build import assemble, resolve
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
+from quire.load import Loaded, calibration_for, load_engine
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
@@ -47,7 +49,8 @@ def load_engines(
     configs = _configs(codecs, dict(options or {}), config_file)
     if compares and REFERENCE not in configs:
         configs = {REFERENCE: _dense(next(iter(configs.values()))), **configs}
-    with open_model(resolve_model(model)) as checkpoint:
+    path = resolve_model(model)
+    with open_model(path) as checkpoint:
         shape = checkpoint.shape
         first = next(iter(configs.values()))
         _, fits = resolve(_dense(first), shape, checkpoint)
@@ -70,8 +73,11 @@ def load_engines(
                 name: dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory=memory))
                 for name, config in configs.items()
             }
+        calibrations = {}
         for name, config in configs.items():
-            _, fits = resolve(config, shape, checkpoint)
+            resolve(config, shape, checkpoint)  # before a calibration takes its time
+            calibrations[name] = calibration_for(path, config)
+            _, fits = resolve(config, shape, checkpoint, calibrations[name])
             if context > fits.max_context:
                 raise ConfigError(
                     f"cache.memory is {format_bytes(fits.cache_bytes)}; with codec {name} it holds {fits.max_context}"
@@ -81,7 +87,7 @@ def load_engines(
     for name, config in configs.items():
         if not engines:
             loaded = load_engine(model, config)
-        engines[name] = _beside(loaded, config) if engines else loaded.engine
+        engines[name] = _beside(loaded, config, calibrations[name]) if engines else loaded.engine
     return engines, loaded.tokenizer
 
 
@@ -91,11 +97,11 @@ def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path |
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
         return {config.cache.codec: config}
-    found = {
-        name: EngineConfig.from_options(options | {"cache.codec": name}, config_file)
-        for name in dict.fromkeys(codecs)
-        if name != REFERENCE
-    }
+    found = {}
+    for name in dict.fromkeys(codecs):
+        uncalibrated = {} if name.startswith("nuq") else {"cache.calibration": None}
+        if name != REFERENCE:
+            found[name] = EngineConfig.from_options(options | {"cache.codec": name} | uncalibrated, config_file)
     plain = _dense(next(iter(found.values()))) if found else EngineConfig.from_options(options, config_file)
     return {name: plain if name == REFERENCE else found[name] for name in dict.fromkeys(codecs)}
 
@@ -107,7 +113,8 @@ def _dense(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, cache=plain)
 
 
-def _beside(loaded: Loaded, config: EngineConfig) -> Engine:
+def _beside(loaded: Loaded, config: EngineConfig, calibration: Calibration | None) -> Engine:
     """Another engine over the weights of one."""
-    resolved, fits = resolve(config, loaded.shape)
-    return assemble(loaded.engine.model, loaded.tokenizer, resolved, fits, loaded.engine.namespace.model)
+    resolved, fits = resolve(config, loaded.shape, None, calibration)
+    model_id = loaded.engine.namespace.model
+    return assemble(loaded.engine.model, loaded.tokenizer, resolved, fits, model_id, calibration)

@@ -173,8 +173,10 @@ void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
         std::memcpy(sinks, k, bytes);
         std::memcpy(sinks + bytes, v, bytes);
     }
-    encode_page(plan.heads[layer * plan.H + head], D, static_cast<Kind>(plan.kind), k, v, D, sinks ? plan.sinks : 0,
-                image_of(plan, layer, head, seal.chunk));
+    uint8_t* image = image_of(plan, layer, head, seal.chunk);
+    const Kind kind = static_cast<Kind>(plan.kind);
+    if (plan.kinds[seal.chunk] == GROUP) encode_groups(D, kind, k, v, D, image);
+    else encode_page(plan.heads[layer * plan.H + head], D, kind, k, v, D, sinks ? plan.sinks : 0, image);
 }
 
 // What an item keeps in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and
@@ -269,8 +271,8 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
     const int block = VL * Math::PAIR;
-    const int steps = plan.turns ? D / Math::PAIR : (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
-    const int buffer = !plan.turns ? 0 : Math::PAIR == 1 ? 3 * P * D : 0;
+    const int steps = plan.turns && Math::PAIR == 2 ? D / 2 : (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
+    const int buffer = !plan.turns ? 0 : Math::PAIR == 1 ? 3 * P * D : P * D;
 
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
         (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer) * 4 + 64 * 14));

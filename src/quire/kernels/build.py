@@ -36,9 +36,9 @@ FLAGS = (
     " -fPIC -fvisibility=hidden"
 ).split()
 
-# What single sources are compiled with besides: the codec promises the bits of its definition, which has no fused
+# What single sources are compiled with besides: the codecs promise the bits of their definitions, which have no fused
 # multiply-adds.
-SOURCE_FLAGS = {"nuq.cpp": ("-ffp-contract=off",)}
+SOURCE_FLAGS = dict.fromkeys(("group.cpp", "nuq.cpp"), ("-ffp-contract=off",))
 
 # The kernels use _Float16, which g++ has from 12 and clang from 15; an older compiler counts as none.
 _PROBE = "int main() { _Float16 x = 1; return static_cast<float>(x) > 0; }"

@@ -220,7 +220,7 @@ inline void turn_rows(const Plan& plan, const T* x, int start, int rows, float* 
 }
 
 // The panels of a page of either kind; T is the type of the step. Keys are rotated as if the page's first slot were at position `start`.
-// buffer [3, P, D] is where 32-bit panels are made from. Returns whether scale and offset were set: else the value panel holds the values.
+// buffer [3, P, D] is where 32-bit panels are made from, and bf16 ones of group codes. Returns whether scale and offset were set: else the value panel holds the values.
 template <class Math, class T>
 bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, int columns, uint32_t* values, float* scale, float* offset,
                  float* buffer, Prefetcher& keys_ahead, Prefetcher& values_ahead) {
@@ -234,6 +234,11 @@ bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, 
         const Origin origin = far ? Origin{plan.cos + angle, plan.sin + angle} : Origin{nullptr, nullptr};
         if (page.kind != NUQ) {
             const bf16* k = reinterpret_cast<const bf16*>(page.image);
+            if (page.kind == GROUP) {
+                bf16* decoded = reinterpret_cast<bf16*>(buffer);
+                decode_groups(D, page.image, decoded, decoded + P * D);
+                k = decoded;
+            }
             (far ? plain_keys<true> : plain_keys<false>)(k, plan, origin, page.valid, keys, ld, keys_ahead);
             values_bf16(k + P * D, D, columns, page.valid, values, values_ahead);
             return false;
@@ -255,8 +260,9 @@ bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, 
 #endif
     if constexpr (Math::PAIR == 1) {
         float *k = buffer, *v = k + P * D, *turned_keys = v + P * D;
-        if (page.kind == NUQ) {
-            decode_page(*page.head, D, page.image, k, v);
+        if (page.kind == NUQ || page.kind == GROUP) {
+            if (page.kind == GROUP) decode_groups(D, page.image, k, v);
+            else decode_page(*page.head, D, page.image, k, v);
             for (int i = 0; page.sinks && i < plan.sinks * D; i++) k[i] = widen(sink_keys[i]), v[i] = widen(sink_values[i]);
             turn_rows(plan, k, start, P, turned_keys);
             values_f32(v, D, columns, P, values, values_ahead);

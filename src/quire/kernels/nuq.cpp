@@ -74,17 +74,27 @@ void write_slot(const Slots& channel, const Slots* missing, uint8_t* out) {
     }
 }
 
-// Packs fields of 32 codes into lines; code(field, lane).
+typedef uint8_t bytes __attribute__((vector_size(VL), aligned(1), may_alias));
+typedef uint8_t bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint8_t bytes32 __attribute__((vector_size(32)));
+typedef uint16_t words __attribute__((vector_size(64)));
+
+// Codes of VL slots.
+inline void put_codes(vi code, uint8_t* at) {
+    const bytes narrow = __builtin_convertvector(code, bytes);
+    std::memcpy(at, &narrow, VL);
+}
+
+// Packs fields of 32 codes into lines; code(field) gives them, a byte each.
 template <class Code>
 void pack(int fields, int bits, const Code& code, uint8_t*& out) {
     for_parts(bits, [&](int width, int place) {
         const int per_line = 16 / width;
+        const words mask = static_cast<uint16_t>((1 << width) - 1) + words{};
         for (int first = 0; first < fields; first += per_line, out += LINE) {
-            uint16_t words[32] = {};
-            for (int f = 0; f < per_line; f++)
-                for (int lane = 0; lane < 32; lane++)
-                    words[lane] |= static_cast<uint16_t>((code(first + f, lane) >> place & ((1 << width) - 1)) << width * f);
-            std::memcpy(out, words, LINE);
+            words line{};
+            for (int f = 0; f < per_line; f++) line |= (__builtin_convertvector(code(first + f), words) >> place & mask) << (width * f);
+            std::memcpy(out, &line, LINE);
         }
     });
 }
@@ -121,14 +131,16 @@ void encode_keys(const NuqHead& head, int D, const Slots* x, Slots* missing, uin
             }
             missing[d].at[i] = x[d].at[i] - found;
             largest.offer(i, missing[d].at[i] * missing[d].at[i] * splat(head.key_weight[d]), d);
-            for (int lane = 0; lane < VL; lane++) codes[d * PAGE + i * VL + lane] = static_cast<uint8_t>(code[lane]);
+            put_codes(code, codes + d * PAGE + i * VL);
         }
     }
     uint8_t* out = page;
     for (int block = 0; block < half / BLOCK_PAIRS; block++)
-        pack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane) {
-            const int pair = head.order[block * BLOCK_PAIRS + field / 4];
-            return codes[(pair + lane % 2 * half) * PAGE + field % 4 * 16 + lane / 2];
+        pack(4 * BLOCK_PAIRS, head.bits[block], [&](int field) {
+            const uint8_t* at = codes + head.order[block * BLOCK_PAIRS + field / 4] * PAGE + field % 4 * 16;
+            const bytes16 a = *reinterpret_cast<const bytes16*>(at), b = *reinterpret_cast<const bytes16*>(at + half * PAGE);
+            return (bytes32)__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12,
+                                                    28, 13, 29, 14, 30, 15, 31);
         }, out);
     for (int s = 0; s < head.key_slots; s++) write_slot(largest.channel[s], missing, page + head.at_key_slots + s * SLOT_BYTES);
 }
@@ -180,7 +192,7 @@ void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, u
         scale = max(scale, beyond * (1.0f / 256.0f));
         for (int lane = 0; lane < VL; lane++) {
             const int t = i * VL + lane;
-            const uint16_t bits[2] = {half_bits(scale[lane]), half_bits(offset[lane])};
+            const uint16_t bits[2] = {half_bits(scale[lane] + 0.0f), half_bits(offset[lane] + 0.0f)};   // never minus zero
             std::memcpy(page + head.at_ranges + 2 * t, &bits[0], 2);
             std::memcpy(page + head.at_ranges + 2 * (PAGE + t), &bits[1], 2);
             s.floats()[t] = half_value(page + head.at_ranges + 2 * t);
@@ -197,12 +209,16 @@ void encode_values(const NuqHead& head, int D, const Slots* x, Slots* missing, u
                 c = blend(above, splat(book[e + 1]), c);
             }
             missing[d].at[i] = x[d].at[i] - (c * s.at[i] + z.at[i]);
-            for (int lane = 0; lane < VL; lane++) codes[d * PAGE + i * VL + lane] = static_cast<uint8_t>(code[lane]);
+            put_codes(code, codes + d * PAGE + i * VL);
         }
     }
     uint8_t* out = page + head.at_values;
     for (int first = 0; first < D; first += 16)
-        pack(PAGE / 2, head.value_bits, [&](int field, int lane) { return codes[(first + lane / 2) * PAGE + 2 * field + lane % 2]; }, out);
+        pack(PAGE / 2, head.value_bits, [&](int field) {
+            bytes32 both;   // two neighbouring slots of each of sixteen channels
+            for (int c = 0; c < 16; c++) std::memcpy(reinterpret_cast<uint8_t*>(&both) + 2 * c, codes + (first + c) * PAGE + 2 * field, 2);
+            return both;
+        }, out);
     for (int k = 0; k < head.value_slots; k++) write_slot(largest.channel[k], missing, page + head.at_value_slots + k * SLOT_BYTES);
 }
 

@@ -1,6 +1,7 @@
 // The two scratch panels an item makes of each page, in the shape the inner product wants. What a codec supplies is here.
 #pragma once
 #include "attention.h"
+#include "group.h"
 #include "product.h"
 
 namespace quire {
@@ -22,6 +23,10 @@ inline Prefetcher prefetch(const Page& page, int D, int which) {
     if (page.kind == NUQ) {
         const uint8_t* middle = page.image + page.head->at_values;
         return which ? Prefetcher{middle, page.image + page.head->page_bytes, 2} : Prefetcher{page.image, middle, 2};
+    }
+    if (page.kind == GROUP) {
+        const GroupLayout at = group_layout(D);
+        return which ? Prefetcher{page.image + at.values, page.image + at.page_bytes, 2} : Prefetcher{page.image, page.image + at.values, 2};
     }
     const int row = D * (page.kind == DENSE_F32 ? 4 : 2);
     const uint8_t* at = page.image + which * P * row;

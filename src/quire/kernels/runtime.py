@@ -31,6 +31,8 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_argmax": [_I32, _PTR, _I64, _I64, _I64, _PTR],
     "quire_nuq_encode": [_PTR, _I32, _I32, _PTR, _PTR, _I64, _PTR],
     "quire_nuq_decode": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
+    "quire_group_encode": [_I32, _I32, _PTR, _PTR, _I64, _PTR],
+    "quire_group_decode": [_I32, _PTR, _I64, _PTR, _PTR],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
 

@@ -1,0 +1,216 @@
+"""From a checkpoint and a text to a calibration on disk: gathers windows, which an interruption does not lose, then
+fits layer after layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.cache.calibration import Calibration
+from quire.cache.codecs.nuq import NuqCodec, NuqTables
+from quire.calibrate.fit import Book, even_tables, fit_layer
+from quire.calibrate.samples import GradientOps, SampleStore
+from quire.calibrate.settings import ALGORITHM, WINDOW_TOKENS, CalibrationSettings, folder
+from quire.calibrate.tables import make_tables
+from quire.calibrate.text import cut, write
+from quire.config import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.build import assemble, load_model, resolve
+from quire.engine.machine import usable_cores
+from quire.errors import ConfigError
+from quire.kernels import runtime
+from quire.models.decoder import build_model
+from quire.models.fingerprint import fingerprint
+from quire.models.layers import torch_dtype
+from quire.models.shape import ModelShape
+from quire.models.tokenizer import load_tokenizer
+from quire.models.weights import open_model
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much is done, of how much)."""
+
+
+def calibrate(
+    path: Path,
+    settings: CalibrationSettings,
+    file: Path,
+    *,
+    text: str | None = None,
+    config: EngineConfig | None = None,
+    progress: Progress = lambda what, done, total: None,
+    unless: Callable[[], Calibration | None] = lambda: None,
+) -> Calibration:
+    """Makes a calibration and writes it to a file.
+
+    path    the model: a folder or a .gguf file
+    text    what the model reads; None: what it writes itself
+    config  settings of model and runtime: dtype, tokenizer, device, threads
+    unless  asked once nobody else calibrates this model any more: what it gives is taken instead
+    Raises ModelError, or ConfigError for a text that is too short, windows that are too long, heads of a size that no
+    codec stores, or a folder that cannot be written. Windows that have been gathered stay there until a calibration of
+    the same model, text and settings is done.
+    """
+    config = config or EngineConfig()
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+    tokens = settings.window_tokens or min(WINDOW_TOKENS, shape.max_context)
+    settings = dataclasses.replace(settings, window_tokens=tokens)
+    _check(settings, shape)
+    device, dtype = _device_and_dtype(config, shape)
+    if device.type == "cpu":
+        runtime.set_num_threads(config.runtime.threads or usable_cores())
+    model_id = fingerprint(path)
+    source = {"written by the model": settings.seed} if text is None else {"sha256": _digest(text)}
+    gathered = {
+        "algorithm": ALGORITHM,
+        "text": source,
+        "windows": settings.num_windows,
+        "window_tokens": tokens,
+        "skipped": settings.skipped,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    name = _digest(json.dumps([model_id, gathered], sort_keys=True))[:16]
+    try:
+        with _locked(folder() / f".{model_id[:16]}.lock"):
+            found = unless()
+            if found is not None:
+                return found
+            store = SampleStore(folder() / name, settings.skipped)
+            _gather(path, store, settings, text, config, dtype, device, progress)
+            tables, report = _fit(store, settings, shape, progress)
+            recorded = {
+                **gathered,
+                "bits": list(settings.bits),
+                "outlier_slots": settings.outlier_slots,
+                "books": list(settings.kinds),
+                "same_bits": not settings.spends,
+                "q_norm": settings.q_norm,
+            }
+            made = Calibration(model_id, tables, recorded, report)
+            made.save(file)
+            store.clear()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or file}: cannot be written ({error.strerror or error}); choose another place, or set"
+            " XDG_CACHE_HOME to a folder that can"
+        ) from None
+    return made
+
+
+def _check(settings: CalibrationSettings, shape: ModelShape) -> None:
+    tokens = settings.window_tokens
+    assert tokens is not None
+    if tokens > shape.max_context:
+        raise ConfigError(f"windows of {tokens:,} tokens are longer than the model reads, {shape.max_context:,}")
+    if tokens < settings.skipped + 2:
+        raise ConfigError(f"windows of {tokens} tokens leave too few beside the first {settings.skipped}")
+    # A trial of one layer: said before a minute of work, not after.
+    keys, values = torch.zeros(shape.num_kv_heads, shape.head_dim, 1), torch.zeros(shape.num_kv_heads, 2)
+    NuqCodec("nuq", even_tables(Book(keys, keys), keys[..., 0], 0, Book(values, values), 0))
+
+
+def _device_and_dtype(config: EngineConfig, shape: ModelShape) -> tuple[torch.device, torch.dtype]:
+    device = config.runtime.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch_dtype(shape.dtype if config.model.dtype == "auto" else config.model.dtype)
+    # Gradients of squares leave float16's range.
+    return torch.device(device), torch.float32 if dtype == torch.float16 else dtype
+
+
+def _gather(
+    path: Path,
+    store: SampleStore,
+    settings: CalibrationSettings,
+    text: str | None,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Sees to it that the store has all windows."""
+    if all(store.has(window) for window in range(settings.num_windows)):
+        return
+    windows = store.tokens()
+    if windows is None:
+        windows = _windows(path, settings, text, config, progress)
+        gc.collect()  # the engine that wrote the text, and its weights
+        store.put_tokens(windows)
+    with open_model(path) as checkpoint:
+        shape = checkpoint.shape
+        model = build_model(shape, checkpoint, GradientOps(), dtype, device)
+    total = settings.num_windows * shape.num_layers
+
+    def report(before: int, done: int) -> None:
+        progress("gathering", before + done, total)
+
+    for window in range(settings.num_windows):
+        if not store.has(window):
+            done = functools.partial(report, window * shape.num_layers)
+            store.put(window, model, windows[window].to(device), done)
+
+
+def _windows(
+    path: Path, settings: CalibrationSettings, text: str | None, config: EngineConfig, progress: Progress
+) -> Tensor:
+    tokenizer = load_tokenizer(path, config.model.tokenizer)
+    count, tokens = settings.num_windows, settings.window_tokens
+    assert tokens is not None
+    if text is not None:
+        return cut(tokenizer, text, count, tokens)
+    plain = dataclasses.replace(
+        EngineConfig(runtime=config.runtime),
+        model=dataclasses.replace(config.model, max_context=tokens),
+        cache=CacheConfig(share=False),
+        scheduler=SchedulerConfig(max_running=count),
+    )
+    with open_model(path) as checkpoint:
+        resolved, fits = resolve(plain, checkpoint.shape, checkpoint)
+        engine = assemble(load_model(checkpoint, resolved), tokenizer, resolved, fits)
+    return write(
+        engine, tokenizer, count, tokens, settings.seed, lambda done, total: progress("writing a text", done, total)
+    )
+
+
+def _fit(
+    store: SampleStore, settings: CalibrationSettings, shape: ModelShape, progress: Progress
+) -> tuple[dict[str, NuqTables], dict[str, Any]]:
+    """Tables by codec, and what was chosen."""
+    fits = []
+    for layer in range(shape.num_layers):
+        progress("fitting", layer, shape.num_layers)
+        samples = store.layer(layer, settings.num_windows)
+        held_out = len(samples.keys) // settings.num_windows * settings.num_held_out
+        fits.append(fit_layer(samples, held_out, settings.outlier_slots, kinds=settings.kinds, q_norm=settings.q_norm))
+    progress("fitting", shape.num_layers, shape.num_layers)
+    tables, report = {}, {}
+    for bits in sorted(settings.bits):
+        codec = f"nuq{bits}"
+        tables[codec], report[codec] = make_tables(
+            fits, bits, settings.outlier_slots, kinds=settings.kinds, spends=settings.spends
+        )
+    return tables, report
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,69 @@
+"""What a model is calibrated on: windows of a text, or of what the model writes itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.engine.params import SamplingParams
+from quire.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+    from quire.models.tokenizer import Tokenizer
+
+
+def cut(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -> Tensor:
+    """Windows int64 [num_windows, window_tokens], spread evenly over a text, each beginning as texts do for the model.
+
+    Raises ConfigError for a text too short to have so many without reading anything twice.
+    """
+    begin = tokenizer.encode("")[:1]
+    begin = begin if begin == [tokenizer.bos_id] else []
+    ids = torch.tensor(tokenizer.encode(text, add_special=False), dtype=torch.int64)
+    body = window_tokens - len(begin)
+    if len(ids) < num_windows * body:
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens, and {num_windows} windows of {window_tokens:,} need"
+            f" {num_windows * body:,}; give a longer one, fewer windows or shorter ones"
+        )
+    starts = [index * (len(ids) - body) // max(1, num_windows - 1) for index in range(num_windows)]
+    head = torch.tensor(begin, dtype=torch.int64)
+    return torch.stack([torch.cat((head, ids[start : start + body])) for start in starts])
+
+
+def write(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    num_windows: int,
+    window_tokens: int,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> Tensor:
+    """Windows int64 [num_windows, window_tokens] of what the model says unasked, drawn at temperature 1.
+
+    Each begins with bos, or a random token where the model has none, and goes on past ends of text.
+    """
+    draw = random.Random(seed)
+    ordinary = sorted(set(range(min(tokenizer.vocab_size, engine.model.shape.vocab_size))) - tokenizer.special_ids)
+    windows: dict[str, list[int]] = {}
+    for index in range(num_windows):
+        first = draw.choice(ordinary) if tokenizer.bos_id is None else tokenizer.bos_id
+        windows[str(index)] = [first]
+        params = SamplingParams(
+            temperature=1.0, max_tokens=window_tokens - 1, ignore_eos=True, seed=seed + index, detokenize=False
+        )
+        engine.add(str(index), None, [first], params)
+    total = num_windows * window_tokens
+    while engine.has_work:
+        for delta in engine.step():
+            for output in delta.outputs:
+                if output.finish_reason == "error":
+                    raise ModelError(f"the model cannot write a text: {output.stop_reason}")
+                windows[delta.request_id] += output.token_ids
+        progress(sum(map(len, windows.values())), total)
+    return torch.tensor(list(windows.values()))

@@ -1,0 +1,148 @@
+"""Calibrate the nuq codecs for a model: which codebooks they have, and where the bits go.
+
+The model reads windows of a text, or without --text of what it writes itself, and learns from its gradients what an
+error in each key and value would cost. All widths are made at once and kept in one file.
+
+Without --output that file is where quire serve, chat and generate look for it: they make one themselves when there is
+none, with these defaults. --cache.calibration FILE takes another.
+
+A calibration that was interrupted goes on with the windows it had gathered. docs/calibration.md says how it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import CacheConfig, EngineConfig, options_from
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.cache.calibration import Calibration
+    from quire.calibrate import CalibrationSettings
+
+HELP = "calibrate the nuq codecs for a model"
+SECTIONS = ("model", "runtime")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    shared.add_engine_arguments(parser, SECTIONS)
+    group = parser.add_argument_group("calibration")
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
+
+    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write it")
+    group.add_argument(
+        "--text", type=Path, metavar="FILE", help="what to read; without it the model writes a text itself"
+    )
+    add("--bits", "widths to make tables for (default: 2,3,4)", type=_numbers, metavar="N,...")
+    add(
+        "--outlier-slots",
+        "elements of each vector stored exactly (default: cache.outlier_slots)",
+        type=int,
+        metavar="N",
+    )
+    add("--sink-tokens", "first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
+    add("--windows", "pieces of text to read (default: 8)", type=shared.count, metavar="N")
+    add("--window", "tokens of each (default: 1,024)", type=shared.count, metavar="TOKENS")
+    add("--seed", "of the text that the model writes (default: 0)", type=int, metavar="N")
+    add("--q-norm", "keep the mean and deviation of what is stored", action="store_true")
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    group = parser.add_argument_group("for ablations")
+    text = "kinds of books to choose from: uniform,plain,fisher,damped,own (default: all)"
+    group.add_argument("--books", type=_words, metavar="KIND,...", default=argparse.SUPPRESS, help=text)
+    text = "give all layers, heads and channels the same bits"
+    group.add_argument("--same-bits", action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate, and print what was chosen."""
+    if shared.printed_config(args):
+        return 0
+    config = EngineConfig.from_options(options_from(args, SECTIONS), args.config)
+    text = None if args.text is None else _read(args.text)
+    if args.output is not None:
+        shared.check_writable(args.output)
+    from quire.calibrate import CalibrationSettings, calibrate
+    from quire.calibrate.progress import shown
+    from quire.models.fingerprint import fingerprint
+    from quire.models.resolve import resolve_model
+
+    names = {"windows": "num_windows", "window": "window_tokens", "books": "kinds"}
+    flags = ("bits", "outlier_slots", "sink_tokens", "windows", "window", "seed", "q_norm", "books")
+    given = {names.get(flag, flag): getattr(args, flag) for flag in flags if flag in args}
+    if "same_bits" in args:
+        given["spends"] = False
+    cache = {"outlier_slots": config.cache.outlier_slots, "sink_tokens": config.cache.sink_tokens}
+    settings = CalibrationSettings(**{**cache, **given})
+    path = resolve_model(args.model)
+    model = fingerprint(path)
+    file = settings.file(model) if args.output is None else args.output
+    found = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
+    try:
+        with shown() as progress:
+            made = calibrate(path, settings, file, text=text, config=config, progress=progress)
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        print("quire: interrupted; the same command goes on with the windows it has gathered", file=sys.stderr)
+        return 130
+    if args.json:
+        facts = {"file": str(file), "hash": made.hash, "model": made.model, "settings": made.settings}
+        print(json.dumps(facts | {"codecs": made.report}, indent=2))
+    else:
+        _print(made)
+        print(f"file: {file}\nhash: {made.hash}")
+        print("use:  " + _use(args.model, made, settings, None if file == found else file))
+    return 0
+
+
+def _use(model: str, made: Calibration, settings: CalibrationSettings, file: Path | None) -> str:
+    """A command that takes the calibration; file is None where it is found."""
+    words = ["quire serve", model, "--cache.codec", max(made.tables)]
+    for name in ("outlier_slots", "sink_tokens"):
+        value = getattr(settings, name)
+        if value != CacheConfig.__dataclass_fields__[name].default:
+            words += [f"--cache.{name}", str(value)]
+    if file is not None:
+        words += ["--cache.calibration", str(file)]
+    return " ".join(words)
+
+
+def _print(made: Calibration) -> None:
+    rows = []
+    for codec, report in made.report.items():
+        even, chosen = (report["held_out_cost"][name] for name in ("same bits everywhere", "chosen"))
+        ratio = f"{chosen / even:.0%}" if even else ""
+        for what, *first in (("key", codec, f"{report['bits_per_element']:.2f}", ratio), ("value", "", "", "")):
+            widths, books = report[f"{what}_widths"], report[f"{what}_books"]
+            total = sum(widths.values())
+            spread = ", ".join(f"{width}: {count / total:.0%}" for width, count in widths.items())
+            rows.append((*first, f"{what}s", spread, ", ".join(f"{kind} {n}" for kind, n in books.items() if n)))
+    columns = ("codec", "bits/element", "cost", "of", "widths", "books of layers")
+    shared.print_table(columns, rows, left=columns[3:])
+    print("cost: on held-out text, by that of the same bits everywhere")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {file}: {error}") from error
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas between them") from None

@@ -1,0 +1,115 @@
+"""From a model's name and a configuration to an engine that runs, with a calibration where the codec needs one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.cache.calibration import Calibration
+from quire.cache.sizes import Sizes
+from quire.config import EngineConfig, format_bytes
+from quire.engine.build import assemble, load_model, resolve
+from quire.engine.engine import Engine
+from quire.engine.pins import read_lines
+from quire.errors import ConfigError
+from quire.models.fingerprint import fingerprint
+from quire.models.resolve import resolve_model
+from quire.models.shape import ModelShape
+from quire.models.tokenizer import Tokenizer, load_tokenizer
+from quire.models.weights import open_model
+
+log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine with what its callers need beside it. config has no automatic values left."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    shape: ModelShape
+    sizes: Sizes
+    config: EngineConfig
+    model_name: str
+
+
+def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None = None) -> Loaded:
+    """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done.
+
+    show_progress  of fetching and calibrating; None: only when stderr is a terminal
+    Raises ModelError or ConfigError, one line that says what is wrong.
+    """
+    if config.cache.pin is not None:
+        read_lines(Path(config.cache.pin))
+    path = resolve_model(model, show_progress)
+    with open_model(path) as checkpoint:
+        resolved, fits = resolve(config, checkpoint.shape, checkpoint)
+        if not fits.fit_the_machine:
+            raise ConfigError(fits.fails_first)
+        calibration = calibration_for(path, config, show_progress)
+        if calibration is not None:
+            resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
+        engine_model = load_model(checkpoint, resolved)
+        shape = checkpoint.shape
+    tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
+    name = resolved.model.name or model
+    log.info(
+        "%s: %s weights in %s, cache %s for %d tokens, context %d, %s attention on %s",
+        name,
+        format_bytes(fits.weight_bytes),
+        resolved.model.dtype,
+        format_bytes(fits.cache_bytes),
+        fits.tokens,
+        fits.max_context,
+        resolved.attention.backend,
+        resolved.runtime.device,
+    )
+    engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path), calibration)
+    return Loaded(engine, tokenizer, shape, fits, resolved, name)
+
+
+def calibration_for(path: Path, config: EngineConfig, show_progress: bool | None = None) -> Calibration | None:
+    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none."""
+    found = find_calibration(path, config)
+    if found is not None or not config.cache.is_calibrated:
+        return found
+    from quire.calibrate import CalibrationSettings, calibrate
+    from quire.calibrate.progress import shown
+
+    settings = CalibrationSettings.of(config.cache)
+    file = settings.file(fingerprint(path))
+    # A minute that nobody asked for is told, whatever the level of the log.
+    log.warning("cache.codec %s needs a calibration of this model: making one, once, in %s", config.cache.codec, file)
+    with shown(show_progress) as progress:
+        return calibrate(
+            path,
+            settings,
+            file,
+            config=config,
+            progress=progress,
+            unless=lambda: find_calibration(path, config),
+        )
+
+
+def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:
+    """The calibration that a cache with this configuration takes, if there is one.
+
+    Raises ConfigError for a file named in cache.calibration that cannot be used; the one that was kept is passed over
+    then, with a warning.
+    """
+    if not config.cache.is_calibrated:
+        return None
+    from quire.calibrate.settings import CalibrationSettings
+
+    model = fingerprint(path)
+    if config.cache.calibration is not None:
+        return Calibration.load(Path(config.cache.calibration), model)
+    file = CalibrationSettings.of(config.cache).file(model)
+    if not file.exists():
+        return None
+    try:
+        return Calibration.load(file, model)
+    except ConfigError as error:
+        log.warning("%s", error)
+        return None

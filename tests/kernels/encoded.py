@@ -1,0 +1,244 @@
+"""Caches whose sealed chunks are encoded: sequences that fill them, and what a fast backend is held to the reference
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.attention.reference import ReferenceAttention
+from quire.cache.codecs import Codec
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
+from quire.cache.segment import ChunkTable
+from quire.cache.sinks import Sinks
+
+from ..nuq_tables import random_tables
+from .harness import Shape, make_spec, relative_rms, run
+from .sharing import MakeBackend, forest
+
+CODECS: dict[str, Callable[[Shape], Codec]] = {
+    # Every head and layer, and every four pairs of channels, as they happen to be.
+    "mixed": lambda shape: NuqCodec("nuq3", random_tables(shape.layers, shape.heads, shape.dim, 0, reach=1.0)),
+    **{
+        f"nuq{bits}": lambda shape, bits=bits: NuqCodec(
+            f"nuq{bits}",
+            random_tables(
+                shape.layers, shape.heads, shape.dim, bits, key_bits=[bits], value_bits=[bits], slots=[1], reach=1.0
+            ),
+        )
+        for bits in (4, 3, 2)
+    },
+    "g4": lambda shape: GroupCodec(shape.dim),
+}
+
+# Keys are rounded to bfloat16 once more than dense ones, after their rotation on read.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
+
+Steps = Sequence[Sequence[tuple[int, int]]]
+"""Of each step, the sequences that run and how many rows each has."""
+
+
+def encoded_spec(
+    shape: Shape, codec: Codec, *, tokens: int = 2048, sinks: int = 0, positions: int = 1024
+) -> AttentionSpec:
+    """A poisoned pool with room for so many tokens, most of them encoded. Group codes have no sinks."""
+    open_codec = DenseCodec(shape.dim, shape.dtype)
+    sinks = sinks if isinstance(codec, NuqCodec) else 0
+    exact = Sinks(sinks, shape.layers, shape.heads, shape.dim, shape.dtype) if sinks else None
+    largest = max(int(np.max(codec.page_bytes)), open_codec.page_bytes, exact.sidecar_bytes if exact else 0)
+    chunk_bytes = shape.layers * shape.heads * (int(np.max(codec.page_bytes)) + open_codec.page_bytes)
+    slab = -(-largest // UNIT) * UNIT
+    pool = PagePool((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, slab_bytes=slab)
+    pool.arena.fill_(0xFF)
+    table = ChunkTable(pool, shape.layers, shape.heads, open_codec, codec, sinks=exact)
+    return replace(make_spec(shape, 1, positions=positions), table=table)
+
+
+class Sequences:
+    """Sequences that grow as the manager would let them: full chunks are sealed ones, the last is open."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.lengths: dict[int, int] = {}
+        self.chunks: dict[int, NDArray[np.int32]] = {}
+        self._filled: list[int] = []
+
+    def step(self, rows: Sequence[tuple[int, int]]) -> list[RowSlice]:
+        """The slices of a step. What it fills is free again in the next one."""
+        table = self.spec.table
+        table.give(np.array(self._filled, np.int32))
+        self._filled = []
+        slices = []
+        for name, count in rows:
+            start = self.lengths.get(name, 0)
+            end = self.lengths[name] = start + count
+            chunks, filled = self.chunks.get(name, np.empty(0, np.int32)), -1
+            sealed = end // PAGE_TOKENS - start // PAGE_TOKENS
+            if sealed:
+                if start % PAGE_TOKENS:
+                    filled = int(chunks[-1])
+                    self._filled.append(filled)
+                new = table.take(sealed, table.sealed_codec, sidecar=start < PAGE_TOKENS)
+                chunks = np.append(chunks[: start // PAGE_TOKENS], new)
+            if end > len(chunks) * PAGE_TOKENS:
+                chunks = np.append(chunks, table.take(1, table.open_codec))
+            self.chunks[name] = chunks
+            slices.append(RowSlice(start, count, chunks, filled=filled))
+        return slices
+
+
+def bytes_of_pages(spec: AttentionSpec, chunk: int) -> list[NDArray[np.int64]]:
+    """Where in the arena the pages of a chunk lie, and its sidecar: byte offsets, a page each."""
+    table = spec.table
+    codec = table.codecs[int(table.kinds[chunk])]
+    found = [
+        int(table.pages[chunk, layer, head]) * UNIT + np.arange(table.page_bytes(codec, layer, head))
+        for layer in range(spec.num_layers)
+        for head in range(spec.num_kv_heads)
+    ]
+    if table.sidecars[chunk] >= 0:
+        found.append(int(table.sidecars[chunk]) * UNIT + np.arange(table.sidecar_bytes))
+    return found
+
+
+def sealed_bytes(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor:
+    """The images of sealed chunks and their sidecars, one after the other, padding after a sidecar's rows left out."""
+    sinks = spec.table.sinks
+    unused = 0 if sinks is None else sinks.sidecar_bytes - spec.num_layers * spec.num_kv_heads * sinks.head_bytes
+    images = [torch.empty(0, dtype=torch.uint8)]
+    for chunk in chunks.tolist():
+        pages = bytes_of_pages(spec, chunk)
+        if spec.table.sidecars[chunk] >= 0:
+            pages[-1] = pages[-1][: len(pages[-1]) - unused]
+        images += [spec.table.pool.arena[torch.from_numpy(page)] for page in pages]
+    return torch.cat(images)
+
+
+def written(spec: AttentionSpec, slices: Sequence[RowSlice]) -> torch.Tensor:
+    """Which bytes of the arena a step may write: slots of its rows in open chunks, all of the chunks it fills."""
+    mask = torch.zeros(spec.table.pool.num_bytes, dtype=torch.bool)
+    for piece in slices:
+        end = piece.start + piece.num_rows
+        for index in range(piece.start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            chunk = int(piece.chunks[index])
+            if (index + 1) * PAGE_TOKENS <= end:
+                for page in bytes_of_pages(spec, chunk):
+                    mask[torch.from_numpy(page)] = True
+                chunk = piece.filled if index == piece.start // PAGE_TOKENS else -1
+            if chunk >= 0:
+                low, high = max(0, piece.start - index * PAGE_TOKENS), min(PAGE_TOKENS, end - index * PAGE_TOKENS)
+                row = spec.head_dim * spec.dtype.itemsize
+                for page in bytes_of_pages(spec, chunk):
+                    for half in (0, PAGE_TOKENS):
+                        mask[torch.from_numpy(page[(half + low) * row : (half + high) * row])] = True
+    return mask
+
+
+def check_steps(
+    make: MakeBackend,
+    shape: Shape,
+    codec_of: Callable[[Shape], Codec],
+    steps: Steps,
+    *,
+    sinks: int = 1,
+    strict: bool = True,
+    seed: int = 0,
+) -> None:
+    """The backend attends like the reference in every step, writes the same pages, and nothing beside them."""
+    specs = [replace(encoded_spec(shape, codec_of(shape), sinks=sinks), strict=strict) for _ in range(2)]
+    plain, fast = ReferenceAttention(specs[0]), make(specs[1])
+    sequences = [Sequences(spec) for spec in specs]
+    for number, rows in enumerate(steps):
+        slices = [each.step(rows) for each in sequences]
+        (expected,) = run(plain, specs[0], [slices[0]], seed + number)
+        before = specs[1].table.pool.arena.clone()
+        (actual,) = run(fast, specs[1], [slices[1]], seed + number)
+        error = relative_rms(actual, expected)
+        assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} in step {number} {rows} for {shape}"
+        beside = (before != specs[1].table.pool.arena) & ~written(specs[1], slices[1])
+        assert not beside.any(), f"bytes {beside.nonzero()[:4, 0].tolist()} were written in step {number} {rows}"
+    for name, chunks in sequences[0].chunks.items():
+        full = sequences[0].lengths[name] // PAGE_TOKENS
+        images = [sealed_bytes(spec, each.chunks[name][:full]) for spec, each in zip(specs, sequences, strict=True)]
+        assert torch.equal(*images), f"the sealed pages of sequence {name} differ"
+        assert len(chunks) == full + (sequences[0].lengths[name] % PAGE_TOKENS > 0)
+
+
+def check_forest(
+    make: MakeBackend,
+    shape: Shape,
+    codec_of: Callable[[Shape], Codec],
+    *,
+    num_rows: int,
+    prefills: Sequence[int] = (),
+    sinks: int = 1,
+    seed: int = 0,
+) -> AttentionBackend:
+    """A decode step of random sharers, and prefill slices of new sequences after it, attends like the reference, which
+    reads every row by itself; rows that fill their chunk have it encoded. Returns the backend.
+    """
+    outputs, images = [], []
+    for make_one in (ReferenceAttention, make):
+        spec = encoded_spec(shape, codec_of(shape), tokens=64 * 8 * (num_rows + len(prefills)), sinks=sinks)
+        random = np.random.default_rng(seed)
+        backend = make_one(spec)
+        slices = plant(spec, random, num_rows)
+        slices += [RowSlice(0, rows, Sequences(spec).step([(0, rows)])[0].chunks) for rows in prefills]
+        outputs += run(backend, spec, [slices], seed)
+        images.append(
+            torch.cat([sealed_bytes(spec, piece.chunks[-1:]) for piece in slices if _fills(piece)] or [torch.empty(0)])
+        )
+    error = relative_rms(outputs[1], outputs[0])
+    assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} for {shape}, {num_rows} rows, seed {seed}"
+    assert torch.equal(*images), "what the step filled was encoded otherwise"
+    return backend
+
+
+def plant(spec: AttentionSpec, random: np.random.Generator, num_rows: int) -> list[RowSlice]:
+    """Decode rows of a random forest with random keys and values in all that they have behind them."""
+    table = spec.table
+    numbers = iter(range(10**6))
+    rows = forest(lambda count: np.array([next(numbers) for _ in range(count)], np.int32), random, num_rows)
+    chunk_of: dict[int, int] = {}
+    generator = torch.Generator().manual_seed(int(random.integers(1 << 31)))
+    slices = []
+    for row in rows:
+        # The last chunk is the row's own, and open; if the row fills it, a sealed one takes its place.
+        names, last = row.chunks.tolist(), row.start // PAGE_TOKENS
+        for index, name in enumerate(names[:last]):
+            if name not in chunk_of:
+                chunk_of[name] = int(table.take(1, table.sealed_codec, sidecar=index == 0)[0])
+                fill(spec, chunk_of[name], PAGE_TOKENS, generator)
+        own, slots = int(table.take(1, table.open_codec)[0]), row.start % PAGE_TOKENS
+        fill(spec, own, slots, generator)
+        path, filled = [chunk_of[name] for name in names[:last]], -1
+        if slots == PAGE_TOKENS - 1:
+            own, filled = int(table.take(1, table.sealed_codec, sidecar=last == 0)[0]), own
+        slices.append(RowSlice(row.start, 1, np.array([*path, own], np.int32), row.shared, filled))
+    return slices
+
+
+def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator) -> None:
+    """Random keys and values in the first slots of a chunk of either codec."""
+    table = spec.table
+    codec = table.codecs[int(table.kinds[chunk])]
+    for layer in range(spec.num_layers):
+        k, v = torch.randn(2, spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, generator=generator).to(spec.dtype)
+        if table.sinks is not None and table.sidecars[chunk] >= 0:
+            table.sinks.store(table, chunk, layer, k, v)
+        k[:, slots:] = v[:, slots:] = torch.nan
+        for head in range(spec.num_kv_heads):
+            image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])
+            table.pool.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
+
+
+def _fills(piece: RowSlice) -> bool:
+    return (piece.start + piece.num_rows) % PAGE_TOKENS == 0

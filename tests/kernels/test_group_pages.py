@@ -1,0 +1,47 @@
+"""Pages of group codes: the kernels write the bytes of the definition, and read the numbers it reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.page import PAGE_TOKENS
+from quire.kernels import load, runtime
+from quire.kernels.levels import supported_levels
+
+from .pages import DTYPES, KINDS, vectors
+
+
+def check(dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    codec = GroupCodec(dim)
+    expected = codec.encode(0, 0, k, v)
+    pages = torch.full_like(expected, 0xFF)
+    kernels = runtime.kernels()
+    kernels.quire_group_encode(dim, runtime.DTYPE_IDS[k.dtype], k.data_ptr(), v.data_ptr(), len(k), pages.data_ptr())
+    differ = (pages != expected).any(0).nonzero()[:, 0].tolist()
+    assert not differ, f"bytes {differ[:8]} of {codec.page_bytes} differ; ranges begin at {PAGE_TOKENS * dim}"
+    decoded = torch.full((2, len(k), PAGE_TOKENS, dim), torch.nan)
+    kernels.quire_group_decode(dim, pages.data_ptr(), len(k), decoded[0].data_ptr(), decoded[1].data_ptr())
+    for fast, plain in zip(decoded, codec.decode(0, 0, expected), strict=True):
+        assert plain.isfinite().all()
+        assert torch.equal(fast, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [2, 8, 16, 62, 64, 66, 72, 80, 96, 128, 130, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: torch.dtype, seed: int) -> None:
+    check(dim, *vectors(kind, (2, 3, PAGE_TOKENS, dim), dtype, seed))
+
+
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_cpu_level_writes_the_same_bytes(
+    level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = runtime.prepare(load(level))
+    monkeypatch.setattr(runtime, "kernels", lambda: library)
+    for dim in (66, 80):
+        for kind in KINDS:
+            check(dim, *vectors(kind, (2, 1, PAGE_TOKENS, dim), dtype, seed))
