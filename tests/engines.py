@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quire.cache.calibration import Calibration
 from quire.config import EngineConfig
 from quire.engine.build import assemble, resolve
 from quire.engine.engine import Engine
@@ -20,6 +21,7 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 
 from .dense_plan import DensePlan
+from .nuq_tables import random_tables
 from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -45,12 +47,20 @@ def make_engine(
         "scheduler.token_budget": 256,
         **options,
     }
-    config, fits = resolve(EngineConfig.from_options(settings), shape)
+    wanted = EngineConfig.from_options(settings)
+    calibration = made_up_calibration(shape, wanted) if wanted.cache.is_calibrated else None
+    config, fits = resolve(wanted, shape, None, calibration)
     ops = CpuOps() if config.attention.backend == "cpu" else TorchOps()
     model = build_model(shape, RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
-    engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits, model_id)
+    engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits, model_id, calibration)
     engine.scheduler.manager.table.pool.arena.fill_(0xFF)
     return engine
+
+
+def made_up_calibration(shape: ModelShape, config: EngineConfig) -> Calibration:
+    """Tables of every width and number of slots for a nuq codec, the same ones each time."""
+    tables = random_tables(shape.num_layers, shape.num_kv_heads, shape.head_dim, seed=0, reach=1.0)
+    return Calibration("", {config.cache.codec: tables}, {"outlier_slots": config.cache.outlier_slots}, {})
 
 
 def drain(engine: Engine, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:

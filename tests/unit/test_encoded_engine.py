@@ -1,0 +1,295 @@
+"""Engines whose sealed chunks are encoded: answers depend on tokens and positions alone, and every byte is accounted
+for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cache.page import PAGE_TOKENS
+from quire.config import EngineConfig
+from quire.engine.build import resolve
+from quire.engine.engine import Engine
+from quire.engine.params import SamplingParams
+from quire.errors import ConfigError
+from quire.models.shape import ModelShape
+from tests import engines
+from tests.engines import chunk_bytes, drain, generate
+from tests.tiny_models import tiny_shape
+
+CODEC = "nuq3"
+LONG = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+PROMPT_LOGPROBS = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+
+
+def shape(**changes: Any) -> ModelShape:
+    return tiny_shape("qwen3", max_context=1024, **changes)
+
+
+def make_engine(of: ModelShape | None = None, **options: Any) -> Engine:
+    return engines.make_engine(of or shape(), **{"cache.codec": CODEC, **options})
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompt_logprobs(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """The log-probability of every prompt token but the first."""
+    engine.add("it", None, prompt, PROMPT_LOGPROBS)
+    found = drain(engine)["it"].prompt_logprobs
+    assert found is not None
+    return torch.tensor([next(iter(each.values())).logprob for each in found[1:] if each is not None])
+
+
+def next_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
+    """What the model says follows the prompt, [V], with whatever of it the cache has."""
+    seen: list[torch.Tensor] = []
+    sample = engine.sampler.sample
+
+    def tapped(logits: torch.Tensor, rows: Any) -> Any:
+        seen.append(logits.clone())
+        return sample(logits, rows)
+
+    engine.sampler.sample = tapped  # type: ignore[method-assign]
+    generate(engine, [prompt], SamplingParams(max_tokens=1, temperature=0.0))
+    engine.sampler.sample = sample  # type: ignore[method-assign]
+    return seen[0][0]
+
+
+@pytest.mark.parametrize("codec", ["nuq4", "nuq3", "nuq2"])
+@pytest.mark.parametrize("of", [shape(), tiny_shape("opt", head_dim=16, hidden_size=64)], ids=["rotary", "opt"])
+@pytest.mark.parametrize("sinks", [0, 1, 5])
+def test_the_cpu_backend_is_the_reference(codec: str, of: ModelShape, sinks: int) -> None:
+    prompt = ids(300, 1)
+    found = [
+        prompt_logprobs(
+            make_engine(of, **{"cache.codec": codec, "cache.sink_tokens": sinks, "attention.backend": backend}), prompt
+        )
+        for backend in ("cpu", "reference")
+    ]
+    assert (found[0] - found[1]).abs().max() < 1e-3
+
+
+def test_encoding_changes_what_later_chunks_see_and_not_the_first() -> None:
+    prompt = ids(200, 1)
+    encoded, dense = (
+        prompt_logprobs(make_engine(), prompt),
+        prompt_logprobs(make_engine(**{"cache.codec": "dense"}), prompt),
+    )
+    difference = (encoded - dense).abs()
+    assert difference[: PAGE_TOKENS - 1].max() < 1e-4, "a token's own chunk is exact"
+    assert difference[PAGE_TOKENS:].max() > 1e-3
+
+
+@pytest.mark.parametrize("length", [65, 128, 129, 200, 330])
+def test_a_hit_says_what_a_miss_says(length: int) -> None:
+    prompt = ids(length, 2)
+    engine, alone = make_engine(), make_engine(**{"cache.share": False})
+    missed, hit, unshared = next_logits(engine, prompt), next_logits(engine, prompt), next_logits(alone, prompt)
+    assert engine.stats()["prefill_tokens_cached"] == (length - 1) // PAGE_TOKENS * PAGE_TOKENS
+    assert (missed - hit).abs().max() < 1e-4
+    assert (missed - unshared).abs().max() < 1e-4
+
+
+def test_equal_prompts_make_equal_pages() -> None:
+    prompt = ids(200, 3)
+    images = []
+    for budget in (128, 256):
+        engine = make_engine(**{"scheduler.token_budget": budget, "scheduler.max_running": 4})
+        generate(engine, [prompt])
+        table = engine.scheduler.manager.table
+        tree = engine.scheduler.manager.tree
+        assert tree is not None
+        ((_, segment),) = list(tree.segments())
+        images.append(
+            [
+                table.pool.load(
+                    table.pages[chunk, layer, head : head + 1], table.page_bytes(table.sealed_codec, layer, head)
+                )
+                for chunk in segment.chunks[:3]
+                for layer in range(table.pages.shape[1])
+                for head in range(table.pages.shape[2])
+            ]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*images, strict=True))
+
+
+@pytest.mark.parametrize("budget", [128, 192, 1024])
+def test_how_a_prompt_is_sliced_does_not_matter(budget: int) -> None:
+    prompt = ids(500, 4)
+    whole = prompt_logprobs(make_engine(**{"scheduler.token_budget": 2048}), prompt)
+    sliced = prompt_logprobs(make_engine(**{"scheduler.token_budget": budget, "scheduler.max_running": 4}), prompt)
+    assert (whole - sliced).abs().max() < 1e-4
+
+
+def test_without_strictness_it_does() -> None:
+    prompt = ids(500, 4)
+    options = {"cache.strict": False, "scheduler.max_running": 4}
+    dense = prompt_logprobs(make_engine(**{"cache.codec": "dense"}), prompt)
+    whole = prompt_logprobs(make_engine(**options, **{"scheduler.token_budget": 2048}), prompt)
+    sliced = prompt_logprobs(make_engine(**options, **{"scheduler.token_budget": 128}), prompt)
+    assert (whole - dense).abs().max() < 1e-4, "in one slice nothing is read encoded"
+    assert (sliced - whole).abs().max() > 1e-3
+    plain = make_engine(**options, **{"scheduler.token_budget": 128, "attention.backend": "reference"})
+    assert (sliced - prompt_logprobs(plain, prompt)).abs().max() < 1e-3
+
+
+def test_decoding_reads_what_prefill_reads() -> None:
+    """A token's probability is the same whether it was generated or part of a prompt."""
+    prompt = ids(100, 5)
+    engine = make_engine(**{"cache.share": False})
+    engine.add("it", None, prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True, logprobs=0))
+    (answer,) = drain(engine)["it"].outputs
+    assert answer.logprobs is not None
+    said = torch.tensor([next(iter(each.values())).logprob for each in answer.logprobs])
+    read = prompt_logprobs(make_engine(), prompt + answer.token_ids)[len(prompt) - 1 :]
+    assert (said - read).abs().max() < 1e-4
+
+
+def test_batches_answer_as_one_alone() -> None:
+    prompts = [ids(length, seed) for seed, length in enumerate((3, 63, 64, 65, 127, 190, 250))]
+    together = generate(make_engine(chunks=128), prompts, LONG)
+    assert together == [generate(make_engine(), [prompt], LONG)[0] for prompt in prompts]
+
+
+def test_a_prompt_shorter_than_the_sinks() -> None:
+    found = [
+        generate(make_engine(**{"cache.sink_tokens": 5, "attention.backend": backend}), [ids(3, 6)], LONG)
+        for backend in ("cpu", "reference")
+    ]
+    assert found[0] == found[1]
+
+
+def test_sinks_are_exact_and_not_in_the_page() -> None:
+    engine = make_engine(**{"cache.sink_tokens": 2})
+    generate(engine, [ids(70, 7)], SamplingParams(max_tokens=1, temperature=0.0))
+    table = engine.scheduler.manager.table
+    tree = engine.scheduler.manager.tree
+    assert tree is not None and table.sinks is not None
+    ((_, segment),) = list(tree.segments())
+    chunk = int(segment.chunks[0])
+    for layer in range(2):
+        exact = table.sinks.rows(table, chunk, layer)
+        assert exact.isfinite().all() and exact.abs().amin((-1, -2, -3)).ne(0).any()
+        for head in range(2):
+            size = table.page_bytes(table.sealed_codec, layer, head)
+            k, v = table.sealed_codec.decode(
+                layer, head, table.pool.load(table.pages[chunk, layer, head : head + 1], size)
+            )
+            zeros = torch.zeros(1, PAGE_TOKENS, k.shape[-1])
+            none_k, none_v = table.sealed_codec.decode(
+                layer, head, table.sealed_codec.encode(layer, head, zeros, zeros)
+            )
+            assert torch.equal(k[0, :2], none_k[0, :2]) and torch.equal(v[0, :2], none_v[0, :2])
+
+
+def test_an_overwritten_page_changes_the_next_logits() -> None:
+    prompt = ids(200, 8)
+    engine = make_engine()
+    before = next_logits(engine, prompt)
+    assert torch.equal(next_logits(engine, prompt), next_logits(engine, prompt))
+    table, tree = engine.scheduler.manager.table, engine.scheduler.manager.tree
+    assert tree is not None
+    ((_, segment),) = list(tree.segments())
+    size = table.page_bytes(table.sealed_codec, 0, 0)
+    table.pool.store(table.pages[segment.chunks[1], 0, :1], size, torch.zeros(1, size, dtype=torch.uint8))
+    assert (next_logits(engine, prompt) - before).abs().max() > 1e-4
+
+
+def test_preempted_requests_answer_as_if_they_had_not_been() -> None:
+    prompts = [ids(120, seed) for seed in range(6)]
+    free = generate(make_engine(chunks=256), prompts, LONG)
+    tight = make_engine(chunks=9)
+    assert generate(tight, prompts, LONG) == free
+    assert tight.stats()["preemptions"] > 0
+    assert tight.holds_nothing
+
+
+def test_more_prompts_than_fit_evict_each_other() -> None:
+    engine = make_engine(chunks=4)
+    prompts = [ids(200, seed) for seed in range(12)]
+    first = [generate(engine, [prompt])[0] for prompt in prompts]
+    assert engine.stats()["cache"]["bytes_evicted"] > 0
+    assert engine.holds_nothing
+    assert [generate(engine, [prompt])[0] for prompt in prompts] == first
+
+
+def test_aborting_at_every_step_leaks_nothing() -> None:
+    prompt = ids(190, 9)
+    for steps in range(1, 12):
+        engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 2})
+        engine.add("it", None, prompt, LONG)
+        engine.add("other", None, prompt[:100], LONG)
+        for _ in range(steps):
+            engine.step()
+            engine.check()
+        engine.abort("it")
+        engine.check()
+        engine.abort("other")
+        engine.check()
+        assert engine.holds_nothing
+
+
+def test_several_answers_to_one_prompt() -> None:
+    params = SamplingParams(n=3, max_tokens=100, temperature=0.8, seed=5, ignore_eos=True)
+    answers = []
+    for share in (True, False):
+        engine = make_engine(**{"cache.share": share})
+        engine.add("it", None, ids(150, 10), params)
+        answers.append([output.token_ids for output in drain(engine)["it"].outputs])
+    assert answers[0] == answers[1]
+    assert len({tuple(answer) for answer in answers[0]}) == 3
+
+
+def test_sealed_chunks_take_less() -> None:
+    bytes_of = {}
+    for codec in ("dense", CODEC):
+        engine = make_engine(**{"cache.codec": codec, "cache.share": True})
+        generate(engine, [ids(257, 11)], SamplingParams(max_tokens=1, temperature=0.0))
+        bytes_of[codec] = engine.stats()["cache"]["bytes_cached"]
+    table = make_engine().scheduler.manager.table
+    assert bytes_of[CODEC] == 4 * table.chunk_bytes(table.sealed_codec) + table.sidecar_bytes
+    assert bytes_of["dense"] == 4 * chunk_bytes(shape())
+    assert bytes_of[CODEC] < bytes_of["dense"] / 3
+
+
+def test_a_request_as_long_as_the_cache_runs() -> None:
+    engine = make_engine(chunks=3)
+    assert engine.max_context < shape().max_context
+    prompt = ids(engine.max_context - 10, 12)
+    (answer,) = generate(engine, [prompt], SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True))
+    assert len(answer) == 10
+
+
+def test_a_cache_too_small_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cache.memory"):
+        make_engine(**{"cache.memory": 2 * chunk_bytes(shape()) // 3})
+
+
+def test_heads_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        resolve(EngineConfig.from_options({"cache.codec": CODEC, "runtime.device": "cpu"}), tiny_shape())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_mix_of_requests_answers_as_alone(data: st.DataObject) -> None:
+    common = ids(data.draw(st.integers(0, 200)), 20)
+    engine = make_engine(
+        chunks=data.draw(st.sampled_from([7, 64])), **{"cache.sink_tokens": data.draw(st.integers(0, 3))}
+    )
+    sinks = engine.scheduler.manager.table.sinks
+    prompts = [
+        common[: data.draw(st.integers(0, len(common)))] + ids(data.draw(st.integers(1, 90)), seed)
+        for seed in range(data.draw(st.integers(1, 5)))
+    ]
+    params = SamplingParams(max_tokens=data.draw(st.integers(1, 80)), temperature=0.0, ignore_eos=True)
+    answers = generate(engine, prompts, params)
+    options = {"cache.sink_tokens": 0 if sinks is None else sinks.num_tokens}
+    assert answers == [generate(make_engine(**options), [prompt], params)[0] for prompt in prompts]
+    assert engine.holds_nothing
