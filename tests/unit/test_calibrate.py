@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from quire.models.tokenizer import Tokenizer
 from ..engines import make_engine
 from ..real_model import embedded_gguf
 from ..tiny_models import BOS, EOS, byte_tokenizer, save_tiny, tiny_shape
+
+run_module = importlib.import_module("quire.calibrate.run")
 
 TEXT = "Of all the mills on the river, the oldest made no flour. " * 20
 SMALL = CalibrationSettings(num_windows=3, window_tokens=64)
@@ -189,18 +192,36 @@ def test_what_the_model_wrote_is_not_written_again(
     assert whole.settings["text"] == {"written by the model": 0} and len(gathered) == 3
     assert all(len(window) == 64 and window[0] == 256 for window in gathered)
 
-    def stop(*given: Any, **more: Any) -> Any:
+    counted = samples.gather
+
+    def stop(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quire.calibrate.run.fit_layer", stop)
+    monkeypatch.setattr(samples, "gather", stop)
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "made", text=None)
-    monkeypatch.undo()
-    assert len(gathered) == 6
+    monkeypatch.setattr(samples, "gather", counted)
+    monkeypatch.setattr("quire.calibrate.run.write", stop)
+    assert run(folder, tmp_path / "made", text=None).hash == whole.hash
+    assert gathered[3:] == gathered[:3]
+
+
+def test_one_window_in_four_is_held_out(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, ...]] = []
+    original = run_module.fit_layer
+
+    def fit(gathered: Any, num_held_out: int, slots: int, **given: Any) -> Any:
+        found.append((len(gathered.keys), num_held_out, slots))
+        return original(gathered, num_held_out, slots, **given)
+
+    monkeypatch.setattr(run_module, "fit_layer", fit)
+    for windows, sinks in ((3, 1), (8, 4)):
+        run(folder, tmp_path / "made", CalibrationSettings(num_windows=windows, window_tokens=64, sink_tokens=sinks))
+    assert found == [(3 * 63, 63, 1)] * 2 + [(8 * 60, 2 * 60, 1)] * 2
 
 
 def test_who_waited_for_another_takes_what_that_one_made(folder: Path, tmp_path: Path, kept: Path) -> None:
-    made: dict[str, str] = {}
+    made: dict[str, Any] = {}
     inside, go_on = threading.Event(), threading.Event()
 
     def progress(what: str, done: int, total: int) -> None:
@@ -210,11 +231,12 @@ def test_who_waited_for_another_takes_what_that_one_made(folder: Path, tmp_path:
 
     def unless() -> Calibration | None:
         made["asked"] = "after" if go_on.is_set() else "before"
-        return Calibration.load(tmp_path / "made", fingerprint(folder))
+        found = Calibration.load(tmp_path / "made", fingerprint(folder))
+        return dataclasses.replace(found, report={"made by": "the first"})
 
     def start(name: str, **given: Any) -> threading.Thread:
         def work() -> None:
-            made[name] = run(folder, tmp_path / "made", **given).hash
+            made[name] = run(folder, tmp_path / "made", **given)
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -228,7 +250,8 @@ def test_who_waited_for_another_takes_what_that_one_made(folder: Path, tmp_path:
     go_on.set()
     first.join(60)
     second.join(60)
-    assert made["asked"] == "after" and made["first"] == made["second"]
+    assert made["asked"] == "after" and made["first"].hash == made["second"].hash
+    assert made["second"].report == {"made by": "the first"}
 
 
 def test_float16_is_gathered_in_float32(tmp_path: Path) -> None:
