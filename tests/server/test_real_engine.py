@@ -94,11 +94,11 @@ async def test_leaving_frees_the_cache_within_one_step(folder, stream, after):
             stats = llm.stats()
             assert stats["steps"] == after and stats["running"] + stats["waiting"] == 3
         async with asyncio.timeout(30):
-            while (stats := llm.stats())["running"] or stats["waiting"]:
+            # Counters are read while the engine ends the requests: one may stand before another's change.
+            while (stats := llm.stats())["running"] or stats["waiting"] or stats["cache"]["bytes_used"]:
                 await asyncio.sleep(0.001)
         # An engine without requests takes no steps, so these are all there were.
         assert stats["steps"] <= after + 1, "the engine worked on for nobody"
-        assert stats["cache"]["bytes_used"] == 0
 
 
 async def test_a_burst_is_answered_or_refused(folder):
