@@ -6,6 +6,7 @@ The padded batch size changes and returns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
@@ -22,6 +24,8 @@ from quire.models.plan import Model
 from quire.models.shape import ModelShape
 
 from ..tiny_models import RandomWeights
+from .encoded import Sequences, encoded_spec, sealed_bytes
+from .harness import Shape
 
 Step = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """tokens, positions (int64 [n] on the host), plan -> logits [n, vocab]."""
@@ -97,6 +101,47 @@ def decode(
         for sequence in running:
             sequence[0] += 1
     return logits, rows
+
+
+def decode_encoded(
+    shape: ModelShape,
+    ops: Ops,
+    make_backend: Callable[[AttentionSpec], AttentionBackend],
+    make_step: Callable[[Model, Any], Step],
+    codec_of: Callable[[Shape], Codec],
+    *,
+    seed: int,
+    device: str = "cpu",
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits of decode steps whose rows fill chunks, and the images of what they filled, where sealed chunks are
+    encoded. Two runs with one seed are the same scenario.
+    """
+    random = np.random.default_rng(seed)
+    group = shape.num_q_heads // shape.num_kv_heads
+    heads = Shape(shape.num_kv_heads, group, shape.head_dim, layers=shape.num_layers)
+    spec = encoded_spec(heads, codec_of(heads), sinks=1, device=device)
+    assert shape.rope is not None
+    cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
+    spec = replace(spec, cos=cos, sin=sin)
+    model = build_model(shape, RandomWeights(shape), ops, torch.float32, device)
+    backend = make_backend(spec)
+    run = make_step(model, backend)
+    sequences = Sequences(spec)
+    logits = []
+    for number in range(9):
+        if number in (0, 1, 4):
+            count = (62, 126, 5)[len(sequences.lengths)]
+            positions = torch.arange(count, device=device)
+            prompt = torch.from_numpy(random.integers(0, shape.vocab_size, count)).to(device)
+            model.hidden(prompt, positions, backend.plan(sequences.step([(len(sequences.lengths), count)])))
+        names = [name for name in sequences.lengths if number < 6 or name != 1]
+        tokens = torch.from_numpy(random.integers(0, shape.vocab_size, len(names)))
+        positions = torch.tensor([sequences.lengths[name] for name in names])
+        plan = backend.plan(sequences.step([(name, 1) for name in names]))
+        logits.append(run(tokens, positions, plan).clone())
+    filled = [chunks[: sequences.lengths[name] // PAGE_TOKENS] for name, chunks in sequences.chunks.items()]
+    assert [len(chunks) for chunks in filled] == [1, 2, 0]
+    return logits, [sealed_bytes(spec, chunks).cpu() for chunks in filled]
 
 
 def eager(model: Model, backend: AttentionBackend) -> Step:

@@ -47,7 +47,7 @@ Steps = Sequence[Sequence[tuple[int, int]]]
 
 
 def encoded_spec(
-    shape: Shape, codec: Codec, *, tokens: int = 2048, sinks: int = 0, positions: int = 1024
+    shape: Shape, codec: Codec, *, tokens: int = 2048, sinks: int = 0, positions: int = 1024, device: str = "cpu"
 ) -> AttentionSpec:
     """A poisoned pool with room for so many tokens, most of them encoded. Group codes have no sinks."""
     open_codec = DenseCodec(shape.dim, shape.dtype)
@@ -56,10 +56,10 @@ def encoded_spec(
     largest = max(int(np.max(codec.page_bytes)), open_codec.page_bytes, exact.sidecar_bytes if exact else 0)
     chunk_bytes = shape.layers * shape.heads * (int(np.max(codec.page_bytes)) + open_codec.page_bytes)
     slab = -(-largest // UNIT) * UNIT
-    pool = PagePool((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, slab_bytes=slab)
+    pool = PagePool((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, device, slab_bytes=slab)
     pool.arena.fill_(0xFF)
     table = ChunkTable(pool, shape.layers, shape.heads, open_codec, codec, sinks=exact)
-    return replace(make_spec(shape, 1, positions=positions), table=table)
+    return replace(make_spec(shape, 1, device, positions), table=table)
 
 
 class Sequences:
@@ -91,7 +91,8 @@ class Sequences:
             if end > len(chunks) * PAGE_TOKENS:
                 chunks = np.append(chunks, table.take(1, table.open_codec))
             self.chunks[name] = chunks
-            slices.append(RowSlice(start, count, chunks, filled=filled))
+            # A view: while the array stays, a decode step may take its plan one further.
+            slices.append(RowSlice(start, count, chunks[:], filled=filled))
         return slices
 
 
@@ -118,7 +119,7 @@ def sealed_bytes(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor
         pages = bytes_of_pages(spec, chunk)
         if spec.table.sidecars[chunk] >= 0:
             pages[-1] = pages[-1][: len(pages[-1]) - unused]
-        images += [spec.table.pool.arena[torch.from_numpy(page)] for page in pages]
+        images += [spec.table.pool.arena[torch.from_numpy(page)].cpu() for page in pages]
     return torch.cat(images)
 
 
@@ -151,9 +152,10 @@ def check_steps(
     sinks: int = 1,
     strict: bool = True,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """The backend attends like the reference in every step, writes the same pages, and nothing beside them."""
-    specs = [replace(encoded_spec(shape, codec_of(shape), sinks=sinks), strict=strict) for _ in range(2)]
+    specs = [replace(encoded_spec(shape, codec_of(shape), sinks=sinks, device=device), strict=strict) for _ in range(2)]
     plain, fast = ReferenceAttention(specs[0]), make(specs[1])
     sequences = [Sequences(spec) for spec in specs]
     for number, rows in enumerate(steps):
@@ -163,7 +165,7 @@ def check_steps(
         (actual,) = run(fast, specs[1], [slices[1]], seed + number)
         error = relative_rms(actual, expected)
         assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} in step {number} {rows} for {shape}"
-        beside = (before != specs[1].table.pool.arena) & ~written(specs[1], slices[1])
+        beside = (before != specs[1].table.pool.arena).cpu() & ~written(specs[1], slices[1])
         assert not beside.any(), f"bytes {beside.nonzero()[:4, 0].tolist()} were written in step {number} {rows}"
     for name, chunks in sequences[0].chunks.items():
         full = sequences[0].lengths[name] // PAGE_TOKENS
@@ -181,13 +183,15 @@ def check_forest(
     prefills: Sequence[int] = (),
     sinks: int = 1,
     seed: int = 0,
+    device: str = "cpu",
 ) -> AttentionBackend:
     """A decode step of random sharers, and prefill slices of new sequences after it, attends like the reference, which
     reads every row by itself; rows that fill their chunk have it encoded. Returns the backend.
     """
     outputs, images = [], []
     for make_one in (ReferenceAttention, make):
-        spec = encoded_spec(shape, codec_of(shape), tokens=64 * 8 * (num_rows + len(prefills)), sinks=sinks)
+        tokens = 64 * 8 * (num_rows + len(prefills))
+        spec = encoded_spec(shape, codec_of(shape), tokens=tokens, sinks=sinks, device=device)
         random = np.random.default_rng(seed)
         backend = make_one(spec)
         slices = plant(spec, random, num_rows)

@@ -22,8 +22,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from quire.attention.kernels.attend import attend
+from quire.attention.kernels.encode import encode_groups, encode_nuq
+from quire.attention.kernels.encoded import attend_encoded
 from quire.attention.kernels.write import write
-from quire.attention.triton import PIECES_PER_PROCESSOR, WRITE_ROWS, common_launch, launches
+from quire.attention.triton import (
+    ENCODE_WARPS,
+    PIECES_PER_PROCESSOR,
+    WRITE_ROWS,
+    common_launch,
+    encoded_launches,
+    launches,
+)
+from quire.cache.codecs.group import KERNEL_ID as GROUP
+from quire.cache.codecs.nuq import KERNEL_ID as NUQ
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.models import triton_ops
 
@@ -45,6 +56,16 @@ def attention(
     launch = tall if kind == "tall" else short
     if kind.startswith("common-"):
         launch = common_launch(tall, group, int(kind.removeprefix("common-")))
+    arguments = attention_arguments(kind, dtype, group, dim, window, rotate) | {"ROWS": launch.rows}
+    compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
+    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.rows} rows, {launch.warps} warps")
+    return compiled, launch.warps
+
+
+def attention_arguments(
+    kind: str, dtype: torch.dtype, group: int, dim: int, window: int, rotate: bool
+) -> dict[str, Any]:
+    """What both attention kernels take, for a model with 32 layers and 8 kv heads."""
     append, seeded = kind.startswith("append"), kind.endswith("-seeded")
     pointer = POINTERS[str(dtype).removeprefix("torch.")]
     arguments: dict[str, Any] = dict.fromkeys(("q", "out", "arena"), pointer)
@@ -61,9 +82,6 @@ def attention(
         "D": dim,
         "P": PAGE_TOKENS,
         "DP": triton.next_power_of_2(dim),
-        "ROWS": launch.rows,
-    }
-    arguments |= {
         "UNIT": UNIT // dtype.itemsize,
         "SCALE": math.log2(math.e) / math.sqrt(dim),
         "WINDOW": window,
@@ -71,9 +89,7 @@ def attention(
         "APPEND": append,
         "SEEDED": seeded,
     }
-    compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
-    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.rows} rows, {launch.warps} warps")
-    return compiled, launch.warps
+    return arguments
 
 
 def describe(compiled: Compiled) -> str:
@@ -137,6 +153,98 @@ def test_attention_compiles_for_other_shapes(
     assert compiled.stack_bytes == 0 or dtype == torch.float32 or dim < 64, describe(compiled)
 
 
+PAGE_POINTERS = {"words": "*i32", "halves": "*fp16", "octets": "*u8", "sidecars": "*i32"}
+
+
+@functools.cache
+def encoded_attention(
+    kind: str, codec: int, parts: int, slots: int, dtype: torch.dtype, group: int, dim: int, rotate: bool = True
+) -> tuple[Compiled, int]:
+    """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two."""
+    short, tall = encoded_launches(dtype, group, dim)
+    launch = tall if kind == "tall" else short
+    table = codec == NUQ
+    arguments = attention_arguments(kind, dtype, group, dim, 0, rotate) | PAGE_POINTERS
+    arguments |= {"turns": "*fp32" if rotate else None, "staged": "i64"}
+    arguments |= dict.fromkeys(("heads", "pairs"), "*i32" if table else None)
+    arguments |= dict.fromkeys(("key_books", "value_books"), "*fp32" if table else None)
+    arguments |= {
+        "ROWS": launch.rows,
+        "HP": max(16, triton.next_power_of_2(dim // 2)),
+        "PAGE": 2 * PAGE_TOKENS * dim * dtype.itemsize // UNIT,
+        "SINKS": int(table),
+        "KIND": codec,
+    }
+    arguments |= dict.fromkeys(("KEY_PARTS", "VALUE_PARTS"), parts)
+    arguments |= dict.fromkeys(("MOST_KEY_SLOTS", "MOST_VALUE_SLOTS"), slots)
+    compiled = compile_for(HOPPER, attend_encoded, arguments, warps=launch.warps, stages=launch.stages)
+    numbers = 2 * PAGE_TOKENS * dim / (launch.warps * 32)
+    print(
+        f"\nencoded {kind} codec {codec} parts {parts} slots {slots} {dtype} G{group} D{dim}: {describe(compiled)},"
+        f" {launch.warps} warps, {largest_loop(compiled) / numbers:.1f} instructions a number"
+    )
+    return compiled, launch.warps
+
+
+def largest_loop(compiled: Compiled) -> int:
+    """Instructions between the farthest jump back and where it goes."""
+    jumps = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?BRA(?:\.\w+)* (0x[0-9a-f]+)", compiled.sass)
+    return max((int(at, 16) - int(to, 16)) // 16 + 1 for at, to in jumps)
+
+
+@pytest.mark.parametrize("codec, parts, most", [(NUQ, 4, 17), (NUQ, 7, 22), (GROUP, 0, 15)])
+@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall"])
+def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, most: int) -> None:
+    """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding."""
+    compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128)
+    assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
+    if kind == "tall":
+        return
+    assert compiled.stack_bytes == 0, describe(compiled)
+    numbers = 2 * PAGE_TOKENS * 128 // (warps * 32)
+    assert largest_loop(compiled) <= most * numbers
+    if codec == NUQ:
+        shuffles = compiled.count(r"\bSHFL\.IDX")
+        assert numbers <= shuffles <= numbers + 8, "a lookup does not stay inside its warp"
+    assert compiled.count(r"\bHMMA\.") > 0
+
+
+@pytest.mark.parametrize(
+    "kind, codec, slots, dtype, group, dim, rotate",
+    [
+        ("append", NUQ, 2, torch.float16, 8, 96, True),
+        ("short", NUQ, 0, torch.bfloat16, 1, 64, True),
+        ("tall", NUQ, 2, torch.bfloat16, 3, 64, True),
+        ("append", NUQ, 1, torch.float32, 3, 80, True),
+        ("tall", GROUP, 0, torch.float32, 4, 128, True),
+        ("short", NUQ, 1, torch.bfloat16, 4, 16, False),
+        ("append", NUQ, 1, torch.bfloat16, 4, 256, True),
+    ],
+    ids=str,
+)
+def test_reading_encoded_pages_compiles_for_other_shapes(
+    kind: str, codec: int, slots: int, dtype: torch.dtype, group: int, dim: int, rotate: bool
+) -> None:
+    compiled, _ = encoded_attention(kind, codec, 7, slots, dtype, group, dim, rotate)
+    assert compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_encoding_keeps_a_token_slot_in_a_thread(dim: int) -> None:
+    arguments: dict[str, Any] = {"arena": "*bf16", "table": "*i32", "seals": "*i32", "staged": "i64"} | PAGE_POINTERS
+    arguments |= dict.fromkeys(("heads", "pairs"), "*i32") | {"first_layer": "i32"}
+    arguments |= dict.fromkeys(("key_edges", "key_books", "key_weight", "value_edges", "value_books"), "*fp32")
+    arguments |= {"L": 32, "H": 8, "D": dim, "P": PAGE_TOKENS, "UNIT": 64, "PAGE": 2 * dim}
+    arguments |= {"DP": triton.next_power_of_2(dim), "HP": triton.next_power_of_2(dim // 2), "SINKS": 1}
+    for kernel in (encode_nuq, encode_groups):
+        given = {name: arguments[name] for name in kernel.arg_names}
+        compiled = compile_for(HOPPER, kernel, given, warps=ENCODE_WARPS)
+        print(f"\n{kernel.fn.__name__} D{dim}: {describe(compiled)}")
+        assert compiled.stack_bytes == 0 and compiled.shared_bytes <= 4096, describe(compiled)
+        # Neither codes nor sums over channels are exchanged: only bits of one column of values, on their way to a word.
+        assert compiled.count(r"\bREDUX") <= 1
+
+
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_the_write_stores_16_bytes_at_a_time(dim: int) -> None:
     arguments: dict[str, Any] = dict.fromkeys(("k", "v", "arena"), "*bf16") | dict.fromkeys(
@@ -159,6 +267,8 @@ def test_the_write_stores_16_bytes_at_a_time(dim: int) -> None:
         "ROWS": WRITE_ROWS,
         "UNIT": 64,
         "ROTATE": True,
+        "PAGE": 2 * dim,
+        "staged": "i32",
     }
     compiled = compile_for(HOPPER, write, arguments, warps=4)
     print(f"\nwrite D{dim}: {describe(compiled)}")

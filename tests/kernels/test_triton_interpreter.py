@@ -16,7 +16,7 @@ import pytest
 FOLDER = Path(__file__).parent / "triton_interpreter"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_kernels_pass_in_the_interpreter(seed: int) -> None:
     pytest.importorskip("triton", reason="the interpreter comes with triton, which is not installed")
     settings = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -38,11 +38,12 @@ def read_by(layout: TileLayout, row: int) -> list[int]:
     found: dict[int, int] = {}
     for piece in np.concatenate((layout.short, layout.tall)).tolist():
         first_row, rows, first_index, chunks, start = piece[:5]
+        first_own, num_own = piece[10:]
         if first_row <= row < first_row + rows:
-            for i in range(chunks):
-                slot = start // PAGE_TOKENS + i
+            named = [*range(first_index, first_index + chunks), *range(first_own, first_own + num_own)]
+            for slot, index in enumerate(named, start // PAGE_TOKENS):
                 assert slot not in found, f"row {row} reads its chunk {slot} twice"
-                found[slot] = int(layout.indices[first_index + i])
+                found[slot] = int(layout.indices[index])
     return [found[slot] for slot in sorted(found)]
 
 
@@ -65,7 +66,7 @@ def check_partials(layout: TileLayout) -> None:
 
     finished = [0] * len(layout.positions)
     blocks: dict[int, tuple] = {}
-    for first_row, rows, _, _, _, slot, first_seed, seeds, first_part, parts in pieces:
+    for first_row, rows, _, _, _, slot, first_seed, seeds, first_part, parts, *_ in pieces:
         merge(first_row, rows, layout.entries[first_seed : first_seed + seeds].tolist())
         assert not seeds or rows == 1, "blocks of one row begin with what others left"
         own = layout.entries[first_part : first_part + parts].tolist()
@@ -108,6 +109,7 @@ def test_every_row_reads_each_visible_chunk_once(
         return
     tiles = Tiles(group, heads, max(16, group), max(tall, group), 2 * processors, processors)
     layout = lay_out(slices, tiles, window, common_rows)
+    assert layout.num_staged == len(layout.seals) == 0
     row = 0
     for piece in slices:
         for position in range(piece.start, piece.start + piece.num_rows):
@@ -128,6 +130,55 @@ def test_every_row_reads_each_visible_chunk_once(
     assert len(common) <= tiles.max_common(singles)
     num_blocks = len({tuple(block) for block in layout.short[:, :2].tolist()})
     assert len(layout.short) <= tiles.max_short(num_blocks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_sharers=st.integers(0, 20),
+    lengths=st.lists(st.tuples(st.integers(0, 1000), st.one_of(st.just(1), st.integers(1, 300))), max_size=5),
+    group=st.sampled_from([1, 4, 32]),
+    processors=st.sampled_from([1, 132]),
+    window=st.sampled_from([None, 1, 70, 500]),
+    strict=st.booleans(),
+    seed=st.integers(0, 9999),
+)
+def test_rows_see_their_own_chunk_as_written_and_others_as_stored(
+    num_sharers, lengths, group, processors, window, strict, seed
+) -> None:  # type: ignore[no-untyped-def]
+    """Where sealed chunks are encoded; if slices need not be strict, all chunks of a row's own slice as written."""
+    slices = slices_at(lengths)
+    if num_sharers:
+        rows = forest(counting(), np.random.default_rng(seed), num_sharers, max_chunks=8)
+        slices = [replace(row, chunks=row.chunks + 10_000) for row in rows] + slices
+    slices = [replace(piece, filled=20_000 + i) for i, piece in enumerate(slices)]
+    if not slices:
+        return
+    tiles = Tiles(group, 2, max(16, group), max(64, group), 2 * processors, processors)
+    layout = lay_out(slices, tiles, window, encodes=True, strict=strict)
+    row = num_staged = 0
+    seals = []
+    for piece in slices:
+        end, first = piece.start + piece.num_rows, piece.start // PAGE_TOKENS
+        written = piece.chunks[: -(-end // PAGE_TOKENS)].copy()
+        for index in range(first, end // PAGE_TOKENS):
+            if index == first and piece.start % PAGE_TOKENS:
+                written[index] = piece.filled
+            else:
+                written[index] = ~num_staged
+                num_staged += 1
+            seals.append([written[index], piece.chunks[index]])
+        for position in range(piece.start, end):
+            own = position // PAGE_TOKENS
+            seen = piece.chunks[: own + 1].copy()
+            since = own if strict else first
+            seen[since:] = written[since : own + 1]
+            assert layout.write_chunk[row] == written[own]
+            low = 0 if window is None else max(0, position + 1 - window) // PAGE_TOKENS
+            read = read_by(layout, row)
+            assert read == seen[len(seen) - len(read) :].tolist() and len(read) >= len(seen) - low
+            row += 1
+    assert layout.num_staged == num_staged and layout.seals.tolist() == seals
+    check_partials(layout)
 
 
 def test_one_long_sequence_fills_the_machine_and_many_equal_ones_are_not_split() -> None:

@@ -364,16 +364,12 @@ def test_a_damaged_calibration_that_was_kept_is_made_again(
 
 
 def test_settings_are_refused_before_anything_is_calibrated(
-    folder: Path, gathered: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, gathered: list[list[int]], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"cache.memory of 1000B holds 0 chunks"):
         load_engine(str(folder), nuq(memory=1000))
     with pytest.raises(ConfigError, match="heads whose size is a multiple of 16 up to 256, not 12"):
         load_engine(str(save_tiny(tmp_path / "twelve")), nuq())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    on_gpu = dataclasses.replace(nuq(), runtime=dataclasses.replace(CONFIG.runtime, device="cuda"))
-    with pytest.raises(ConfigError, match="attention.backend triton does not read nuq3 pages yet; use"):
-        resolve(on_gpu, tiny_shape(head_dim=16))
     assert not gathered
 
 
@@ -503,6 +499,7 @@ def test_an_interrupted_command_says_that_it_will_go_on(
     assert captured.err == "quire: interrupted; the same command goes on with the windows it has gathered\n"
 
 
+@pytest.mark.timeout(400)
 def test_the_embedded_model_is_quantized_well_by_little(tmp_path: Path, data_dir: Path) -> None:
     path = embedded_gguf()
     settings = CalibrationSettings(num_windows=2, window_tokens=256, bits=(3,), kinds=("own",))

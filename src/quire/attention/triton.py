@@ -4,6 +4,9 @@ A decode step's arrays lie in buffers whose addresses and shapes depend on its p
 share anything, so a graph captured once for each reads the plan of every later step. All arrays of a step travel in one
 copy, and none while only positions move on: these advance on the device. Page ids are mirrored there, a row when its
 chunk is new.
+
+Where sealed chunks are encoded, a prefill step encodes what it fills in every layer, before the layer attends; a decode
+step at its end, in all layers at once and outside its graph: no row of it reads what it fills.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.attend import attend
+from quire.attention.kernels.encode import encode_groups, encode_nuq
+from quire.attention.kernels.encoded import attend_encoded
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec, RowSlice, moves_on
@@ -40,6 +46,9 @@ an H200's memory, for a second launch in a graph."""
 
 WRITE_ROWS = 16
 """Rows of a program of `write`."""
+
+ENCODE_WARPS = PAGE_TOKENS // 32
+"""A thread for each token slot."""
 
 _ALIGN = 32
 """int32s between the starts of arrays in a plan buffer are a multiple of this: 128 bytes."""
@@ -67,6 +76,18 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch
     return Launch(max(16, least), 4, 3), Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
 
 
+def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
+    """The same for encoded pages, whose tiles of keys and values are made in registers: eight warps share what four of
+    them would spill.
+
+    No tile is taller than a page where its rows may be of one sequence: rows of two chunks do not see the same.
+    """
+    least = max(16, triton.next_power_of_2(group_size))
+    if dtype == torch.float32:
+        return Launch(least, 8, 1), Launch(least, 8, 1)
+    return Launch(least, 4 if head_dim <= 64 else 8, 2), Launch(max(least, 64), 8, 2)
+
+
 def common_launch(tall: Launch, group_size: int, num_rows: int) -> Launch:
     """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
@@ -85,9 +106,6 @@ class TritonAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         table = spec.table
         device = table.pool.device
-        assert set(table.codecs) == {table.open_codec.kernel_id}, (
-            f"the triton backend reads dense pages only, not {list(table.codecs)}"
-        )
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"
         for angles in (spec.cos, spec.sin):
             if angles is not None:
@@ -95,22 +113,31 @@ class TritonAttention:
         self.spec = spec
         self.device = device
         self.batch_sizes = BATCH_SIZES
-        self.launches = launches(spec.dtype, spec.group_size, spec.head_dim)
+        self.tables = EncodedTables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
+        choose = encoded_launches if table.encodes else launches
+        self.launches = choose(spec.dtype, spec.group_size, spec.head_dim)
         # Off the GPU, in the interpreter, 8 stand for a small machine: enough to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         short, tall = self.launches
+        # Tiles made in registers leave room for eight warps of a multiprocessor.
+        at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
             spec.group_size,
             spec.num_kv_heads,
             short.rows,
-            tall.rows,
-            processors * PIECES_PER_PROCESSOR,
+            min(tall.rows, PAGE_TOKENS * spec.group_size) if table.encodes else tall.rows,
+            processors * at_once,
             processors,
-            MIN_SAVED_BYTES // (spec.num_kv_heads * table.open_codec.page_bytes) if on_gpu else 0,
+            MIN_SAVED_BYTES * spec.num_layers // table.chunk_bytes(table.sealed_codec) if on_gpu else 0,
         )
-        self.arena = table.pool.arena.view(spec.dtype)
+        arena = table.pool.arena
+        self.arena = arena.view(spec.dtype)
+        # The same bytes as codes, ranges and channels are read.
+        self.views = arena.view(torch.int32), arena.view(torch.float16), arena
+        self.turns = _turns(spec) if table.encodes else None
         self.mirror = TableMirror(table)
+        self._staged = torch.empty(0, dtype=torch.uint8, device=device)
         self.partials = Partials(spec)
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
@@ -118,7 +145,7 @@ class TritonAttention:
         self._num_moved = 0  # pages of the table at the last plan
         largest = self.batch_sizes[-1]
         self._decode = torch.zeros(
-            _offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES,
+            _offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES + 2 * largest,
             dtype=torch.int32,
             device=device,
         )
@@ -141,8 +168,16 @@ class TritonAttention:
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
             common = common_launch(common, self.spec.group_size, batch_size)
-        layout = lay_out(slices, self.tiles, self.spec.window, max(1, common.rows // self.spec.group_size))
-        self.mirror.refresh(layout.indices)
+        spec = self.spec
+        layout = lay_out(
+            slices,
+            self.tiles,
+            spec.window,
+            max(1, common.rows // spec.group_size),
+            encodes=spec.table.encodes,
+            strict=spec.strict,
+        )
+        self.mirror.refresh(layout.indices[layout.indices >= 0])
         if len(layout.indices) > MAX_DECODE_INDICES:
             batch_size = None
         self.plans_built += 1
@@ -157,6 +192,17 @@ class TritonAttention:
     def decode_buffer(self, num_ints: int) -> Tensor:
         """The start of the one buffer of decode plans."""
         return self._decode[:num_ints]
+
+    def staged(self, count: int) -> tuple[Tensor, int]:
+        """Room for so many dense chunks of one layer, which the next call may give again, and the id that the first of
+        its pages has as seen from the arena.
+        """
+        table = self.spec.table
+        size = count * self.spec.num_kv_heads * table.open_codec.page_bytes
+        if len(self._staged) < size + UNIT:
+            self._staged = torch.empty(size + UNIT, dtype=torch.uint8, device=self.device)
+        distance = self._staged.data_ptr() - table.pool.arena.data_ptr()
+        return self._staged, -(-distance // UNIT)
 
 
 class TritonPlan:
@@ -199,7 +245,8 @@ class TritonPlan:
             idle[:, 1], idle[:, 5] = 1, -1
             short = np.concatenate((short, idle))
         at = _offsets(rows, max_short + max_tall, max_entries)
-        used = at[-1] + max(1, len(layout.indices))
+        at_seals = at[-1] + max(1, len(layout.indices))
+        used = at_seals + layout.seals.size
         host = torch.zeros(used, dtype=torch.int32, pin_memory=backend.device.type == "cuda")
         ints: NDArray[np.int32] = host.numpy()
         ints[: self.num_rows] = layout.positions
@@ -209,6 +256,7 @@ class TritonPlan:
         pieces[max_short : max_short + len(tall)] = tall
         ints[at[2] : at[2] + num_entries] = layout.entries
         ints[at[3] : at[3] + len(layout.indices)] = layout.indices
+        ints[at_seals:] = layout.seals.reshape(-1)
         device = (
             torch.empty(used, dtype=torch.int32, device=backend.device)
             if batch_size is None
@@ -222,6 +270,9 @@ class TritonPlan:
         self.short, self.tall = all_pieces[:max_short], all_pieces[max_short:]
         self.entries = device[at[2] : at[2] + max(1, max_entries)]
         self.indices = device[at[3] :]
+        self._num_seals = len(layout.seals)
+        self._seals = device[at_seals:]
+        self._staged, self._staged_id = backend.staged(layout.num_staged)
         self._num_short, self._num_tall = len(layout.short), len(layout.tall)
 
     @property
@@ -236,8 +287,17 @@ class TritonPlan:
         self.positions[: self.num_rows] += 1
         self.slices = slices
 
+    def seal(self) -> None:
+        """Encodes what a decode step has filled, in all layers, once: the last layer's `attend` does it, or whoever
+        replays a graph in its place.
+        """
+        if self.is_decode:
+            self._encode(0, self._backend.spec.num_layers)
+            self._num_seals = 0
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Rotates keys and stores them and the values, [R, H, D] each, rows strided.
+        """Stores keys, rotated unless sealed chunks are encoded, and values, [R, H, D] each, rows strided; then encodes
+        the layer's pages that are full.
 
         A decode step stores them in `attend` of the same layer, until when k and v must stay as they are.
         """
@@ -249,10 +309,32 @@ class TritonPlan:
         _check(spec, v, spec.num_kv_heads, self.num_rows)
         write[(spec.num_kv_heads, triton.cdiv(self.num_rows, WRITE_ROWS))](
             k, v, backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.write_chunk,
-            self.num_rows, layer, k.stride(0), v.stride(0),
-            L=spec.num_layers, H=spec.num_kv_heads, D=spec.head_dim, P=PAGE_TOKENS,
-            DP=triton.next_power_of_2(spec.head_dim), ROWS=WRITE_ROWS, UNIT=UNIT // spec.dtype.itemsize,
-            ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
+            self._staged_id, self.num_rows, layer, k.stride(0), v.stride(0), ROWS=WRITE_ROWS,
+            ROTATE=spec.cos is not None and not spec.table.encodes, **_page_sizes(spec), num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        self._encode(layer, 1)
+
+    def _encode(self, first_layer: int, num_layers: int) -> None:
+        if not self._num_seals:
+            return
+        backend, spec = self._backend, self._backend.spec
+        tables, mirror, sinks = backend.tables, backend.mirror, spec.table.sinks
+        assert tables is not None
+        grid = (spec.num_kv_heads, self._num_seals, num_layers)
+        words, halves, octets = backend.views
+        if tables.heads is None:
+            encode_groups[grid](
+                backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, first_layer,
+                **_page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+            return
+        encode_nuq[grid](
+            backend.arena, words, halves, octets, mirror.pages, mirror.sidecars, self._seals, self._staged_id,
+            tables.heads, tables.pairs, tables.edges, tables.books, tables.weight, tables.value_edges,
+            tables.value_books, first_layer,
+            HP=tables.pairs_padded, SINKS=sinks.num_tokens if sinks is not None else 0,
+            **_page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -278,25 +360,43 @@ class TritonPlan:
             if not len(pieces):
                 continue
             append = is_short and self.is_decode
-            attend[(spec.num_kv_heads, len(pieces))](
-                q, k if append else None, v if append else None, out,
-                backend.arena, backend.mirror.pages, spec.cos, spec.sin, self.positions, self.indices,
-                pieces, self.entries, partials.o, partials.lse, partials.arrivals, backend.reads,
-                layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0),
-                L=spec.num_layers, H=spec.num_kv_heads, G=spec.group_size, D=spec.head_dim, P=PAGE_TOKENS,
-                DP=triton.next_power_of_2(spec.head_dim), ROWS=launch.rows, UNIT=UNIT // spec.dtype.itemsize,
-                SCALE=math.log2(math.e) / math.sqrt(spec.head_dim), WINDOW=spec.window or 0,
-                ROTATE=spec.cos is not None, APPEND=append, SEEDED=is_short and self.shares,
-                num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
+            inputs = q, k if append else None, v if append else None, out
+            lists = self.positions, self.indices, pieces, self.entries
+            sums = partials.o, partials.lse, partials.arrivals, backend.reads
+            strides = layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0)
+            options = _page_sizes(spec) | {
+                "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "ROTATE": spec.cos is not None,
+                "SCALE": math.log2(math.e) / math.sqrt(spec.head_dim), "APPEND": append,
+                "SEEDED": is_short and self.shares, "num_warps": launch.warps, "num_stages": launch.stages,
+                "enable_fp_fusion": True,
+            }  # fmt: skip
+            grid = (spec.num_kv_heads, len(pieces))
+            if backend.tables is None:
+                del options["PAGE"]
+                attend[grid](
+                    *inputs, backend.arena, backend.mirror.pages, spec.cos, spec.sin, *lists, *sums, *strides, **options
+                )
+                continue
+            tables, sinks = backend.tables, spec.table.sinks
+            attend_encoded[grid](
+                *inputs, backend.arena, *backend.views, backend.mirror.pages, backend.mirror.sidecars, spec.cos,
+                spec.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
+                *sums, self._staged_id, *strides, HP=tables.pairs_padded,
+                SINKS=sinks.num_tokens if sinks is not None else 0, KIND=tables.kernel_id,
+                KEY_PARTS=tables.key_parts, VALUE_PARTS=tables.value_parts,
+                MOST_KEY_SLOTS=tables.key_slots, MOST_VALUE_SLOTS=tables.value_slots, **options,
             )  # fmt: skip
+        if layer == spec.num_layers - 1:
+            self.seal()
         return out
 
 
 class TableMirror:
-    """`ChunkTable.pages` on the device, at one address.
+    """`ChunkTable.pages` and `sidecars` on the device, at one address.
 
-    pages   int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
-    copies  from the host so far
+    pages     int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
+    sidecars  int32 [C] likewise
+    copies    from the host so far
     """
 
     def __init__(self, table: ChunkTable) -> None:
@@ -304,6 +404,7 @@ class TableMirror:
         self._table = table
         self._seen = np.zeros(table.capacity, np.int64)
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=table.pool.device)
+        self.sidecars = torch.zeros(len(table.sidecars), dtype=torch.int32, device=table.pool.device)
 
     def refresh(self, chunks: NDArray[np.int32]) -> int:
         """Uploads the rows of those chunks that changed since they were last uploaded; returns how many."""
@@ -312,17 +413,17 @@ class TableMirror:
         if count == 0:
             return 0
         self._seen[ids] = self._table.takes[ids]
-        rows = self._table.pages[ids]
         row_ints = self._table.pages_per_chunk
-        host = torch.empty(count * (2 + row_ints), dtype=torch.int32, pin_memory=self.pages.device.type == "cuda")
+        host = torch.empty(count * (3 + row_ints), dtype=torch.int32, pin_memory=self.pages.device.type == "cuda")
         host[: 2 * count].view(torch.int64).numpy()[:] = ids
-        host[2 * count :].numpy()[:] = rows.reshape(-1)
+        host[2 * count : 3 * count].numpy()[:] = self._table.sidecars[ids]
+        host[3 * count :].numpy()[:] = self._table.pages[ids].reshape(-1)
         sent = host.to(self.pages.device, non_blocking=True)
         self.copies += 1
         # A chunk that several sequences share is named several times, with the same row.
-        self.pages.view(-1, row_ints).index_copy_(
-            0, sent[: 2 * count].view(torch.int64), sent[2 * count :].view(count, row_ints)
-        )
+        index = sent[: 2 * count].view(torch.int64)
+        self.sidecars.index_copy_(0, index, sent[2 * count : 3 * count])
+        self.pages.view(-1, row_ints).index_copy_(0, index, sent[3 * count :].view(count, row_ints))
         return count
 
 
@@ -353,6 +454,26 @@ def _offsets(num_rows: int, num_pieces: int, num_entries: int) -> tuple[int, int
     pieces = after(write_chunk, num_rows)
     entries = after(pieces, num_pieces * PIECE_INTS)
     return write_chunk, pieces, entries, after(entries, max(1, num_entries))
+
+
+def _turns(spec: AttentionSpec) -> Tensor | None:
+    """Cosines and sines of the first positions, by which keys of a page turn, float32 [2, D / 2, P]."""
+    if spec.cos is None or spec.sin is None:
+        return None
+    turns = torch.zeros(2, spec.head_dim // 2, PAGE_TOKENS, device=spec.cos.device)
+    # A context shorter than a page leaves slots without an angle, and never fills them.
+    for turn, angles in zip(turns, (spec.cos, spec.sin), strict=True):
+        turn[:, : len(angles)] = angles[:PAGE_TOKENS].T
+    return turns
+
+
+def _page_sizes(spec: AttentionSpec) -> dict[str, int]:
+    """The compile-time constants that say how pages lie."""
+    return {
+        "L": spec.num_layers, "H": spec.num_kv_heads, "D": spec.head_dim, "P": PAGE_TOKENS,
+        "DP": triton.next_power_of_2(spec.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
+        "PAGE": spec.table.open_codec.page_bytes // UNIT,
+    }  # fmt: skip
 
 
 def _check(spec: AttentionSpec, x: Tensor, heads: int, rows: int) -> None:

@@ -85,11 +85,6 @@ def resolve(
             f"attention.backend {backend} does not run on {device_type};"
             f" use {'cpu' if device_type == 'cpu' else 'triton'}"
         )
-    if backend == "triton" and config.cache.codec != "dense":
-        raise ConfigError(
-            f"attention.backend triton does not read {config.cache.codec} pages yet; use attention.backend reference,"
-            " or cache.codec dense"
-        )
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     if config.model.weights == "native" and (backend != "cpu" or dtype == "float16"):
         raise ConfigError(

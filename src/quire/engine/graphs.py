@@ -61,6 +61,7 @@ class DecodeGraphs:
             self._graphs[key] = self._capture(key[0], plan)
         graph, logits = self._graphs[key]
         graph.replay()
+        plan.seal()
         return logits[:rows]
 
     def _capture(self, size: int, plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:

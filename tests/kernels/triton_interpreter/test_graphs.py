@@ -23,7 +23,8 @@ from quire.models.plan import Model
 from quire.models.triton_ops import TritonOps
 
 from ...tiny_models import tiny_shape
-from ..decoding import Step, decode, eager
+from ..decoding import Step, decode, decode_encoded, eager
+from ..encoded import CODECS
 from ..harness import relative_rms
 
 
@@ -91,3 +92,26 @@ def test_replayed_steps_equal_the_reference(
         assert relative_rms(ours, theirs) < 2e-5, f"step {step} of {rows[step]} rows"
     # One for each padded size, and for two of them one more for steps that share.
     assert rows != sorted(rows) and len(captured) == (5 if shared_chunks else 3)
+
+
+@pytest.mark.parametrize("codec", ["mixed", "g4"])
+def test_replayed_steps_encode_what_they_fill(codec: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A graph never encodes; the step that replays it does, once, whether it captured or not."""
+    shape = tiny_shape("qwen3", head_dim=16)
+    captured: list[FakeGraph] = []
+
+    def replaying(model: Model, backend: TritonAttention) -> Step:
+        recorder = Recorder(model)
+        graphs = DecodeGraphs(recorder, backend, (1, 2))
+        install_fakes(monkeypatch, recorder, captured)
+        return graphs.replay
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    runs = [(TorchOps(), ReferenceAttention, eager), (TritonOps(vector=False), TritonAttention, replaying)]
+    (expected, stored), (actual, ours) = (decode_encoded(shape, *run, CODECS[codec], seed=seed) for run in runs)
+    for step, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert relative_rms(found, wanted) < 2e-5, f"step {step}"
+    assert len(captured) == 2
+    # Both computed keys and values themselves: what they rounded differently may have fallen to other codes.
+    for found, wanted in zip(ours, stored, strict=True):
+        assert (found != wanted).float().mean() < 0.02 if len(found) else len(wanted) == 0

@@ -16,6 +16,8 @@ In a decode step (APPEND) the program that holds a row's open chunk also rotates
 and takes them from registers, so there is no launch for the write either, and nothing is read back that was just
 written.
 
+Reads dense pages only; where sealed chunks are encoded, `kernels.encoded` does the same with them.
+
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -61,9 +63,9 @@ def attend(
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     positions,      # i32 [R]
     indices,        # i32, chunk ids
-    pieces,         # i32 [n, 10]: first row, rows, first index, chunks, position of the first slot; first partial slot
+    pieces,         # i32 [n, 12]: first row, rows, first index, chunks, position of the first slot; first partial slot
                     # (row i takes slot + i), or -1: writes the output; first entry and number of partials to begin
-                    # with; first entry and number of the block's parts (0: nobody merges them here)
+                    # with; first entry and number of the block's parts (0: nobody merges them here); two unused
     entries,        # i32, slots of partials: row i takes entry + i
     partial_o,      # f32 [slots, H, G, D]
     partial_lse,    # f32 [slots, H, G], base 2
@@ -81,7 +83,7 @@ def attend(
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
     head = tl.program_id(0)
-    piece = pieces + tl.program_id(1).to(tl.int64) * 10
+    piece = pieces + tl.program_id(1).to(tl.int64) * 12
     first_row = tl.load(piece)
     num_rows = tl.load(piece + 1)
     first_index = tl.load(piece + 2)
@@ -177,6 +179,28 @@ def attend(
         acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
         top = peak
 
+    leave(
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, head,
+        H, G, D, DP, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def leave(
+    out, first_row, num_rows,
+    slot,               # first partial slot, or -1: writes the output
+    parts, num_parts,   # entries of the block's parts; 0: nobody merges them here
+    top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over what the piece read
+    partial_o, partial_lse, arrivals, head,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What a piece leaves: its rows of the output, or partials; where it is the last of its block's parts to arrive,
+    also the output of them all.
+    """
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    in_row = d < D
+    valid = m < num_rows * G
     saw = total > 0
     # Where a row saw nothing, its sum stayed zero.
     o = acc / tl.where(saw, total, 1.0)[:, None]

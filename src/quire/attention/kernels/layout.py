@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.attention.plan import common_runs, leading_singles
+from quire.attention.plan import Sources, common_runs, leading_singles
 from quire.cache.page import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from quire.attention.plan import RowSlice
 
-PIECE_INTS = 10
+PIECE_INTS = 12
 """Columns of a piece: first row, rows, first index, chunks, position of the first slot, first partial slot or -1, first
-entry and number of the partials it begins with, first entry and number of its block's parts; see `kernels.attend`."""
+entry and number of the partials it begins with, first entry and number of its block's parts, first index and number of
+the chunks of its rows that follow; see `kernels.attend`. Only where sealed chunks are encoded are the last two used."""
 
 MAX_PARTIALS = 2048
 """Partial rows of a step: 33 MB for 32 query heads of size 128. What would need more is split less and shared less."""
@@ -99,12 +100,15 @@ class TileLayout:
 
     positions     [R] of the query rows
     write_chunk   [R] chunk that takes each row's key and value
-    indices       chunk ids: the paths of the slices one after the other
+    indices       chunk ids: the paths of the slices one after the other; then, where sealed chunks are encoded, those
+                  that the rows of each slice write
     short, tall   [n, PIECE_INTS] pieces, longest first
     entries       partial slots to merge, at most MAX_PARTIALS: of shared runs, row by row; of parts, block by block
     num_partials  slots used
     num_common    tall pieces of shared runs
     is_decode     every slice has one row
+    seals         as of `plan.Layout`
+    num_staged    as of `plan.Layout`
     """
 
     positions: NDArray[np.int32]
@@ -116,12 +120,24 @@ class TileLayout:
     num_partials: int
     num_common: int
     is_decode: bool
+    seals: NDArray[np.int32]
+    num_staged: int
 
 
-def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None, common_rows: int | None = None) -> TileLayout:
+def lay_out(
+    slices: Sequence[RowSlice],
+    tiles: Tiles,
+    window: int | None,
+    common_rows: int | None = None,
+    *,
+    encodes: bool = False,
+    strict: bool = True,
+) -> TileLayout:
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
 
     common_rows  query rows of a tile of what is shared, where that is not `tiles.tall_rows`
+    encodes      see `plan.Sources`; then no block has rows of two chunks, which do not see the same
+    strict       as of `plan.lay_out`
     """
     starts = np.array([piece.start for piece in slices], np.int64)
     counts = np.array([piece.num_rows for piece in slices], np.int64)
@@ -129,27 +145,42 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None, common
     lengths = -(-ends // PAGE_TOKENS)
     paths = np.cumsum(lengths) - lengths
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
+    # Where the ids of the chunks that a slice writes stand, of the first of them: in its path, or apart.
+    own = paths + starts // PAGE_TOKENS
+    sources = Sources(encodes)
+    if encodes:
+        apart = [sources.of(piece) for piece in slices]
+        num_own = np.array([len(chunks) for chunks in apart], np.int64)
+        own = int(lengths.sum()) + np.cumsum(num_own) - num_own
+        ids += apart
     indices = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
     is_decode = bool((counts == 1).all())
     if is_decode:
         # `_blocks` less what does not differ: a decode step waits for its plan.
-        positions, write_chunk = starts, indices[paths + starts // PAGE_TOKENS]
+        positions, write_chunk = starts, indices[own]
         low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
-        blocks = np.stack((np.arange(len(starts)), np.ones_like(starts), paths + low, lengths - low, low), 1)
+        num_own = np.full_like(starts, int(encodes))
+        ones = np.ones_like(starts)
+        blocks = np.stack((np.arange(len(starts)), ones, paths + low, lengths - low, low, own, num_own), 1)
         is_tall = np.zeros(len(blocks), bool)
     else:
         owner = np.repeat(np.arange(len(slices)), counts)
         first_rows = np.cumsum(counts) - counts
         positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
-        write_chunk = indices[paths[owner] + positions // PAGE_TOKENS]
-        blocks, is_tall = _blocks(starts, counts, paths, first_rows, tiles, window)
+        write_chunk = indices[own[owner] + positions // PAGE_TOKENS - starts[owner] // PAGE_TOKENS]
+        blocks, is_tall, owner = _blocks(starts, counts, paths, first_rows, tiles, window, encodes)
+        if encodes:
+            # Of its slice's chunks a block has those up to its own, or that alone.
+            last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS
+            num_own = np.ones_like(last) if strict else np.minimum(last + 1, blocks[:, 3])
+            blocks[:, 5], blocks[:, 6] = own[owner] + last + 1 - num_own, num_own
 
     common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, paths) if window is None else _NO_BLOCKS
     # The rows of slices that may share are the first blocks: what they share is theirs no longer.
-    for first_row, num_rows, _, chunks, _ in common.tolist():
-        own = blocks[first_row : first_row + num_rows]
-        own[:, [2, 4]] += chunks
-        own[:, 3] -= chunks
+    for first_row, num_rows, _, chunks, *_ in common.tolist():
+        rows = blocks[first_row : first_row + num_rows]
+        rows[:, [2, 4]] += chunks
+        rows[:, 3] -= chunks
 
     parts = _num_parts(common, MIN_COMMON_SHARE, tiles.common_budget, MAX_PARTIALS // 2, leaves_all=True)
     common_pieces, _ = _cut(common, parts)
@@ -179,10 +210,16 @@ def lay_out(slices: Sequence[RowSlice], tiles: Tiles, window: int | None, common
         num_common + int(pieces[is_split, 1].sum()),
         len(common_pieces),
         is_decode,
+        sources.seals,
+        sources.num_staged,
     )
 
 
-_NO_BLOCKS = np.empty((0, 5), np.int64)
+_BLOCK_INTS = 7
+"""Columns of a block: a piece's first five, the position still in chunks, of the chunks all; first index and number of
+those of them that its rows write, where these are apart."""
+
+_NO_BLOCKS = np.empty((0, _BLOCK_INTS), np.int64)
 
 
 def _blocks(
@@ -192,14 +229,16 @@ def _blocks(
     first_rows: NDArray[np.int64],
     tiles: Tiles,
     window: int | None,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The rows of each slice in blocks [n, 5] (a piece's first columns, the position still in chunks), in order of
-    rows; and which of them are tall.
+    encodes: bool,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+    """The rows of each slice in blocks, in order of rows, of which none has own chunks yet; which of them are tall; and
+    the slices they belong to.
     """
     ends = starts + counts
     is_tall = counts > tiles.short_rows
-    # A short slice is one block: the height of its blocks is taken so large that none ends inside it.
-    height = np.where(is_tall, tiles.tall_rows, np.int64(1) << 40)
+    # A short slice is one block: the height of its blocks is taken so large that none ends inside it, but at a chunk's
+    # end where there must be an end.
+    height = np.where(is_tall, tiles.tall_rows, np.int64(PAGE_TOKENS if encodes else 1 << 40))
     num_blocks = np.where(counts > 0, (ends - 1) // height - starts // height + 1, 0)
     owner = np.repeat(np.arange(len(starts)), num_blocks)
     band = (
@@ -211,19 +250,19 @@ def _blocks(
     high_row = np.minimum(ends[owner], (band + 1) * height[owner])
     low = np.zeros_like(low_row) if window is None else np.maximum(0, low_row + 1 - window) // PAGE_TOKENS
     chunks = -(-high_row // PAGE_TOKENS) - low
-    blocks = np.stack(
-        (first_rows[owner] + low_row - starts[owner], high_row - low_row, paths[owner] + low, chunks, low), 1
-    )
-    return blocks, is_tall[owner]
+    blocks = np.zeros((len(owner), _BLOCK_INTS), np.int64)
+    blocks[:, 0], blocks[:, 1] = first_rows[owner] + low_row - starts[owner], high_row - low_row
+    blocks[:, 2], blocks[:, 3], blocks[:, 4] = paths[owner] + low, chunks, low
+    return blocks, is_tall[owner], owner
 
 
 def _common_blocks(slices: Sequence[RowSlice], tiles: Tiles, rows: int, paths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What leading rows share, in blocks [n, 5] of so many rows at most; none if they save too little."""
+    """What leading rows share, in blocks of so many rows at most; none if they save too little."""
     singles = leading_singles(slices)
     runs = common_runs(singles, rows, max_runs=tiles.max_runs(len(singles)), max_rows=MAX_PARTIALS // 2)
     if sum((num_rows - 1) * (high - low) for _, num_rows, low, high in runs) < max(1, tiles.min_saved):
         return _NO_BLOCKS
-    blocks = [(first, num_rows, paths[first] + low, high - low, low) for first, num_rows, low, high in runs]
+    blocks = [(first, num_rows, paths[first] + low, high - low, low, 0, 0) for first, num_rows, low, high in runs]
     return np.array(blocks, np.int64)
 
 
@@ -245,16 +284,23 @@ def _num_parts(
 
 
 def _cut(blocks: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Blocks [n, 5] -> pieces that write the output themselves, and the block of each."""
+    """Blocks -> pieces that write the output themselves, and the block of each."""
     owner = np.repeat(np.arange(len(blocks)), parts)
     pieces = np.zeros((len(owner), PIECE_INTS), np.int32)
-    pieces[:, :5] = blocks[owner]
+    pieces[:, :5] = blocks[owner, :5]
     if len(owner) > len(blocks):
         ordinal = np.arange(len(owner)) - (np.cumsum(parts) - parts)[owner]
         bound = blocks[owner, 3] * ordinal // parts[owner]
         pieces[:, 2] += bound
         pieces[:, 3] = blocks[owner, 3] * (ordinal + 1) // parts[owner] - bound
         pieces[:, 4] += bound
+    if blocks[:, 6].any():
+        # Own chunks are a block's last ones.
+        low = pieces[:, 4] - blocks[owner, 4]
+        first_own = blocks[owner, 3] - blocks[owner, 6]
+        pieces[:, 11] = np.clip(low + pieces[:, 3] - first_own, 0, pieces[:, 3])
+        pieces[:, 10] = blocks[owner, 5] + np.maximum(0, low - first_own)
+        pieces[:, 3] -= pieces[:, 11]
     pieces[:, 4] *= PAGE_TOKENS
     pieces[:, 5] = -1
     return pieces, owner
@@ -275,4 +321,4 @@ def _rows_and_slots(common: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArr
 
 def _longest_first(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
     """Pieces are handed out in order, and a long one begun last would be waited for."""
-    return pieces[np.argsort(-pieces[:, 3], kind="stable")]
+    return pieces[np.argsort(-(pieces[:, 3] + pieces[:, 11]), kind="stable")]

@@ -1,6 +1,9 @@
-"""Keys and values of a step's rows into their slots, keys rotated; one launch for all rows and heads.
+"""Keys and values of a step's rows into their slots of dense pages; one launch for all rows and heads.
 
     page(row)[slot] = rotate(k, position),   page(row)[P + slot] = v,      slot = position mod P
+
+Where sealed chunks are encoded keys stay as they are, and chunks that the step fills from their first slot on are
+staged: these have pages beside the arena, and are numbered ~0, ~1 and so on.
 
 Decode steps do this inside `attend`. Defined by attention.reference.
 """
@@ -12,7 +15,19 @@ import triton.language as tl
 from quire.attention.kernels.attend import load_rotated
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows"])
+@triton.jit
+def dense_page(
+    entry,         # table entry of chunk 0
+    chunk,         # i64, of any shape, as the mask
+    head, staged, mask,
+    ROW: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The page ids of one head and layer of chunks in the table or staged, i64."""
+    stored = tl.load(entry + chunk * ROW, mask=mask & (chunk >= 0), other=0).to(tl.int64)
+    return tl.where(chunk >= 0, stored, staged + ((-1 - chunk) * H + head) * PAGE)
+
+
+@triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def write(
     k, v,          # [R, H, D], rows k_stride and v_stride apart
     arena,         # the arena as page elements; a page starts at id * UNIT
@@ -20,9 +35,11 @@ def write(
     cos, sin,      # f32 [positions, D / 2]; ROTATE only
     positions,     # i32 [R]
     write_chunk,   # i32 [R]
+    staged,        # page id of the first staged page
     num_rows, layer, k_stride, v_stride,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
+    PAGE: tl.constexpr,    # units of a dense page
 ):  # fmt: skip
     """Grid [H, ceil(R / ROWS)]."""
     head = tl.program_id(0)
@@ -30,7 +47,7 @@ def write(
     valid = row < num_rows
     position = tl.load(positions + row, mask=valid, other=0)
     chunk = tl.load(write_chunk + row, mask=valid, other=0).to(tl.int64)
-    page = tl.load(table + (chunk * L + layer) * H + head, mask=valid, other=0).to(tl.int64)
+    page = dense_page(table + layer * H + head, chunk, head, staged, valid, L * H, H, PAGE)
     d = tl.arange(0, DP)
     slot = arena + (page * UNIT + (position % P) * D)[:, None] + d[None, :]
     mask = valid[:, None] & (d < D)[None, :]

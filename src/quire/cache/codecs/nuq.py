@@ -196,10 +196,13 @@ class NuqCodec:
         )
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Keys, not rotated, and values, [n, P, D] each, as page images, uint8 [n, page_bytes[layer, head]]."""
-        tables, n = self.tables, len(k)
+        """Keys, not rotated, and values, [n, P, D] each, as page images, uint8 [n, page_bytes[layer, head]].
+
+        Computed where the tables are, on the CPU: the same bits for every device.
+        """
+        tables, n, device = self.tables, len(k), k.device
         layout = self.layouts[layer][head]
-        k, v = k.float(), v.float()
+        k, v = k.float().cpu(), v.float().cpu()
         book = tables.key_books[layer, head]
         codes = _codes(k, tables.key_edges[layer, head])
         missing = k - book.expand(n, PAGE_TOKENS, -1, -1).gather(-1, codes[..., None])[..., 0]
@@ -212,12 +215,13 @@ class NuqCodec:
         page[:, layout.values : layout.ranges] = self._pack_values(layer, head, value_codes)
         page[:, layout.ranges : layout.value_slots] = torch.cat((s, z), 1).view(torch.uint8)
         page[:, layout.value_slots : layout.end] = value_slots
-        return page
+        return page.to(device)
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
-        tables, n = self.tables, len(pages)
+        tables, n, device = self.tables, len(pages), pages.device
         layout = self.layouts[layer][head]
+        pages = pages.cpu()
         codes = self._unpack_keys(layer, head, pages[:, : layout.key_slots])
         k = tables.key_books[layer, head].expand(n, PAGE_TOKENS, -1, -1).gather(-1, codes[..., None])[..., 0]
         k = _add_slots(k, pages[:, layout.key_slots : layout.values])
@@ -225,7 +229,8 @@ class NuqCodec:
         ranges = pages[:, layout.ranges : layout.value_slots].contiguous().view(torch.float16).float()
         s, z = ranges[:, :PAGE_TOKENS, None], ranges[:, PAGE_TOKENS:, None]
         v = tables.value_books[layer, head][codes] * s + z
-        return k, _add_slots(v, pages[:, layout.value_slots : layout.end])
+        v = _add_slots(v, pages[:, layout.value_slots : layout.end])
+        return k.to(device), v.to(device)
 
     def _encode_values(
         self, layer: int, head: int, v: torch.Tensor
