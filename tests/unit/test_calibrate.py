@@ -381,6 +381,16 @@ def test_evaluations_calibrate_once_for_all_codecs(folder: Path, gathered: list[
     assert 0 < four.kl_mean < two.kl_mean and dense.bytes_per_token > four.bytes_per_token > two.bytes_per_token
 
 
+def test_a_head_size_of_128_stays_inside_its_bits(tmp_path: Path) -> None:
+    """Counted by the allocator, padding and sidecars included, with the default slots and one sink."""
+    folder = save_tiny(tmp_path / "wide", head_dim=128)
+    codecs = {"nuq4": 4.6, "nuq3": 3.6, "nuq2": 2.6}
+    options = {"runtime.threads": 1, "model.dtype": "bfloat16"}
+    for each in perplexity(str(folder), TEXT, codecs=list(codecs), context=512, options=options, kl=False):
+        print(each.codec, each.bits_per_element)
+        assert each.bits_per_element is not None and each.bits_per_element <= codecs[each.codec]
+
+
 def test_inspect_shows_the_sizes_that_are_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["inspect", str(folder), "--cache.codec", "nuq3", "--cache.memory", "4MiB", *FLAGS]
     assert main(words) == 0

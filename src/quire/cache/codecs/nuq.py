@@ -101,6 +101,7 @@ class NuqTables:
         sound = {
             "key_order": bool((self.key_order.sort(-1).values == pairs).all()),
             "key_bits": bool((self.key_bits <= MAX_BITS).all()),
+            "key_weight": bool((self.key_weight.isfinite() & (self.key_weight >= 0)).all()),
             "key_slots": bool((self.key_slots <= MAX_SLOTS).all()),
             "value_bits": bool(((self.value_bits >= 1) & (self.value_bits <= MAX_BITS)).all()),
             "value_slots": bool((self.value_slots <= MAX_SLOTS).all()),
