@@ -192,7 +192,7 @@ def largest_loop(compiled: Compiled) -> int:
     return max((int(at, 16) - int(to, 16)) // 16 + 1 for at, to in jumps)
 
 
-@pytest.mark.parametrize("codec, parts, most", [(NUQ, 4, 17), (NUQ, 7, 22), (GROUP, 0, 15)])
+@pytest.mark.parametrize("codec, parts, most", [(NUQ, 4, 16), (NUQ, 7, 20), (GROUP, 0, 14)])
 @pytest.mark.parametrize("kind", ["append", "append-seeded", "tall"])
 def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, most: int) -> None:
     """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding."""

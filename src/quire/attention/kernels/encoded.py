@@ -129,21 +129,43 @@ def nuq_values(
     field = tl.arange(0, P // 2) % (P // 8) * 4 + tl.arange(0, P // 2) // (P // 8)
     ranges = words + page * 32 + at_ranges // 4 + field
     s, z = tl.load(ranges), tl.load(ranges + P // 2)
-    even = even * half_in(s, 0)[:, None] + half_in(z, 0)[:, None]
-    odd = odd * half_in(s, 1)[:, None] + half_in(z, 1)[:, None]
+    even_shift = half_in(z, 0)[:, None]
+    odd_shift = half_in(z, 1)[:, None]
     for i in tl.static_range(SLOTS):
+        # No channel is in two slots, so what is missing there may join the shift by itself.
         at = page * 32 + (at_slots + i * (3 * P)) // 4
         channel, missing = slots_of(words, at, 2 * field, num_slots > i, P)
-        even += tl.where(channel[:, None] == d[None, :], missing[:, None], 0.0)
+        even_shift = tl.where(channel[:, None] == d[None, :], (half_in(z, 0) + missing)[:, None], even_shift)
         channel, missing = slots_of(words, at, 2 * field + 1, num_slots > i, P)
-        odd += tl.where(channel[:, None] == d[None, :], missing[:, None], 0.0)
-    return even, odd
+        odd_shift = tl.where(channel[:, None] == d[None, :], (half_in(z, 1) + missing)[:, None], odd_shift)
+    return even * half_in(s, 0)[:, None] + even_shift, odd * half_in(s, 1)[:, None] + odd_shift
+
+
+@triton.jit
+def dealt(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
+    """Columns of [ROWS, HANDS * C] in turns: the first of each of so many equal runs, the second of each, and so on.
+
+    A thread that looks up columns has every 32nd of them; so what it has stands side by side, to be stored at once.
+    """
+    C: tl.constexpr = x.shape[1] // HANDS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, HANDS, C)), (0, 2, 1)), (ROWS, HANDS * C))
+
+
+@triton.jit
+def gathered(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
+    """The inverse of `dealt`."""
+    C: tl.constexpr = x.shape[1] // HANDS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, HANDS)), (0, 2, 1)), (ROWS, HANDS * C))
 
 
 @triton.jit
 def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
-    """Columns [ROWS, P] by token slot -> [ROWS, P / 2] twice, in the order that `nuq_values` has the tokens in."""
-    return tl.split(tl.reshape(tl.permute(tl.reshape(x, (ROWS, P // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, P // 2, 2)))
+    """Columns [ROWS, P] of token slots in two turns (see `dealt`) -> those of the even and of the odd slots, [ROWS,
+    P / 2] each, in the order that `nuq_values` has the tokens in.
+    """
+    # From slots 8 e + 2 m + i, the upper half of the page beside the lower, into m, e, i.
+    x = tl.permute(tl.reshape(x, (ROWS, P // 16, 4, 2, 2)), (0, 2, 4, 1, 3))
+    return tl.split(tl.reshape(x, (ROWS, P // 2, 2)))
 
 
 @triton.jit
@@ -157,11 +179,13 @@ def half_in(words, side):
 
 @triton.jit
 def slots_of(words, at, slot, used, P: tl.constexpr):
-    """Which channel of the vectors in some token slots has something missing, and what, i32 and f32; at is in words."""
+    """Which channel of the vectors in some token slots has something missing, and what, i32 and f32; -1 and 0 where the
+    slot is not used. at is in words.
+    """
     used = (slot < P) & used
     four = tl.load(words + at + slot // 4, mask=used, other=0)
     two = tl.load(words + at + P // 4 + slot // 2, mask=used, other=0)
-    return four >> slot % 4 * 8 & 255, half_in(two, slot % 2)
+    return tl.where(used, four >> slot % 4 * 8 & 255, -1), half_in(two, slot % 2)
 
 
 @triton.jit
@@ -279,6 +303,7 @@ def attend_encoded(
 ):  # fmt: skip
     """Grid [H, n]."""
     HALF: tl.constexpr = D // 2
+    DEALT: tl.constexpr = max(1, DP // 32)
     TYPE: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(0)
     piece = pieces + tl.program_id(1).to(tl.int64) * 12
@@ -312,48 +337,11 @@ def attend_encoded(
     layer_head = layer.to(tl.int64) * H + head
     entry = table + layer_head
 
-    if APPEND:
-        # One row a piece, and the piece that has its own chunk has the row's new token.
-        end = tl.load(positions + first_row)
-        single = tl.arange(0, 1)
-        holds = single < num_own
-        here = (single + first_row).to(tl.int64)
-        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, False)
-        v = load_rotated(new_v, here * v_stride + head * D, holds, cos, sin, single + end, D, DP, False)
-        open_chunk = tl.load(own_ids + single, mask=holds, other=0).to(tl.int64)
-        target = dense_page(entry, open_chunk, head, staged, holds, L * H, H, PAGE) * UNIT + end % P * D
-        stored = holds[:, None] & in_row[None, :]
-        tl.store(arena + target[:, None] + d[None, :], k.to(TYPE), mask=stored)
-        tl.store(arena + target[:, None] + P * D + d[None, :], v.to(TYPE), mask=stored)
-        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, ROTATE)
-        new_score = tl.sum(query.to(tl.float32) * k.to(TYPE).to(tl.float32), 1)
-        opens = valid & (num_own > 0)
-        top = tl.where(opens, new_score, float("-inf"))
-        total = tl.where(opens, 1.0, 0.0)
-        acc = tl.zeros((ROWS, DP), tl.float32) + v
-    else:
-        end = tl.load(positions + first_row + num_rows - 1) + 1
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, DP), tl.float32)
-
-    if SEEDED:
-        seed_top, seed_total, seed_acc = sum_partials(
-            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
-        )
-        if APPEND:
-            top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
-        else:
-            top, total, acc = seed_top, seed_total, seed_acc
-
-    if SINKS:
-        # The first tokens of all, which only a piece that begins there has.
-        num_exact = tl.where((start == 0) & (num_chunks > 0), SINKS, 0)
-        side = tl.load(sidecars + tl.load(chunk_ids, mask=num_exact > 0, other=0).to(tl.int64)).to(tl.int64)
-        top, total, acc = attend_sinks(
-            top, total, acc, query, position, arena + side * UNIT + layer_head * (2 * SINKS * D), num_exact, cos, sin,
-            D, DP, SINKS, WINDOW, ROTATE,
-        )  # fmt: skip
+    # Where nothing is written yet. A row to append has none of the tokens from its own on.
+    end = tl.load(positions + first_row) if APPEND else tl.load(positions + first_row + num_rows - 1) + 1
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
 
     # What is the same for all encoded pages.
     order = pair
@@ -399,14 +387,17 @@ def attend_encoded(
             slot_sin = tl.load(turn + HALF * P, mask=is_pair[:, None], other=0.0)
             first, second = turned(first, second, slot_cos, slot_sin)
             # All rows of a decode piece are at one position.
-            past = (single + end if APPEND else position) - page_start
+            past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - page_start
             angle = tl.maximum(past, 0).to(tl.int64)[:, None] * HALF + order[None, :]
             query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
             query_sin = tl.load(sin + angle, mask=is_pair[None, :], other=0.0)
             first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
-        score = tl.dot(first_q.to(TYPE), first.to(TYPE), input_precision="ieee")
-        score = tl.dot(second_q.to(TYPE), second.to(TYPE), score, input_precision="ieee")
-        at = page_start + slots
+        first, second, at = first.to(TYPE), second.to(TYPE), page_start + slots
+        if KIND == NUQ:
+            first, second = dealt(first, HP, 2), dealt(second, HP, 2)
+            at = page_start + slots % 2 * (P // 2) + slots // 2
+        score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
+        score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
         if SINKS:
             score = tl.where(at[None, :] >= SINKS, score, float("-inf"))
         if WINDOW:
@@ -419,11 +410,48 @@ def attend_encoded(
                 D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
             )  # fmt: skip
             even_weight, odd_weight = in_value_order(weight, ROWS, P)
-            acc = tl.dot(even_weight, even.to(TYPE), acc, input_precision="ieee")
-            acc = tl.dot(odd_weight, odd.to(TYPE), acc, input_precision="ieee")
+            acc = tl.dot(even_weight, dealt(even.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
+            acc = tl.dot(odd_weight, dealt(odd.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
         else:
             values = group_values(halves, octets, current, D, HALF, DP, P)
             acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
+    if KIND == NUQ:
+        acc = gathered(acc, ROWS, DEALT)
+
+    if APPEND:
+        # The piece that has its row's own chunk has the new token.
+        single = tl.arange(0, 1)
+        holds = single < num_own
+        here = (single + first_row).to(tl.int64)
+        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, False)
+        v = load_rotated(new_v, here * v_stride + head * D, holds, cos, sin, single + end, D, DP, False)
+        open_chunk = tl.load(own_ids + single, mask=holds, other=0).to(tl.int64)
+        target = dense_page(entry, open_chunk, head, staged, holds, L * H, H, PAGE) * UNIT + end % P * D
+        stored = holds[:, None] & in_row[None, :]
+        tl.store(arena + target[:, None] + d[None, :], k.to(TYPE), mask=stored)
+        tl.store(arena + target[:, None] + P * D + d[None, :], v.to(TYPE), mask=stored)
+        k = load_rotated(new_k, here * k_stride + head * D, holds, cos, sin, single + end, D, DP, ROTATE)
+        new_score = tl.sum(query.to(tl.float32) * k.to(TYPE).to(tl.float32), 1)
+        opens = valid & (num_own > 0)
+        new_top = tl.where(opens, new_score, float("-inf"))
+        top, total, acc = join(
+            top, total, acc, new_top, tl.where(opens, 1.0, 0.0), tl.zeros((ROWS, DP), tl.float32) + v
+        )
+
+    if SEEDED:
+        seed_top, seed_total, seed_acc = sum_partials(
+            seeds, num_seeds, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
+        )
+        top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
+
+    if SINKS:
+        # The first tokens of all, which only a piece that begins there has.
+        num_exact = tl.where((start == 0) & (num_chunks > 0), SINKS, 0)
+        side = tl.load(sidecars + tl.load(chunk_ids, mask=num_exact > 0, other=0).to(tl.int64)).to(tl.int64)
+        top, total, acc = attend_sinks(
+            top, total, acc, query, position, arena + side * UNIT + layer_head * (2 * SINKS * D), num_exact, cos, sin,
+            D, DP, SINKS, WINDOW, ROTATE,
+        )  # fmt: skip
 
     own_start = start + num_chunks * P
     for i in tl.range(num_own, num_stages=1):
