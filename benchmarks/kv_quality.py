@@ -4,6 +4,7 @@
     python benchmarks/kv_quality.py --data DIR       # DIR has wiki.test.raw; 8 windows of it
     python benchmarks/kv_quality.py --data DIR --engines openvino,llamacpp --caches u4,q4_0 --windows 148
     python benchmarks/kv_quality.py --data DIR --engines quire --earlier FILE    # a --json FILE of the others: hours
+    python benchmarks/kv_quality.py --data DIR --plot FILE.png                   # needs matplotlib
 
 SmolLM2-135M-Instruct reads WikiText-2's test text in windows of 2,048 tokens that do not overlap. Quire's tokenizer
 cuts the text, everyone gets the same token ids, and every token of a window but its first is scored. The others are
@@ -48,6 +49,8 @@ CHUNK = 64
 START_SECONDS = 300
 CACHE_SECONDS = 4 * 3600
 BEATEN = "BEATEN by"
+LEAST_LOSS = 0.05
+"""Percent. Only the 8-bit caches cost less, and a logarithm needs some cost."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,56 @@ def names(rows: Sequence[Row]) -> str:
     return "; ".join(f"{TITLES[row.engine]} {row.cache}" for row in rows)
 
 
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """What the caches cost over what they take, both axes logarithmic, a colour an engine; without the 16-bit caches.
+
+    A cache that costs less than LEAST_LOSS is drawn there.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for engine, title in TITLES.items():
+        found = [row for row in rows if row.engine == engine and row.bits < 16]
+        if not found:
+            continue
+        found.sort(key=lambda row: row.bytes_per_token)
+        sizes = [row.bytes_per_token for row in found]
+        losses = [max(100 * (row.ratio - 1), LEAST_LOSS) for row in found]
+        errors = [min(100 * (row.ratio_error or 0.0), 0.9 * loss) for row, loss in zip(found, losses, strict=True)]
+        ours = engine == QUIRE
+        size = 9 if ours else 6
+        (points, *_) = axes.errorbar(
+            sizes, losses, yerr=errors, fmt="o", markersize=size, elinewidth=1, zorder=2 + ours, label=title
+        )
+        for row, at in zip(found, zip(sizes, losses, strict=True), strict=True):
+            axes.annotate(
+                row.cache,
+                at,
+                xytext=(-6, -6) if ours else (4, 5),
+                textcoords="offset points",
+                rotation=0 if ours else 35,  # slanted names overlap least
+                rotation_mode="anchor",
+                horizontalalignment="right" if ours else "left",
+                verticalalignment="top" if ours else "bottom",
+                fontsize=11 if ours else 7,
+                fontweight="bold" if ours else "normal",
+                color=points.get_color(),
+            )
+    ticks = [*range(3000, 9000, 1000), *range(10000, 17000, 2000)]
+    axes.set(xscale="log", yscale="log", xlim=(3000, 16000), ylim=(LEAST_LOSS / 2, 5000))
+    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g} %")
+    axes.set_xlabel("bytes resident per token of a full window")
+    axes.set_ylabel("perplexity above that of the engine's own 16-bit cache")
+    axes.set_title(f"SmolLM2-135M-Instruct, WikiText-2 test, windows of {CONTEXT:,} tokens")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -288,6 +341,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for what the engines print (default: PEERS/logs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per cache")
     parser.add_argument("--earlier", type=Path, metavar="FILE", help="a --json file, for the engines not measured now")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against bytes: PNG, SVG or PDF")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     given = parser.parse_args()
     given.engines, given.codecs = given.engines.split(","), given.codecs.split(",")
@@ -324,6 +378,8 @@ def main() -> int:
     if not rows:
         return 2
     print(report(rows, given))
+    if given.plot:
+        plot(rows, given.plot)
     lines = verdicts(rows)
     print("\n".join(lines))
     return int(any(BEATEN in line for line in lines))

@@ -1,0 +1,159 @@
+"""Caches that the engine does not have, simulated over one window: keys per token, keys quantized after rotation.
+
+A row sees its own chunk exact, all earlier ones as the codec's kernels encode and decode them, sinks exact: what an
+engine in strict mode computes. In float32 that is what the reference backend gives, to the last digits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.attention.reference import attend_dense, rotate
+from quire.cache.codecs.nuq import NuqTables
+from quire.cache.codecs.packing import MAX_BITS
+from quire.cache.page import PAGE_TOKENS
+from quire.calibrate.fit import Book, LayerFit, as_stored, even_tables, padded
+from quire.engine.engine import LOGIT_ROWS
+from quire.models.plan import Model
+from quire.models.shape import ModelShape
+
+Stored = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of a layer, keys and values float32 [T, H, D] as a cache gives them back."""
+
+
+def per_channel(tables: NuqTables) -> Stored:
+    """As a codec with these tables stores them, rotated or not."""
+    names = NuqTables.__dataclass_fields__
+    layers = [
+        NuqTables(**{name: getattr(tables, name)[layer : layer + 1] for name in names})
+        for layer in range(len(tables.key_bits))
+    ]
+    return lambda layer, keys, values: as_stored(layers[layer], keys, values)
+
+
+def per_token(
+    key_fits: Sequence[LayerFit],
+    value_fits: Sequence[LayerFit],
+    bits: int,
+    slots: int,
+    *,
+    kinds: Sequence[str],
+    spends: bool,
+) -> Stored:
+    """Keys stored as values are: a range for each token, a book and a width for each head.
+
+    key_fits  made with keys in the place of values
+    bits      on average
+    kinds     of books to choose from
+    spends    whether bits go where they pay; else all have the same
+    """
+    sources = (key_fits, value_fits)
+    chosen = [
+        [min(kinds, key=lambda kind: float(fit.value_cost[kind][:, bits].sum())) for fit in fits] for fits in sources
+    ]
+    costs = [
+        torch.stack([fit.value_cost[kind] for fit, kind in zip(fits, of_fits, strict=True)])
+        for fits, of_fits in zip(sources, chosen, strict=True)
+    ]
+    cost = torch.stack(costs)
+    widths = spread_bits(cost, bits) if spends else torch.full(cost.shape[:-1], bits)
+    tables = [
+        [_head_tables(*each, slots) for each in zip(fits, of_fits, of_widths, strict=True)]
+        for fits, of_fits, of_widths in zip(sources, chosen, widths, strict=True)
+    ]
+
+    def stored(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros_like(keys)
+        found = [as_stored(layers[layer], nothing, x)[1] for layers, x in zip(tables, (keys, values), strict=True)]
+        return found[0], found[1]
+
+    return stored
+
+
+def spread_bits(cost: Tensor, bits: int) -> Tensor:
+    """Widths [...] of `bits` on average: each next bit goes where it saves most.
+
+    cost  float64 [..., 6], by width. None gets less than two bits, nor less than a bit below the average
+    """
+    flat = cost.flatten(0, -2)
+    widths = torch.full((len(flat),), max(2, bits - 1))
+    for _ in range(bits * len(flat) - int(widths.sum())):
+        now, then = (flat.gather(1, at[:, None])[:, 0] for at in (widths, (widths + 1).clamp_max(MAX_BITS)))
+        widths[(now - then).masked_fill(widths == MAX_BITS, -torch.inf).argmax()] += 1
+    return widths.view(cost.shape[:-1])
+
+
+def _head_tables(fit: LayerFit, kind: str, widths: Tensor, slots: int) -> NuqTables:
+    """Tables of a layer for values alone, of widths [H]; of keys they keep nothing."""
+    nothing = torch.zeros(*fit.key_weight.shape, 1)
+    even = even_tables(Book(nothing, nothing), fit.key_weight, 0, fit.value_books[kind, 1], slots)
+    books = [
+        padded(Book(*(part[head] for part in fit.value_books[kind, bits]))) for head, bits in enumerate(widths.tolist())
+    ]
+    edges, stands_for = (torch.stack(part)[None] for part in zip(*books, strict=True))
+    return dataclasses.replace(even, value_bits=widths.to(torch.uint8)[None], value_edges=edges, value_books=stands_for)
+
+
+def rotation(shape: ModelShape, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [num_tokens, D / 2]."""
+    assert shape.rope is not None, "a model that does not rotate has no rotation to move"
+    cos, sin = shape.rope.tables(num_tokens)
+    return torch.from_numpy(cos), torch.from_numpy(sin)
+
+
+class SimulatedPlan:
+    """The StepPlan of one window from its beginning.
+
+    rotated  whether `stored` takes and gives rotated keys
+    sinks    first tokens that stay exact
+    """
+
+    def __init__(self, shape: ModelShape, num_tokens: int, stored: Stored, *, rotated: bool, sinks: int) -> None:
+        self._shape = shape
+        self._tables = rotation(shape, num_tokens)
+        self._at = torch.arange(num_tokens)
+        self._stored, self._rotated, self._sinks = stored, rotated, sinks
+        self._keys = self._values = torch.empty(0)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See StepPlan."""
+        self._keys, self._values = k.float(), v.float()
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepPlan."""
+        keys, values = self._turn(self._keys), self._values
+        if self._rotated:
+            old_keys, old_values = self._stored(layer, keys, values)
+        else:
+            old_keys, old_values = self._stored(layer, self._keys, values)
+            old_keys = self._turn(old_keys)
+        old_keys[: self._sinks], old_values[: self._sinks] = keys[: self._sinks], values[: self._sinks]
+        queries = self._turn(q).unflatten(1, (self._shape.num_kv_heads, -1))
+        out = []
+        for start in range(0, len(q), PAGE_TOKENS):
+            end = min(start + PAGE_TOKENS, len(q))
+            k = torch.cat((old_keys[:start], keys[start:end])).transpose(0, 1)
+            v = torch.cat((old_values[:start], values[start:end])).transpose(0, 1)
+            at = self._at[:end]
+            out.append(attend_dense(queries[start:end], k, v, at[start:], at, self._shape.sliding_window).o)
+        return torch.cat(out).flatten(1).to(q.dtype)
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return rotate(x, *self._tables, self._at)
+
+
+@torch.inference_mode()
+def simulated_loss(model: Model, window: Sequence[int], plan: SimulatedPlan) -> float:
+    """Mean negative log-likelihood of a window's tokens but the first; the plan is of all but the last."""
+    tokens = torch.tensor(window)
+    hidden = model.hidden(tokens[:-1], torch.arange(len(window) - 1), plan)
+    total = 0.0
+    for start in range(0, len(hidden), LOGIT_ROWS):
+        logits = model.head(hidden[start : start + LOGIT_ROWS])[:, : model.shape.vocab_size].float()
+        targets = tokens[start + 1 : start + 1 + len(logits)]
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="none").double().sum())
+    return total / len(hidden)
