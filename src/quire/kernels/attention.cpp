@@ -12,8 +12,9 @@
 // partials, merged at the end.
 //
 // Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
-// one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page.
-#include "encoded_panels.h"
+// one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page,
+// and for very few to make no panel of values.
+#include "encoded_rows.h"
 #include "panels.h"
 
 namespace quire {
@@ -72,16 +73,16 @@ constexpr int ROWS = 4;           // rows softened together: their chains of dep
 constexpr int TURNED_ROWS = 8;    // up to so many query rows are turned for each page
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
-// Rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
+// COUNT rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
 // An invisible slot has score -inf and gets probability 2^-126, which no sum notices.
 // Where the values of slot t are scale[t] times what the panel has plus offset[t], probabilities are written times the scale, and shift, a
-// running sum too, takes the offsets.
-template <class Math, int SLOTS, bool SCALED>
-void soften(const float* scores, uint32_t* probabilities, float* top, float* total, float* factor, const float* scale = nullptr,
+// running sum too, takes the offsets; then scores become probabilities as well, not scaled, if KEEP.
+template <class Math, int SLOTS, bool SCALED, bool KEEP = false, int COUNT = ROWS>
+void soften(float* scores, uint32_t* probabilities, float* top, float* total, float* factor, const float* scale = nullptr,
             const float* offset = nullptr, float* shift = nullptr) {
     vf drop{};
-    float highest[ROWS];
-    for (int r = 0; r < ROWS; r++) {
+    float highest[COUNT];
+    for (int r = 0; r < COUNT; r++) {
         const float* s = scores + r * SLOTS;
         vf peak = load(s);
         for (int t = VL; t < SLOTS; t += VL) peak = max(peak, load(s + t));
@@ -91,13 +92,14 @@ void soften(const float* scores, uint32_t* probabilities, float* top, float* tot
         top[r] = highest[r];
     }
     const vf kept = exp2(drop);
-    for (int r = 0; r < ROWS; r++) {
-        const float* s = scores + r * SLOTS;
+    for (int r = 0; r < COUNT; r++) {
+        float* s = scores + r * SLOTS;
         uint32_t* out = probabilities + r * (SLOTS / Math::PAIR);
         vf added{}, shifted{};
         for (int t = 0; t < SLOTS; t += VL) {
             vf p = exp2<Math::PAIR == 2>(load(s + t) - highest[r]);
             added += p;
+            if constexpr (KEEP) store(s + t, p);
             if constexpr (SCALED) shifted += p * load(offset + t), p = p * load(scale + t);
             if constexpr (Math::PAIR == 1) store(reinterpret_cast<float*>(out) + t, p);
             else store(reinterpret_cast<bf16*>(out) + t, p);
@@ -190,7 +192,21 @@ struct Item {
     uint32_t *keys, *values;
     float *shift, *scale, *offset, *buffer;   // where pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
                                               // and where 32-bit panels are made from
+    float *turned, *late;                     // of few rows, else null: queries as float32 [rows, D], see add_late
 };
+
+// Query rows [rows, D] of the piece, rotated to as many positions behind `origin` as they are.
+template <class T>
+void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
+    const int G = plan.G, D = plan.D;
+    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
+    for (int m = 0; m < piece.num_rows * G; m++) {
+        const int row = piece.first_row + m / G;
+        const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
+        rotate(q + row * q_stride + (head * G + m % G) * D, plan.cos ? plan.cos + angle : nullptr, plan.cos ? plan.sin + angle : nullptr, D, scale,
+               turned + m * D);
+    }
+}
 
 // Query rows of the piece as the product takes them, rotated to as many positions behind `origin` as they are.
 template <class Math, class T>
@@ -211,12 +227,52 @@ void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, i
     }
 }
 
+// Hides those of `slots` slots from position `start` on that rows at, ..., at + count - 1 of the item do not see.
+inline void hide_unseen(const Plan& plan, const Piece& piece, int start, int slots, int at, int count, float* scores) {
+    if (plan.positions[piece.first_row] >= start + slots - 1 && !plan.window) return;
+    for (int m = 0; m < count; m++) {
+        const int position = plan.positions[piece.first_row + (at + m) / plan.G];
+        int high = position + 1 - start;
+        high = high < 0 ? 0 : high > slots ? slots : high;
+        int low = plan.window ? position + 1 - plan.window - start : 0;
+        low = low < 0 ? 0 : low > high ? high : low;
+        hide(scores + m * slots, low, high, slots);
+    }
+}
+
+inline void count_read(const Plan& plan, int head, int32_t chunk) {
+    if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+}
+
+#if defined(__AVX512BF16__)
+// Takes chunk c, a page of codes, into the running sums of COUNT rows.
+template <int COUNT>
+void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
+    // All of the next page, evenly: a burst would be waited for.
+    Prefetcher ahead = prefetch(after, plan.D, 0);
+    ahead.end = prefetch(after, plan.D, 1).end, ahead.pace = 1;
+    count_read(plan, head, plan.indices[piece.first_index + c]);
+    nuq_keys<false>(plan, page, Origin{}, item.keys, P, ahead);
+    for (int r = 0; r < COUNT; r++) store_halves(item.turned + r * plan.D, plan.D, item.query + r * item.steps);
+    product<MathBf16>(item.query, item.steps, item.keys, P, item.scores, P, item.steps, COUNT, P, nullptr, ahead);
+    for (int i = 0; i < page.head->key_slots; i++)
+        score_key_slot<COUNT>(page.image + page.head->at_key_slots + i * SLOT_BYTES, plan.turns, plan.D, item.turned, item.scores);
+    hide_unseen(plan, piece, piece.start + c * P, P, 0, COUNT, item.scores);
+    load_ranges(page, item.scale, item.offset);
+    soften<MathBf16, P, true, true, COUNT>(item.scores, item.probabilities, item.top, item.total, item.factor, item.scale, item.offset, item.shift);
+    nuq_sums<COUNT>(plan, page, item.probabilities, item.acc, item.columns, item.factor, ahead);
+    scale_late(item.late, item.columns, item.factor);
+    for (int i = 0; i < page.head->value_slots; i++)
+        add_late(page.image + page.head->at_value_slots + i * SLOT_BYTES, item.scores, item.columns, item.late);
+}
+#endif
+
 // Takes chunks c, ..., c + PAGES - 1 of the piece into the running sums. Two pages at once halve what a page costs besides its products: the
 // horizontal maxima and sums, and reading and writing acc.
 template <class Math, class T, int PAGES>
 void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
-    const int G = plan.G, D = plan.D, start = piece.start + c * P, first = plan.positions[piece.first_row];
+    const int D = plan.D, start = piece.start + c * P;
     Prefetcher keys_ahead[PAGES], values_ahead[PAGES];
     for (int i = 0; i < PAGES; i++) {
         const int coming = c + PAGES + i;
@@ -226,8 +282,7 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
     bool scaled = false;
     for (int i = 0; i < PAGES; i++) {
         const Page page = page_of(plan, layer, head, piece, c + i);
-        const int32_t chunk = plan.indices[piece.first_index + c + i];
-        if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+        count_read(plan, head, plan.indices[piece.first_index + c + i]);
         if (plan.turns) {
             scaled = load_turned<Math, T>(plan, page, item.rows <= TURNED_ROWS ? 0 : start, item.keys, SLOTS, item.columns, item.values,
                                           item.scale, item.offset, item.buffer, keys_ahead[0], values_ahead[0]);
@@ -236,19 +291,11 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
         load_values<Math>(page, D, item.columns, item.values + i * psteps * item.columns, values_ahead[i]);
     }
-    const bool partly_hidden = first < start + SLOTS - 1 || plan.window;
     for (int at = 0; at < item.rows; at += BLOCK) {
         const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
         product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
                       keys_ahead[0]);
-        for (int m = 0; partly_hidden && m < count; m++) {
-            const int position = plan.positions[piece.first_row + (at + m) / G];
-            int high = position + 1 - start;
-            high = high < 0 ? 0 : high > SLOTS ? SLOTS : high;
-            int low = plan.window ? position + 1 - plan.window - start : 0;
-            low = low < 0 ? 0 : low > high ? high : low;
-            hide(item.scores + m * SLOTS, low, high, SLOTS);
-        }
+        hide_unseen(plan, piece, start, SLOTS, at, count, item.scores);
         for (int m = 0; m < count; m += ROWS) {
             float* shift = plan.turns ? item.shift + at + m : nullptr;
             const auto soften_rows = scaled ? soften<Math, SLOTS, true> : soften<Math, SLOTS, false>;
@@ -258,6 +305,9 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         product<Math>(item.probabilities, psteps * PAGES, item.values, item.columns, item.acc + at * item.columns, item.columns, psteps * PAGES,
                       count, item.columns, item.factor, values_ahead[0]);
     }
+#if defined(__AVX512BF16__)
+    if (item.late) scale_late(item.late, item.columns, item.factor);
+#endif
 }
 
 // next: the page this thread needs after this item; its `valid` is 0 if there is none.
@@ -274,8 +324,16 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     const int steps = plan.turns && Math::PAIR == 2 ? D / 2 : (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
     const int buffer = !plan.turns ? 0 : Math::PAIR == 1 ? 3 * P * D : P * D;
 
+    const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
+#if defined(__AVX512BF16__)
+    const bool few = turns_rows && Math::PAIR == 2 && rows <= FEW_ROWS;
+    const int turned = few ? rows * D + 2 * VL : 0, late = few ? FEW_ROWS * FEW_ROWS * columns : 0;
+#else
+    constexpr int turned = 0, late = 0;
+#endif
+
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
-        (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer) * 4 + 64 * 14));
+        (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer + turned + late) * 4 + 64 * 16));
     auto carve = [&](size_t elements) {
         uint8_t* at = cursor;
         cursor += (elements * 4 + 63) / 64 * 64;
@@ -295,22 +353,43 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     item.scale = reinterpret_cast<float*>(carve(P));
     item.offset = reinterpret_cast<float*>(carve(P));
     item.buffer = reinterpret_cast<float*>(carve(buffer));
+    item.turned = turned ? reinterpret_cast<float*>(carve(turned)) : nullptr;
+    item.late = late ? reinterpret_cast<float*>(carve(late)) : nullptr;
     auto* rotated = reinterpret_cast<float*>(carve(D));
 
     if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
-    const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
     if (!turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
     std::memset(item.acc, 0, static_cast<size_t>(rows) * columns * 4);
     for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = item.shift[m] = 0;
     std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
+    if (late) std::memset(item.late, 0, static_cast<size_t>(late) * 4);
 
     int c = 0;
     for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, layer, piece, head, c, next, item);
     for (; c < piece.num_chunks; c++) {
+#if defined(__AVX512BF16__)
+        if constexpr (Math::PAIR == 2) {
+            const Page page = page_of(plan, layer, head, piece, c);
+            if (few && page.kind == NUQ && !page.sinks) {
+                const Page after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
+                turn_queries(plan, piece, head, q, q_stride, piece.start + c * P, item.turned);
+                switch (rows) {
+                    case 1: attend_codes<1>(plan, piece, head, c, page, after, item); break;
+                    case 2: attend_codes<2>(plan, piece, head, c, page, after, item); break;
+                    case 3: attend_codes<3>(plan, piece, head, c, page, after, item); break;
+                    default: attend_codes<4>(plan, piece, head, c, page, after, item);
+                }
+                continue;
+            }
+        }
+#endif
         if (turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, piece.start + c * P, rotated, item);
         attend_pages<Math, T, 1>(plan, layer, piece, head, c, next, item);
     }
 
+#if defined(__AVX512BF16__)
+    if (late) fold_late(item.late, columns, rows, item.acc);
+#endif
     for (int m = 0; m < rows; m++) {
         const int r = m / G, g = m % G;
         const bool seen = !(item.top[m] <= UNSEEN);

@@ -39,6 +39,26 @@ inline lanes joined(const uint8_t* lines, int fields, int f) {
     }
 }
 
+// The books of the two channels of a pair: codes of the first stand in even lanes, of the second in odd ones. Up to 16 centroids of each share a
+// register, and what lies above a code does not matter.
+template <int BITS>
+struct PairBook {
+    lanes first, second;
+    PairBook(const uint16_t* a, const uint16_t* b) {
+        if constexpr (BITS > 4) {
+            first = load_lanes(a), second = load_lanes(b);
+        } else {
+            const auto of = [](const uint16_t* book) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(book)); };
+            first = second = _mm512_inserti64x4(_mm512_castsi256_si512(of(a)), of(b), 1);
+        }
+    }
+    lanes operator()(lanes code) const {
+        if constexpr (BITS > 4) return _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(code, first), 0xaaaaaaaa, code, second);
+        const lanes mask = _mm512_set1_epi16(15), odd = _mm512_set1_epi32(16 << 16);
+        return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(code, mask, odd, 0xea), first);   // code & mask | odd
+    }
+};
+
 // Two vectors of floats, elements side by side as bf16 pairs.
 inline lanes pairs_of(vf first, vf second) {
     alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -69,11 +89,10 @@ void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8
     for (int p = 0; p < BLOCK_PAIRS; p++) {
         const int j = order[p];
         const float c = FAR ? origin.cos[j] : 1.0f, s = FAR ? origin.sin[j] : 0.0f;
-        const lanes first = load_lanes(head.key_lookup + j * BOOK), second = load_lanes(head.key_lookup + (j + half) * BOOK);
+        const PairBook<BITS> book(head.key_lookup + j * BOOK, head.key_lookup + (j + half) * BOOK);
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) {
-            const lanes code = joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter);
-            const lanes pairs = _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(code, first), 0xaaaaaaaa, code, second);
+            const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
             _mm512_storeu_si512(out + j * ld + quarter * VL, turned<FAR>(pairs, turns + j * 2 * P, quarter * VL, c, s));
         }
     }
@@ -143,7 +162,7 @@ void nuq_keys(const Plan& plan, const Page& page, Origin origin, uint32_t* out, 
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
     for (int block = 0; block < half / BLOCK_PAIRS; block++) {
-        ahead.step(8);
+        ahead.step(4);
         const auto run = [&](auto unpack) { unpack(head, half, lines, head.order + block * BLOCK_PAIRS, plan.turns, origin, out, ld); };
         switch (head.bits[block]) {
             case 0: run(block_keys<0, FAR>); break;
@@ -155,7 +174,12 @@ void nuq_keys(const Plan& plan, const Page& page, Origin origin, uint32_t* out, 
         }
         lines += LINE * head.bits[block];
     }
-    for (int i = 0; i < head.key_slots; i++) add_key_slot<FAR>(page.image + head.at_key_slots + i * SLOT_BYTES, plan.turns, half, origin, out, ld);
+}
+
+// Scale and offset [P] of the values of an encoded page.
+inline void load_ranges(const Page& page, float* scale, float* offset) {
+    const f16* ranges = reinterpret_cast<const f16*>(page.image + page.head->at_ranges);
+    for (int t = 0; t < P; t += VL) store(scale + t, load(ranges + t)), store(offset + t, load(ranges + P + t));
 }
 
 // V of an encoded page -> centroids, out [P / 2, columns] of pairs of slots; scale and offset [P] of each slot.
@@ -174,10 +198,7 @@ inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int co
             default: column_values<5>(lines, lookup, out + d, columns);
         }
     }
-    for (int t = 0; t < P; t += VL) {
-        store(scale + t, load(reinterpret_cast<const f16*>(ranges) + t));
-        store(offset + t, load(reinterpret_cast<const f16*>(ranges) + P + t));
-    }
+    load_ranges(page, scale, offset);
     for (int i = 0; i < head.value_slots; i++) add_value_slot(page.image + head.at_value_slots + i * SLOT_BYTES, ranges, out, columns);
 }
 
@@ -244,6 +265,8 @@ bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, 
             return false;
         }
         (far ? nuq_keys<true> : nuq_keys<false>)(plan, page, origin, keys, ld, keys_ahead);
+        for (int i = 0; i < page.head->key_slots; i++)
+            (far ? add_key_slot<true> : add_key_slot<false>)(page.image + page.head->at_key_slots + i * SLOT_BYTES, plan.turns, half, origin, keys, ld);
         nuq_values(plan, page, values, columns, scale, offset, values_ahead);
         // They are at the start of a sequence: start is 0, or the page's own.
         for (int t = 0; page.sinks && t < plan.sinks; t++) {

@@ -1,0 +1,129 @@
+// Few query rows over a page of non-uniform codes: values are summed straight from their codes, with no panel in between, and what slots hold is added
+// to scores and sums rather than to keys and values.
+#pragma once
+#include "encoded_panels.h"
+
+#if defined(__AVX512BF16__)
+namespace quire {
+
+constexpr int FEW_ROWS = 4;
+
+// Elements of a table of up to `count`; of a small one without reading memory element by element.
+inline vf picked(const float* table, int count, lanes at) {
+    if (count <= 32) return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + VL));
+    return (vf)_mm512_i32gather_ps(at, table, 4);
+}
+
+// Adds to scores [ROWS, P] what a slot of each key holds. What follows the queries, float32 [ROWS, D], may be read, and is not used.
+template <int ROWS>
+inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, const float* query, float* scores) {
+    static_assert(2 * P == 1 << 7, "slots of a pair's turns");
+    const int half = D / 2;
+    const lanes count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#pragma GCC unroll 4
+    for (int quarter = 0; quarter < P / VL; quarter++) {
+        const lanes channel = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(slot + quarter * VL)));
+        const __mmask16 is_second = _mm512_cmpge_epi32_mask(channel, _mm512_set1_epi32(half));
+        const lanes pair = _mm512_mask_sub_epi32(channel, is_second, channel, _mm512_set1_epi32(half));
+        const lanes at = _mm512_add_epi32(_mm512_slli_epi32(pair, 7), _mm512_add_epi32(count, _mm512_set1_epi32(quarter * VL)));
+        const lanes turn = _mm512_i32gather_epi32(at, turns, 4);
+        const vf missing = halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + P + 2 * quarter * VL)));
+        const vf along = missing * lower(turn), across = missing * upper(turn);   // times cos, times -sin
+        const vf x = (vf)_mm512_mask_blend_ps(is_second, (__m512)along, (__m512)across);
+        const vf y = (vf)_mm512_mask_blend_ps(is_second, (__m512)-across, (__m512)along);
+        for (int r = 0; r < ROWS; r++) {
+            float* s = scores + r * P + quarter * VL;
+            store(s, load(s) + picked(query + r * D, half, pair) * x + picked(query + r * D + half, half, pair) * y);
+        }
+    }
+}
+
+// The sums of GROUPS groups of sixteen columns.
+template <int BITS, int ROWS, int GROUPS>
+__attribute__((always_inline)) inline void column_sums(const uint8_t* lines, lanes lookup, const uint32_t* probabilities, vf (&acc)[GROUPS][ROWS]) {
+    vf other[GROUPS][ROWS] = {};   // a second chain of sums
+#pragma GCC unroll 32
+    for (int f = 0; f < P / 2; f++)
+        for (int g = 0; g < GROUPS; g++) {
+            const vu pairs = (vu)_mm512_permutexvar_epi16(joined<BITS>(lines + g * 2 * BITS * LINE, P / 2, f), lookup);
+            for (int r = 0; r < ROWS; r++) {
+                vf& sum = f % 2 ? other[g][r] : acc[g][r];
+                sum = MathBf16::fma(sum, probabilities[r * (P / 2) + f], pairs);
+            }
+        }
+    for (int g = 0; g < GROUPS; g++)
+        for (int r = 0; r < ROWS; r++) acc[g][r] += other[g][r];
+}
+
+template <int ROWS, int GROUPS>
+inline void scaled_sums(int bits, const uint8_t* lines, lanes lookup, const uint32_t* probabilities, float* sums, int columns, const float* factor) {
+    asm("" : "+r"(probabilities));   // or they are all broadcast at once, before all columns, into memory
+    vf acc[GROUPS][ROWS];
+    for (int g = 0; g < GROUPS; g++)
+        for (int r = 0; r < ROWS; r++) acc[g][r] = load(sums + r * columns + g * VL) * factor[r];
+    switch (bits) {
+        case 1: column_sums<1>(lines, lookup, probabilities, acc); break;
+        case 2: column_sums<2>(lines, lookup, probabilities, acc); break;
+        case 3: column_sums<3>(lines, lookup, probabilities, acc); break;
+        case 4: column_sums<4>(lines, lookup, probabilities, acc); break;
+        default: column_sums<5>(lines, lookup, probabilities, acc);
+    }
+    for (int g = 0; g < GROUPS; g++)
+        for (int r = 0; r < ROWS; r++) store(sums + r * columns + g * VL, acc[g][r]);
+}
+
+// sums [ROWS, columns] times each row's factor, plus the values' centroids weighted with probabilities [ROWS, P / 2] of pairs of slots, which have
+// the values' scales in them.
+template <int ROWS>
+void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities, float* sums, int columns, const float* factor, Prefetcher& ahead) {
+    const NuqHead& head = *page.head;
+    const lanes lookup = load_lanes(head.value_lookup);
+    const uint8_t* lines = page.image + head.at_values;
+    const int bits = head.value_bits, group = 2 * LINE * bits;
+    int d = 0;
+    for (; d + 2 * VL <= plan.D; d += 2 * VL, lines += 2 * group) {
+        ahead.step(12);
+        scaled_sums<ROWS, 2>(bits, lines, lookup, probabilities, sums + d, columns, factor);
+    }
+    if (d < plan.D) scaled_sums<ROWS, 1>(bits, lines, lookup, probabilities, sums + d, columns, factor);
+}
+
+// What slots of values add, [FEW_ROWS, columns, FEW_ROWS], by the slots' order and by row, added to the sums at the end of an item. Slots one after the
+// other often name one column, and a sum that was just stored is slow to come by: so each has a table of its own.
+inline void scale_late(float* late, int columns, const float* factor) {
+    const __m128 by = _mm_loadu_ps(factor);
+    if (_mm_movemask_ps(_mm_cmpneq_ps(by, _mm_set1_ps(1))) == 0) return;   // as for most pages: no row has a new maximum
+    const vf all = (vf)_mm512_broadcast_f32x4(by);
+    for (int i = 0; i < columns * FEW_ROWS * FEW_ROWS; i += VL) store(late + i, load(late + i) * all);
+}
+
+// Adds all of it to sums [rows, columns].
+inline void fold_late(const float* late, int columns, int rows, float* sums) {
+    for (int d = 0; d < columns; d += FEW_ROWS) {
+        __m128 of_row[FEW_ROWS];
+        for (int i = 0; i < FEW_ROWS; i++) {
+            const float* at = late + (d + i) * FEW_ROWS;
+            const auto table = [&](int k) { return _mm_loadu_ps(at + k * columns * FEW_ROWS); };
+            of_row[i] = (table(0) + table(1)) + (table(2) + table(3));
+        }
+        _MM_TRANSPOSE4_PS(of_row[0], of_row[1], of_row[2], of_row[3]);
+        for (int r = 0; r < rows; r++) _mm_storeu_ps(sums + r * columns + d, _mm_loadu_ps(sums + r * columns + d) + of_row[r]);
+    }
+}
+
+// weights [FEW_ROWS, P]: probabilities without the values' scales.
+inline void add_late(const uint8_t* slot, const float* weights, int columns, float* late) {
+    for (int t = 0; t < P; t += FEW_ROWS) {
+        const __m128 missing = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(slot + P + 2 * t)));
+        __m128 of_row[FEW_ROWS];
+        for (int r = 0; r < FEW_ROWS; r++) of_row[r] = missing * _mm_loadu_ps(weights + r * P + t);
+        _MM_TRANSPOSE4_PS(of_row[0], of_row[1], of_row[2], of_row[3]);
+        for (int i = 0; i < FEW_ROWS; i++) {
+            float* at = late + (i * columns + slot[t + i]) * FEW_ROWS;
+            _mm_storeu_ps(at, _mm_loadu_ps(at) + of_row[i]);
+        }
+    }
+}
+
+}  // namespace quire
+#endif
