@@ -14,7 +14,7 @@ from quire.cache.page import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.engine.engine import Engine
-from quire.engine.params import SamplingParams
+from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests import engines
@@ -217,6 +217,37 @@ def test_more_prompts_than_fit_evict_each_other() -> None:
     assert engine.stats()["cache"]["bytes_evicted"] > 0
     assert engine.holds_nothing
     assert [generate(engine, [prompt])[0] for prompt in prompts] == first
+
+
+def finishes(engine: Engine, name: str, prompt: list[int], steps: int = 400) -> bool:
+    engine.add(name, None, prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    return any(delta.finished for _ in range(steps) for delta in engine.step())
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 5, 64])
+def test_sidecars_that_are_only_cached_make_room(sinks: int) -> None:
+    """Many short prompts leave a sidecar each; what then needs their slabs gets them, however long it is."""
+    engine = make_engine(tiny_shape("qwen3", max_context=8192), chunks=16, **{"cache.sink_tokens": sinks})
+    for seed in range(40):
+        assert finishes(engine, str(seed), ids(66, 100 + seed)), f"the prompt after {seed} others never starts"
+    assert finishes(engine, "long", ids(engine.max_context - 2, 7))
+    engine.check()
+    assert engine.stats()["cache"]["bytes_evicted"] > 0 and engine.holds_nothing
+
+
+@pytest.mark.parametrize("chunks", [10, 13, 16, 33])
+@pytest.mark.parametrize("sinks", [1, 5, 64])
+def test_what_is_kept_for_good_leaves_what_is_promised(sinks: int, chunks: int) -> None:
+    engine = make_engine(tiny_shape("qwen3", max_context=8192), chunks=chunks, **{"cache.sink_tokens": sinks})
+    kept = [ids(66, 500 + seed) for seed in range(max(1, chunks // 8))]
+    for prompt in kept:
+        assert engine.may_pin(prompt)
+        once = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.add("pinned", None, prompt, once, hints=CacheHints(cache_pin=True))
+        drain(engine)
+        engine.protect(prompt)
+    assert finishes(engine, "long", ids(engine.max_context - 2, 7))
+    engine.check()
 
 
 def test_aborting_at_every_step_leaks_nothing() -> None:

@@ -289,7 +289,7 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     assert run_prompt(manager, other) and manager.pin(other, 64, 5.0)
     manager.release(holder)
     manager.release(other)
-    assert tree.num_protected == 2
+    assert tree.num_protected == (2, 1)
     assert manager.unpin("model", holder.token_ids) == 1, "the shorter one alone"
     assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
     manager.tick(1e9)

@@ -88,10 +88,10 @@ def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tupl
     return Launch(least, 4 if head_dim <= 64 else 8, 2), Launch(max(least, 64), 8, 2)
 
 
-def common_launch(tall: Launch, group_size: int, num_rows: int) -> Launch:
+def common_launch(tall: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
     """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
-    return tall if rows >= tall.rows else Launch(rows, 4, tall.stages)
+    return tall if rows >= tall.rows else Launch(rows, warps, tall.stages)
 
 
 class TritonAttention:
@@ -167,7 +167,7 @@ class TritonAttention:
         if all(piece.num_rows == 1 for piece in slices):
             batch_size = next((size for size in self.batch_sizes if size >= len(slices)), None)
         if batch_size is not None:
-            common = common_launch(common, self.spec.group_size, batch_size)
+            common = common_launch(common, self.spec.group_size, batch_size, common.warps if self.tables else 4)
         spec = self.spec
         layout = lay_out(
             slices,

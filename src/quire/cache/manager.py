@@ -130,17 +130,18 @@ class CacheManager:
         """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
         taking: who waits is no sharer, and has no hits.
         """
-        found, taken = 0, 0
+        found, taken, starts = 0, 0, 0
         if self.tree is not None and holder.reads_cache:
             limit = (len(holder.token_ids) - 1) // PAGE_TOKENS
             for segment, count in self.tree.walk(holder.namespace, holder.token_ids, limit):
                 found += count
                 taken += count * segment.is_idle
+                starts += segment.is_idle and segment.start == 0
         need = self._need(0, False, len(holder.token_ids))
         has_sidecar = self.table.sinks is not None and not found
         need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar))
         growth = Need(len(self._live) + 1 if self._live else 0)
-        return need if self._fits(need.plus(growth).plus(self._promised()), apart_from=taken) else None
+        return need if self._fits(need.plus(growth).plus(self._promised()), taken, starts) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
@@ -256,7 +257,7 @@ class CacheManager:
     def free_tokens(self, holder: Holder) -> int:
         """How many tokens the sequence may grow by without anything being taken, encoded or given back."""
         path = holder.path
-        return path.num_chunks * PAGE_TOKENS - path.num_tokens - self.table.encodes
+        return max(0, path.num_chunks * PAGE_TOKENS - path.num_tokens - self.table.encodes)
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; nothing without a tree."""
@@ -327,9 +328,19 @@ class CacheManager:
         sidecars = tree.num_unread_starts * self.table.sidecar_bytes
         return (tree.num_chunks - tree.num_read) * self.chunk_bytes + sidecars
 
-    def _capacity(self) -> int:
-        most, has_open = self.table.capacity, int(self.table.encodes)
-        return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not self.table.fits(count, has_open))
+    @property
+    def unprotected(self) -> int:
+        """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone."""
+        return self.capacity if self.tree is None else self._capacity(*self.tree.num_protected)
+
+    def _capacity(self, num_chunks: int = 0, num_starts: int = 0) -> int:
+        """Sealed chunks that one sequence may have beside so many others, some of which begin sequences."""
+        most, has_open, has_sidecar = self.table.capacity, int(self.table.encodes), int(self.table.sinks is not None)
+
+        def too_many(count: int) -> bool:
+            return not self.table.fits(num_chunks + count, has_open, (num_starts + 1) * has_sidecar)
+
+        return bisect.bisect_left(range(1, most + 1), True, key=too_many)
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
@@ -353,21 +364,32 @@ class CacheManager:
         has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
         return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
 
-    def _fits(self, need: Need, apart_from: int = 0) -> bool:
-        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many chunks."""
-        idle = 0 if self.tree is None else self.tree.num_idle - apart_from
-        return self.table.fits(need.sealed - idle, need.open, num_sidecars=need.sidecars)
+    def _fits(self, need: Need, apart_from: int = 0, starts: int = 0) -> bool:
+        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many chunks, some of
+        which begin sequences.
+        """
+        if self.tree is None:
+            return self.table.fits(need.sealed, need.open, need.sidecars)
+        chunks, sidecars = self.tree.num_idle - apart_from, (self.tree.num_idle_starts - starts) * self._has_sidecars
+        return self.table.fits(need.sealed - chunks, need.open, need.sidecars - sidecars)
+
+    @property
+    def _has_sidecars(self) -> bool:
+        return self.table.sinks is not None
 
     def _evict_for(self, need: Need) -> None:
         """Drops as few idle chunks as leave room for what is needed, which fits."""
+        while not self.table.fits(need.sealed, need.open, need.sidecars):
+            tree = self.tree
+            assert tree is not None and tree.num_idle, "what is needed was to fit once all that is idle is gone"
+            starts = tree.num_idle_starts * self._has_sidecars
 
-        def fits_without(count: int) -> bool:
-            return self.table.fits(need.sealed - count, need.open, num_sidecars=need.sidecars)
+            def might_fit(count: int, starts: int = starts) -> bool:
+                return self.table.fits(need.sealed - count, need.open, need.sidecars - min(count, starts))
 
-        if fits_without(0):
-            return
-        assert self.tree is not None
-        self.table.give(self.tree.evict(bisect.bisect_left(range(self.tree.num_idle), True, key=fits_without)))
+            # No fewer will do. More may have to go: which of them have sidecars shows when they are gone.
+            least = bisect.bisect_left(range(tree.num_idle), True, key=might_fit)
+            self.table.give(tree.evict(max(1, least)))
 
     def _promised(self, apart_from: Holder | None = None) -> Need:
         """Chunks that admitted sequences were promised and have not taken."""

@@ -35,7 +35,8 @@ class PrefixTree:
     num_read     those of them that live paths read
     num_pinned   those that somebody asked to keep, read or not
     num_idle     those that are neither: they can be evicted
-    num_unread_starts  those at position 0, which may have sidecars, that no live path reads
+    num_unread_starts, num_idle_starts  segments at position 0, whose first chunks may have sidecars, that no live path
+                 reads; those of them that are not pinned either
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments: whose last use is longer ago is evicted first
     num_divided  how often a segment was divided: the one thing that changes the segments of other paths
@@ -48,6 +49,7 @@ class PrefixTree:
     num_pinned: int = 0
     num_idle: int = 0
     num_unread_starts: int = 0
+    num_idle_starts: int = 0
     num_evicted: int = 0
     num_uses: int = 0
     num_divided: int = 0
@@ -125,6 +127,7 @@ class PrefixTree:
                 self.num_read -= len(segment.chunks)
                 self.num_idle += len(segment.chunks) * segment.is_idle
                 self.num_unread_starts += segment.start == 0
+                self.num_idle_starts += segment.start == 0 and segment.is_idle
         if path.tip is not None:
             self._offer(path.tip)
         path.tip, path.num_shared = None, 0
@@ -201,15 +204,15 @@ class PrefixTree:
         return any(each.pinned_until < math.inf for each in self._pinned)
 
     @property
-    def num_protected(self) -> int:
-        """Chunks that protected pins keep."""
+    def num_protected(self) -> tuple[int, int]:
+        """Chunks that protected pins keep, and how many of them begin a sequence."""
         kept: dict[Segment, None] = {}
         for segment in (each for each, is_protected in self._pinned.items() if is_protected):
             at: Segment | None = segment
             while at is not None and at.parent is not None:
                 kept[at] = None
                 at = at.parent
-        return sum(len(segment.chunks) for segment in kept)
+        return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
 
     def walk(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Iterator[tuple[Segment, int]]:
         """(segment, leading chunks of it) that hold the first tokens, `limit` chunks at most; changes nothing."""
@@ -248,7 +251,7 @@ class PrefixTree:
 
     def check(self) -> None:
         """Proves the invariants."""
-        num_chunks = num_read = num_pinned = num_idle = num_unread_starts = 0
+        num_chunks = num_read = num_pinned = num_idle = num_unread_starts = num_idle_starts = 0
         for _, segment in self.segments():
             parent = segment.parent
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
@@ -263,9 +266,11 @@ class PrefixTree:
             num_pinned += len(segment.chunks) if segment.pins else 0
             num_idle += len(segment.chunks) if segment.is_idle else 0
             num_unread_starts += segment.start == 0 and not segment.locks.any()
-        found = num_chunks, num_read, num_pinned, num_idle, num_unread_starts
-        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle, self.num_unread_starts
-        assert found == counted, f"(chunks, read, pinned, idle, unread starts) are {found}; counted {counted}"
+            num_idle_starts += segment.start == 0 and segment.is_idle
+        found = num_chunks, num_read, num_pinned, num_idle, num_unread_starts, num_idle_starts
+        starts = self.num_unread_starts, self.num_idle_starts
+        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle, *starts
+        assert found == counted, f"(chunks, read, pinned, idle, unread starts, idle) are {found}; counted {counted}"
         assert all(root.children for root in self._roots.values()), "a root without segments is kept"
 
     def _take(self, segment: Segment) -> None:
@@ -273,6 +278,7 @@ class PrefixTree:
             self.num_read += len(segment.chunks)
             self.num_idle -= len(segment.chunks) * segment.is_idle
             self.num_unread_starts -= segment.start == 0
+            self.num_idle_starts -= segment.start == 0 and segment.is_idle
         segment.locks += 1
         self.num_uses += 1
         segment.last_use, segment.used_at = self.num_uses, self.now
@@ -357,6 +363,7 @@ class PrefixTree:
         self.num_chunks -= len(gone)
         self.num_idle -= len(gone)
         self.num_unread_starts -= leaf.start == 0 and not kept
+        self.num_idle_starts -= leaf.start == 0 and not kept
         if kept:
             leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
             return gone
@@ -381,6 +388,7 @@ class PrefixTree:
             was_idle, was_pinned = at.is_idle, at.pins > 0
             at.pins += by
             self.num_idle += len(at.chunks) * (at.is_idle - was_idle)
+            self.num_idle_starts += (at.start == 0) * (at.is_idle - was_idle)
             self.num_pinned += len(at.chunks) * ((at.pins > 0) - was_pinned)
             self._offer(at)
             at = at.parent

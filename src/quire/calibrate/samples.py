@@ -164,15 +164,15 @@ class SampleStore:
         from safetensors.torch import load_file
 
         path = self.folder / "tokens.safetensors"
-        return load_file(path)["tokens"] if path.exists() else None
+        return load_file(path)["tokens"] if _is_whole(path) else None
 
     def put_tokens(self, tokens: Tensor) -> None:
         """Keeps the windows to gather."""
         self._save({"tokens": tokens}, self.folder / "tokens.safetensors")
 
     def has(self, window: int) -> bool:
-        """Whether a window has been gathered."""
-        return self._path(window).exists()
+        """Whether a window has been gathered. One that a crash left damaged has not."""
+        return _is_whole(self._path(window))
 
     def put(self, window: int, model: Model, tokens: Tensor, progress: Callable[[int], None]) -> None:
         """Gathers a window; progress is told how many layers are done."""
@@ -206,3 +206,16 @@ class SampleStore:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         save_file(tensors, unfinished)
         unfinished.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a safetensors file is there and can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return False
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except SafetensorError:
+        return False

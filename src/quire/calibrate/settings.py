@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.cache.codecs.nuq import MAX_SLOTS
+from quire.cache.page import PAGE_TOKENS
 from quire.calibrate.fit import KINDS
 from quire.config import CacheConfig
 from quire.errors import ConfigError
@@ -55,6 +56,8 @@ class CalibrationSettings:
             raise ConfigError(f"books are {_listed(self.kinds)}; there are {_listed(KINDS)}")
         if not 0 <= self.outlier_slots <= MAX_SLOTS:
             raise ConfigError(f"outlier slots are {self.outlier_slots}; there may be 0 to {MAX_SLOTS}")
+        if not 0 <= self.sink_tokens <= PAGE_TOKENS:
+            raise ConfigError(f"sink tokens are {self.sink_tokens}; there may be 0 to {PAGE_TOKENS}")
         if self.num_windows < 2:
             raise ConfigError(f"windows are {self.num_windows}; at least 2 are needed, one of them to try books on")
 

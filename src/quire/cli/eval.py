@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         if "cache.codec" in args:
             raise ConfigError("give --codecs or --cache.codec, not both")
         # Some settings are for some codecs only: what is not for dense ones is none of the reference's business.
-        vars(args)["cache.codec"] = next((name for name in args.codecs if name != "dense"), "dense")
+        # So one stands for all that has the most of them: a calibrated one, or else any that encodes.
+        fullest = sorted(args.codecs, key=lambda name: (not name.startswith("nuq"), name == "dense"))
+        vars(args)["cache.codec"] = fullest[0]
     if shared.printed_config(args):
         return 0
     options = options_from(args, shared.ENGINE_SECTIONS)

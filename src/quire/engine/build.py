@@ -129,7 +129,8 @@ def resolve(
     arena = Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
     if fits.num_chunks < 2:
-        least = 2 * chunk_bytes + (0 if sealed is None else fits.open_chunk_bytes + len(pages) * slab)
+        least = 2 * chunk_bytes + (0 if sealed is None else fits.open_chunk_bytes + (len(pages) + 1) * slab)
+        least += -(-sidecar_bytes // slab) * slab
         raise ConfigError(
             f"cache.memory of {format_bytes(wanted if isinstance(wanted, int) else memory)}"
             f" holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"

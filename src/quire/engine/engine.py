@@ -236,7 +236,7 @@ class Engine:
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
         manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
-        left = (manager.capacity - manager.tree.num_protected) * PAGE_TOKENS
+        left = manager.unprotected * PAGE_TOKENS
         self.max_context = min(self.max_context, left)
 
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
