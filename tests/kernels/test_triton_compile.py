@@ -163,6 +163,8 @@ def encoded_attention(
     """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two."""
     short, tall = encoded_launches(dtype, group, dim)
     launch = tall if kind == "tall" else short
+    if kind.startswith("common-"):
+        launch = common_launch(tall, group, int(kind.removeprefix("common-")), tall.warps)
     table = codec == NUQ
     arguments = attention_arguments(kind, dtype, group, dim, 0, rotate) | PAGE_POINTERS
     arguments |= {"turns": "*fp32" if rotate else None, "staged": "i64"}
@@ -193,14 +195,15 @@ def largest_loop(compiled: Compiled) -> int:
 
 
 @pytest.mark.parametrize("codec, parts, most", [(NUQ, 4, 16), (NUQ, 7, 20), (GROUP, 0, 14)])
-@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall"])
+@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall", "common-2", "common-8"])
 def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, most: int) -> None:
     """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding."""
     compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128)
     assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
-    if kind == "tall":
+    # Some of what the largest tiles need every page is kept in local memory.
+    assert compiled.stack_bytes <= (320 if kind == "tall" else 0), describe(compiled)
+    if kind == "tall" or kind.startswith("common"):
         return
-    assert compiled.stack_bytes == 0, describe(compiled)
     numbers = 2 * PAGE_TOKENS * 128 // (warps * 32)
     assert largest_loop(compiled) <= most * numbers
     if codec == NUQ:

@@ -179,6 +179,30 @@ def test_an_interruption_loses_no_window(
     assert [path.name for path in kept.iterdir()] == [f".{fingerprint(folder)[:16]}.lock"]
 
 
+@pytest.mark.parametrize("name", ["window-0.safetensors", "tokens.safetensors"])
+def test_what_a_crash_left_damaged_is_gathered_again(
+    name: str, folder: Path, tmp_path: Path, kept: Path, gathered: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(folder, tmp_path / "whole")
+    gathered.clear()
+    counted = samples.gather
+
+    def interrupted(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
+        if gathered:
+            raise KeyboardInterrupt
+        yield from counted(model, tokens)
+
+    monkeypatch.setattr(samples, "gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, tmp_path / "made")
+    monkeypatch.setattr(samples, "gather", counted)
+    (left,) = kept.rglob(name)
+    left.write_bytes(left.read_bytes()[:100])
+    gathered.clear()
+    assert run(folder, tmp_path / "made").hash == whole.hash
+    assert len(gathered) == (3 if name.startswith("window") else 2)
+
+
 def test_what_the_model_wrote_is_not_written_again(
     folder: Path, tmp_path: Path, gathered: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +328,7 @@ def test_a_model_writes_the_same_again_and_goes_past_the_end_of_text() -> None:
         ({"bits": ()}, "bits are none"),
         ({"kinds": ("own", "ours")}, "books are own, ours; there are uniform, plain"),
         ({"outlier_slots": 3}, "outlier slots are 3; there may be 0 to 2"),
+        ({"sink_tokens": -3}, "sink tokens are -3; there may be 0 to 64"),
         ({"num_windows": 1}, "windows are 1; at least 2 are needed"),
     ],
 )

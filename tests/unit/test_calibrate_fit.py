@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of, nominal_page_bytes
+from quire.calibrate import fit as fit_module
 from quire.calibrate.fit import KINDS, Book, LayerFit, as_stored, even_tables, fit_layer, padded
 from quire.calibrate.samples import LayerSamples
 from quire.calibrate.spend import even, page_step, spend
@@ -83,6 +84,57 @@ def test_few_kinds_are_the_same_as_among_many(fit: LayerFit) -> None:
     for kind in few.key_cost:
         assert torch.equal(few.key_cost[kind], fit.key_cost[kind])
         assert torch.equal(few.value_cost[kind], fit.value_cost[kind])
+
+
+def test_fisher_books_of_keys_are_means_weighted_with_cost_times_range_squared() -> None:
+    """Each centroid is the mean of what is nearest to it, and under no other weights is it that."""
+    drawn = torch.Generator().manual_seed(3)
+    keys = torch.randn(4000, 1, 8, generator=drawn) * torch.logspace(-1, 1, 8)
+    keys[..., ::2] = keys[..., ::2].abs()  # other shapes in other ranges
+    cost = torch.rand(4000, 1, 8, generator=drawn) * torch.logspace(3, 0, 8) * (keys / keys.std(0)).abs()
+    train = LayerSamples(keys, torch.randn(4000, 1, 8, generator=drawn), cost, torch.ones(4000, 1, 8))
+    books, _ = fit_module._key_books(train, ("fisher",), False)
+    low, high = fit_module._inner_range(keys.flatten(1))
+    middle, reach = (high + low) / 2, (high - low) / 2
+    unit = (keys.flatten(1) - middle) / reach
+    inside = unit.abs() <= 1
+    for bits in (1, 2):
+        book = (books["fisher", bits].centroids[0, 0] - middle[0]) / reach[0]
+        nearest = (unit[..., None] - book).abs().argmin(-1)
+
+        def means(weight: torch.Tensor, nearest: torch.Tensor = nearest, bits: int = bits) -> torch.Tensor:
+            cells = [(nearest == code) & inside for code in range(1 << bits)]
+            return torch.stack([(weight * unit)[cell].sum() / weight[cell].sum() for cell in cells])
+
+        fisher = train.key_cost.flatten(1)
+        off = {
+            name: float((means(weight) - book).abs().max())
+            for name, weight in {"it": fisher * reach**2, "no range": fisher, "no cost": reach**2 + 0 * fisher}.items()
+        }
+        assert off["it"] < 0.01 < 0.03 < min(off["no range"], off["no cost"]), off
+
+
+def test_value_books_follow_the_tokens_whose_errors_cost_most() -> None:
+    """Errors grow with a token's range, and cost what the Fisher information says."""
+    drawn = torch.Generator().manual_seed(4)
+    two_peaks = (torch.randint(0, 2, (600, 1, 64), generator=drawn) * 2 - 1) + 0.05 * torch.randn(
+        600, 1, 64, generator=drawn
+    )
+    even = 100 * (2 * torch.rand(600, 1, 64, generator=drawn) - 1)
+    ones = torch.ones(600, 1, 64)
+
+    def book(values: torch.Tensor, cost: torch.Tensor, kind: str) -> torch.Tensor:
+        train = LayerSamples(values, values, cost, cost)
+        return fit_module._value_books(train, 0, (kind,), False)[kind, 2].centroids[0]
+
+    both, flat = torch.cat((two_peaks, even)), torch.cat((ones, ones))
+    of_peaks, of_even = book(two_peaks, ones, "plain"), book(even, ones, "plain")
+    assert (of_peaks - of_even).abs().max() > 0.1
+    for kind in ("plain", "fisher", "own"):
+        torch.testing.assert_close(book(both, flat, kind), of_even, atol=0.03, rtol=0)
+    dear = torch.cat((1e8 * ones, ones))
+    torch.testing.assert_close(book(both, dear, "fisher"), of_peaks, atol=0.03, rtol=0)
+    torch.testing.assert_close(book(both, dear, "plain"), of_even, atol=0.03, rtol=0)
 
 
 def test_own_books_follow_their_channels(fit: LayerFit) -> None:
