@@ -127,14 +127,17 @@ def measure(
     reference  the one of them that all are compared with; None: no comparison
     Raises ModelError if a model's numbers are not finite.
     """
-    tallies = {name: _Tally() for name in engines}
+    rows = len(windows[0]) - 1
+    tallies = {
+        name: _Tally(np.empty(rows), np.zeros(len(windows) * rows * (reference is not None))) for name in engines
+    }
     progress(0, len(windows))
     for number, tokens in enumerate(windows):
         hidden = {}
         for name, engine in engines.items():
             hidden[name], num_bytes = read_window(engine, tokens)
             tallies[name].bytes.append(num_bytes)
-        _score(engines, hidden, torch.tensor(tokens[1:]), tallies, reference)
+        _score(engines, hidden, torch.tensor(tokens[1:]), tallies, reference, number * rows)
         for name, tally in tallies.items():
             tally.end_window()
             if not math.isfinite(tally.nll[-1]):
@@ -198,8 +201,9 @@ def _score(
     targets: torch.Tensor,
     tallies: Mapping[str, _Tally],
     reference: str | None,
+    first: int,
 ) -> None:
-    """Adds a window's tokens to the tallies, so many rows of logits at a time."""
+    """Adds a window's tokens, of which `first` came before, to the tallies, so many rows of logits at a time."""
     order = sorted(engines, key=lambda name: name != reference)  # stable: the reference comes first
     for start in range(0, len(targets), LOGIT_ROWS):
         block = slice(start, start + LOGIT_ROWS)
@@ -207,15 +211,15 @@ def _score(
             model, tally = engines[name].model, tallies[name]
             found = torch.log_softmax(model.head(hidden[name][block])[:, : model.shape.vocab_size].float(), -1)
             wanted = targets[block].to(found.device)[:, None]
-            tally.losses.append(-found.gather(1, wanted)[:, 0].double().cpu().numpy())
+            tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()
             if reference is None:
                 continue
             if name == reference:
                 dense, p, best = found, found.exp(), best_ids(found)
-                tally.kl.append(np.zeros(len(found)))
                 tally.agreeing += len(found)
             else:
-                tally.kl.append((dense - found).mul_(p).sum(-1).double().cpu().numpy())
+                kl = (dense - found).mul_(p).sum(-1)
+                tally.kl[first + start : first + start + len(found)] = kl.double().cpu().numpy()
                 tally.agreeing += int((best_ids(found) == best).sum())
 
 
@@ -225,20 +229,20 @@ class _Tally:
 
     losses    of the window at hand: -log p of its tokens
     nll       mean of each window
-    kl        of each token
+    kl        of each token of all windows; whole from the start, for what is kept between one block of logits and the
+              next would lie where the next had fitted, and memory would grow with every block
     agreeing  tokens whose most probable one is the reference's
     bytes     taken from the pool, of each window
     """
 
-    losses: list[np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=list)
+    losses: np.ndarray[Any, np.dtype[np.float64]]
+    kl: np.ndarray[Any, np.dtype[np.float64]]
     nll: list[float] = field(default_factory=list)
-    kl: list[np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=list)
     agreeing: int = 0
     bytes: list[int] = field(default_factory=list)
 
     def end_window(self) -> None:
-        self.nll.append(float(np.concatenate(self.losses).mean()))
-        self.losses.clear()
+        self.nll.append(float(self.losses.mean()))
 
     def result(
         self, codec: str, context: int, bits: float | None, reference: np.ndarray[Any, np.dtype[np.float64]] | None
@@ -250,7 +254,7 @@ class _Tally:
         sizes = (sum(self.bytes) / (len(nll) * rows), bits)
         if reference is None:
             return Perplexity(*values, *sizes)
-        kl = np.concatenate(self.kl)
+        kl = self.kl
         # Both read the same tokens: within a window their losses rise and fall together.
         difference = nll - reference
         ratio, error = math.exp(difference.mean()), _standard_error(difference)
