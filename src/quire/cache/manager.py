@@ -330,11 +330,20 @@ class CacheManager:
 
     @property
     def unprotected(self) -> int:
-        """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone."""
-        return self.capacity if self.tree is None else self._capacity(*self.tree.num_protected)
+        """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone. Only while nobody
+        is there.
+        """
+        assert not self._live, "what sequences hold would count as kept"
+        if self.tree is None:
+            return self.capacity
+        num_chunks, num_starts = self.tree.num_protected
+        # All that is there now is the tree's, and what is not protected would go.
+        return self._capacity(num_chunks - self.tree.num_chunks, num_starts - self.tree.num_unread_starts)
 
     def _capacity(self, num_chunks: int = 0, num_starts: int = 0) -> int:
-        """Sealed chunks that one sequence may have beside so many others, some of which begin sequences."""
+        """Sealed chunks that one sequence may have beside so many more than there are now, some of which begin
+        sequences.
+        """
         most, has_open, has_sidecar = self.table.capacity, int(self.table.encodes), int(self.table.sinks is not None)
 
         def too_many(count: int) -> bool:
