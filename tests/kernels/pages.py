@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+from quire.kernels import load, runtime
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["normal", "heavy", "constant", "outlier", "zeros", "huge", "tiny", "subnormal", "ties", "mixed"]
 
 _SUBNORMAL = {torch.bfloat16: 1e-39, torch.float32: 1e-42, torch.float16: 3e-6}
+
+
+def use_level(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the kernels of a CPU level called in place of this CPU's own."""
+    library = runtime.prepare(load(level))
+    monkeypatch.setattr(runtime, "kernels", lambda: library)
 
 
 def vectors(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -14,10 +14,11 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.plan import RowSlice, lay_out
 from quire.attention.reference import ReferenceAttention
 from quire.cache.segment import Path
-from quire.kernels import load, runtime
+from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
 
 from .harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
+from .pages import use_level
 
 check = functools.partial(assert_equals_reference, CpuAttention)
 
@@ -84,8 +85,7 @@ def test_any_ragged_step_attends_like_the_reference(lengths, heads, group, dim, 
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = runtime.prepare(load(level))
-    monkeypatch.setattr(runtime, "kernels", lambda: library)
+    use_level(level, monkeypatch)
     check(Shape(dim=dim, group=3, dtype=dtype, window=90), EDGES)
 
 

@@ -16,13 +16,13 @@ from quire.attention.plan import RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.kernels import load, runtime
 from quire.kernels.levels import supported_levels
 
 from ..nuq_tables import tables_of
 from . import encoded
 from .encoded import CODECS, Sequences, encoded_spec
 from .harness import Shape, run
+from .pages import use_level
 from .sharing import sharers, taking
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,10 +90,8 @@ def test_models_without_rotation_attend_like_the_reference(dtype: torch.dtype) -
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = runtime.prepare(load(level))
-    monkeypatch.setattr(runtime, "kernels", lambda: library)
-    for codec in ("mixed",):
-        encoded.check_steps(CpuAttention, Shape(dim=80, group=3, dtype=dtype, layers=1), CODECS[codec], GROWTH)
+    use_level(level, monkeypatch)
+    encoded.check_steps(CpuAttention, Shape(dim=80, group=3, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
 @settings(max_examples=40)

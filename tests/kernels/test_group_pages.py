@@ -7,10 +7,10 @@ import torch
 
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.kernels import load, runtime
+from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
 
-from .pages import DTYPES, KINDS, vectors
+from .pages import DTYPES, KINDS, use_level, vectors
 
 
 def check(dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -40,8 +40,7 @@ def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: t
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = runtime.prepare(load(level))
-    monkeypatch.setattr(runtime, "kernels", lambda: library)
+    use_level(level, monkeypatch)
     for dim in (66, 80):
         for kind in KINDS:
             check(dim, *vectors(kind, (2, 1, PAGE_TOKENS, dim), dtype, seed))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.kernels import load, runtime
+from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
 
 from ..nuq_tables import random_tables
-from .pages import DTYPES, KINDS, vectors
+from .pages import DTYPES, KINDS, use_level, vectors
 
 DIMS = [16, 32, 48, 64, 80, 96, 128, 256]
 
@@ -94,8 +94,7 @@ def test_any_tables_and_numbers(dim, dtype, kinds, key_bits, value_bits, slots, 
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = runtime.prepare(load(level))
-    monkeypatch.setattr(runtime, "kernels", lambda: library)
+    use_level(level, monkeypatch)
     codec = NuqCodec("nuq3", random_tables(1, 1, 80, seed, slots=[2]))
     for kind in KINDS:
         check(codec, *vectors(kind, (2, 1, PAGE_TOKENS, 80), dtype, seed))

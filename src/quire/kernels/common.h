@@ -87,6 +87,19 @@ inline float widen(bf16 x) {
     std::memcpy(&f, &u, 4);
     return f;
 }
+// The bits of the nearest finite float16, and the number that is stored as such bits.
+inline uint16_t half_bits(float x) {
+    const f16 h = static_cast<f16>(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
+    uint16_t bits;
+    std::memcpy(&bits, &h, 2);
+    return bits;
+}
+
+inline float half_value(const uint8_t* at) {
+    f16 h;
+    std::memcpy(&h, at, 2);
+    return static_cast<float>(h);
+}
 inline void narrow(float* p, float x) { *p = x; }
 inline void narrow(f16* p, float x) { *p = static_cast<f16>(x); }
 inline void narrow(bf16* p, float x) { p->bits = round_bf16(x); }

@@ -9,19 +9,6 @@ constexpr int CHANNELS = 64;      // of a group
 constexpr int MAX_D = 256;
 constexpr int RANGES = 4 * SLOTS; // bytes of the lows and the steps of one group
 
-inline uint16_t half_bits(float x) {
-    const f16 h = static_cast<f16>(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
-    uint16_t bits;
-    std::memcpy(&bits, &h, 2);
-    return bits;
-}
-
-inline float half_value(const uint8_t* at) {
-    f16 h;
-    std::memcpy(&h, at, 2);
-    return static_cast<float>(h);
-}
-
 template <class T>
 void encode_rows(int D, const T* x, int64_t stride, uint8_t* out, uint8_t* ranges) {
     const int half = D / 2;

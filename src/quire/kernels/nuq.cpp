@@ -51,19 +51,6 @@ struct Largest {
     }
 };
 
-inline uint16_t half_bits(float x) {
-    const f16 h = static_cast<f16>(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
-    uint16_t bits;
-    std::memcpy(&bits, &h, 2);
-    return bits;
-}
-
-inline float half_value(const uint8_t* at) {
-    f16 h;
-    std::memcpy(&h, at, 2);
-    return static_cast<float>(h);
-}
-
 // Writes slot s of every vector: missing[d] is what the codes of channel d miss.
 void write_slot(const Slots& channel, const Slots* missing, uint8_t* out) {
     for (int t = 0; t < PAGE; t++) {

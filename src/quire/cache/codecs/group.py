@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.cache.codecs.packing import to_half
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
@@ -70,8 +71,8 @@ class GroupCodec:
         for start in self._starts:
             part = x[..., start : start + GROUP_CHANNELS]
             # Never minus zero: which of two zeros is the smaller is nobody's promise.
-            low = _half(part.amin(-1) + 0.0)
-            step = _half((part.amax(-1) - low.float()).clamp_min(0) * (1.0 / TOP_CODE) + 0.0)
+            low = to_half(part.amin(-1) + 0.0)
+            step = to_half((part.amax(-1) - low.float()).clamp_min(0) * (1.0 / TOP_CODE) + 0.0)
             wide = step.float()[..., None]
             scaled = (part - low.float()[..., None]) / torch.where(wide > 0, wide, 1.0)
             codes.append(scaled.clamp(0, TOP_CODE).round().to(torch.uint8))
@@ -85,8 +86,3 @@ class GroupCodec:
         of_channel = torch.arange(self.head_dim, device=codes.device) // GROUP_CHANNELS
         low, step = ranges[:, of_channel].permute(2, 0, 3, 1).unbind()  # [n, P, D] each
         return low + codes * step
-
-
-def _half(x: torch.Tensor) -> torch.Tensor:
-    """The nearest finite float16."""
-    return x.clamp(-65504.0, 65504.0).half()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, unpack
+from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, to_half, unpack
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
@@ -264,7 +264,8 @@ class NuqCodec:
             z = torch.where(fits, middle + (total - s * sum_c) / number, z)
         beyond = ((v - z[..., None]).abs() * ~inner).amax(-1)
         s = torch.maximum(s, beyond * (1.0 / RESIDUAL_REACH))
-        s, z = _half(s + 0.0), _half(z + 0.0)  # never minus zero: which of two zeros is the larger is nobody's promise
+        # Never minus zero: which of two zeros is the larger is nobody's promise.
+        s, z = to_half(s + 0.0), to_half(z + 0.0)
         wide_s, wide_z = s.float()[..., None], z.float()[..., None]
         codes = _codes(v, edges * wide_s[..., None] + wide_z[..., None])
         missing = v - (book[codes] * wide_s + wide_z)
@@ -320,11 +321,6 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _half(x: torch.Tensor) -> torch.Tensor:
-    """The nearest finite float16."""
-    return x.clamp(-65504.0, 65504.0).half()
-
-
 def _fill_slots(missing: torch.Tensor, cost: torch.Tensor, count: int) -> torch.Tensor:
     """The bytes [n, count * 192] of the slots of vectors [n, P, D]: for each, all channels, then what is missing
     there. The channel with the largest cost comes first, of equals the first channel.
@@ -336,7 +332,7 @@ def _fill_slots(missing: torch.Tensor, cost: torch.Tensor, count: int) -> torch.
         channel = cost.masked_fill(taken, -1).argmax(-1, keepdim=True)
         taken.scatter_(-1, channel, True)
         found.append(channel[..., 0].to(torch.uint8))
-        found.append(_half(missing.gather(-1, channel)[..., 0]).view(torch.uint8).view(n, -1))
+        found.append(to_half(missing.gather(-1, channel)[..., 0]).view(torch.uint8).view(n, -1))
     return torch.cat(found, 1)
 
 

@@ -1,4 +1,5 @@
-"""Codes of 1 to 5 bits as 64-byte lines: how quantized pages lay out what a vector register unpacks.
+"""Numbers as quantized pages hold them: codes of 1 to 5 bits in 64-byte lines, as a vector register unpacks them, and
+float16.
 
 A line is 32 little-endian 16-bit lanes. Codes come as fields of 32, one for each lane. A code of b bits is cut by the
 powers of two that make up b, the largest first: 5 = 4 + 1, 3 = 2 + 1. The part of w bits of 16 / w consecutive fields
@@ -65,3 +66,8 @@ def unpack(lines: torch.Tensor, fields: int, bits: int) -> torch.Tensor:
         codes |= part.reshape(n, fields, LANES) << place
         start = end
     return codes
+
+
+def to_half(x: torch.Tensor) -> torch.Tensor:
+    """The nearest finite float16."""
+    return x.clamp(-65504.0, 65504.0).half()
