@@ -59,7 +59,8 @@ def quire_seconds(
     spec: AttentionSpec, batch: int, start: int, rows: int, launch: tuple[int, int] | None = None
 ) -> float:
     """Of one layer. launch: warps and stages of the decode kernel in place of its own."""
-    from quire.attention.triton import Launch, TritonAttention
+    from quire.attention.kernels.launch import Launch
+    from quire.attention.triton import TritonAttention
 
     backend = TritonAttention(spec)
     if launch is not None:

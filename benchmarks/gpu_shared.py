@@ -97,7 +97,8 @@ def quire_seconds(
     spec: AttentionSpec, rows: list[RowSlice], launch: tuple[int, int, int, int] | None = None
 ) -> tuple[float, torch.Tensor]:
     """Of one layer, and what the first gives. launch: one of LAUNCHES in place of its own."""
-    from quire.attention.triton import Launch, TritonAttention
+    from quire.attention.kernels.launch import Launch
+    from quire.attention.triton import TritonAttention
 
     backend = TritonAttention(spec)
     if launch is not None:

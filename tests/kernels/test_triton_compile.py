@@ -24,15 +24,9 @@ import triton
 from quire.attention.kernels.attend import attend
 from quire.attention.kernels.encode import encode_groups, encode_nuq
 from quire.attention.kernels.encoded import attend_encoded
+from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.write import write
-from quire.attention.triton import (
-    ENCODE_WARPS,
-    PIECES_PER_PROCESSOR,
-    WRITE_ROWS,
-    common_launch,
-    encoded_launches,
-    launches,
-)
+from quire.attention.triton import ENCODE_WARPS, PIECES_PER_PROCESSOR, WRITE_ROWS
 from quire.cache.codecs.group import KERNEL_ID as GROUP
 from quire.cache.codecs.nuq import KERNEL_ID as NUQ
 from quire.cache.page import PAGE_TOKENS, UNIT

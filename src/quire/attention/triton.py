@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,11 +24,12 @@ from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.attend import attend
 from quire.attention.kernels.encode import encode_groups, encode_nuq
 from quire.attention.kernels.encoded import attend_encoded
+from quire.attention.kernels.launch import Launch, common_launch, encoded_launches, launches
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec, RowSlice, moves_on
+from quire.attention.triton_memory import Partials, TableMirror
 from quire.cache.page import PAGE_TOKENS, UNIT
-from quire.cache.segment import ChunkTable
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padded sizes of decode steps; a larger step runs, but not as a graph."""
@@ -52,46 +52,6 @@ ENCODE_WARPS = PAGE_TOKENS // 32
 
 _ALIGN = 32
 """int32s between the starts of arrays in a plan buffer are a multiple of this: 128 bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the attention kernel is launched for one kind of block."""
-
-    rows: int
-    warps: int
-    stages: int
-
-
-def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The launches of (short, tall) blocks: tiles of query rows x G.
-
-    Chosen by registers and shared memory (tests/kernels/test_triton_compile.py prints them); `scripts/gpu.sh attention`
-    measures them against others.
-    """
-    least = triton.next_power_of_2(group_size)
-    if dtype == torch.float32:
-        # Float32 products run outside the tensor cores, their operands in registers: a larger tile spills.
-        return Launch(max(16, least), 8, 2), Launch(max(16, least), 8, 2)
-    return Launch(max(16, least), 4, 3), Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
-
-
-def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The same for encoded pages, whose tiles of keys and values are made in registers: eight warps share what four of
-    them would spill.
-
-    No tile is taller than a page where its rows may be of one sequence: rows of two chunks do not see the same.
-    """
-    least = max(16, triton.next_power_of_2(group_size))
-    if dtype == torch.float32:
-        return Launch(least, 8, 1), Launch(least, 8, 1)
-    return Launch(least, 4 if head_dim <= 64 else 8, 2), Launch(max(least, 64), 8, 2)
-
-
-def common_launch(tall: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
-    """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
-    rows = max(16, triton.next_power_of_2(num_rows * group_size))
-    return tall if rows >= tall.rows else Launch(rows, warps, tall.stages)
 
 
 class TritonAttention:
@@ -389,57 +349,6 @@ class TritonPlan:
         if layer == spec.num_layers - 1:
             self.seal()
         return out
-
-
-class TableMirror:
-    """`ChunkTable.pages` and `sidecars` on the device, at one address.
-
-    pages     int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
-    sidecars  int32 [C] likewise
-    copies    from the host so far
-    """
-
-    def __init__(self, table: ChunkTable) -> None:
-        self.copies = 0
-        self._table = table
-        self._seen = np.zeros(table.capacity, np.int64)
-        self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=table.pool.device)
-        self.sidecars = torch.zeros(len(table.sidecars), dtype=torch.int32, device=table.pool.device)
-
-    def refresh(self, chunks: NDArray[np.int32]) -> int:
-        """Uploads the rows of those chunks that changed since they were last uploaded; returns how many."""
-        ids = chunks[self._seen[chunks] != self._table.takes[chunks]]
-        count = len(ids)
-        if count == 0:
-            return 0
-        self._seen[ids] = self._table.takes[ids]
-        row_ints = self._table.pages_per_chunk
-        host = torch.empty(count * (3 + row_ints), dtype=torch.int32, pin_memory=self.pages.device.type == "cuda")
-        host[: 2 * count].view(torch.int64).numpy()[:] = ids
-        host[2 * count : 3 * count].numpy()[:] = self._table.sidecars[ids]
-        host[3 * count :].numpy()[:] = self._table.pages[ids].reshape(-1)
-        sent = host.to(self.pages.device, non_blocking=True)
-        self.copies += 1
-        # A chunk that several sequences share is named several times, with the same row.
-        index = sent[: 2 * count].view(torch.int64)
-        self.sidecars.index_copy_(0, index, sent[2 * count : 3 * count])
-        self.pages.view(-1, row_ints).index_copy_(0, index, sent[3 * count :].view(count, row_ints))
-        return count
-
-
-class Partials:
-    """Where pieces leave their partials, one slot a query row; allocated once, because graphs hold the addresses.
-
-    o         f32 [MAX_PARTIALS, H, G, D]
-    lse       f32 [MAX_PARTIALS, H, G], base 2
-    arrivals  int32 [MAX_PARTIALS, H], zero between launches
-    """
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        heads, device = (MAX_PARTIALS, spec.num_kv_heads), spec.table.pool.device
-        self.o = torch.empty(*heads, spec.group_size, spec.head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(*heads, spec.group_size, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 def _offsets(num_rows: int, num_pieces: int, num_entries: int) -> tuple[int, int, int, int]:

@@ -53,6 +53,19 @@ def load_rotated(
     return own
 
 
+@triton.jit
+def piece_of(pieces, indices, entries):
+    """The fields of this program's piece, in the order of `attend`'s `pieces`; its lists as pointers."""
+    piece = pieces + tl.program_id(1).to(tl.int64) * 12
+    first_row, num_rows = tl.load(piece), tl.load(piece + 1)
+    chunk_ids, num_chunks, start = indices + tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+    slot = tl.load(piece + 5)
+    seeds, num_seeds = entries + tl.load(piece + 6), tl.load(piece + 7)
+    parts, num_parts = entries + tl.load(piece + 8), tl.load(piece + 9)
+    own_ids, num_own = indices + tl.load(piece + 10), tl.load(piece + 11)
+    return first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, own_ids, num_own
+
+
 @triton.jit(do_not_specialize=["layer"])
 def attend(
     q,              # [R, H * G, D], rows q_stride apart
@@ -83,17 +96,9 @@ def attend(
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
     head = tl.program_id(0)
-    piece = pieces + tl.program_id(1).to(tl.int64) * 12
-    first_row = tl.load(piece)
-    num_rows = tl.load(piece + 1)
-    first_index = tl.load(piece + 2)
-    num_chunks = tl.load(piece + 3)
-    start = tl.load(piece + 4)
-    slot = tl.load(piece + 5)
-    seeds = entries + tl.load(piece + 6)
-    num_seeds = tl.load(piece + 7)
-    parts = entries + tl.load(piece + 8)
-    num_parts = tl.load(piece + 9)
+    first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, _, _ = piece_of(
+        pieces, indices, entries
+    )
     if num_rows == 0:
         return
 
@@ -110,7 +115,6 @@ def attend(
     query = (query * SCALE).to(q.dtype.element_ty)
 
     entry = table + layer.to(tl.int64) * H + head
-    chunk_ids = indices + first_index
     last_chunk = tl.maximum(num_chunks - 1, 0)
 
     if APPEND:

@@ -1,0 +1,192 @@
+"""Encoded pages as tiles of keys and values in registers.
+
+A book of 32 centroids is one register of a warp, and a lookup one shuffle. Pages are read in words alone where that
+can be: the compiler lays out operands of products by the narrowest load behind them. docs/page-format.md has the pages.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def places(
+    fours, twos, ones,    # i32, words of a line: of each half all of fours, the lower eight bits of twos and the lower
+                          # four of ones hold a part of four codes
+    PARTS: tl.constexpr,  # which of the three there are: a sum of 4, 2 and 1
+):  # fmt: skip
+    """The places in their books of the first and the third of these codes, in the lower and the upper byte of each
+    half. Of the second and the fourth, if every word is shifted by one code.
+    """
+    found = fours & 0x0F0F0F0F
+    if PARTS & 2:
+        found |= (twos & 0x00030003) | (twos << 4 & 0x03000300)
+    if PARTS & 1:
+        found |= (ones << 4 & 0x00100010) | (ones << 10 & 0x10001000)
+    return found
+
+
+@triton.jit
+def nuq_keys(
+    words,                   # the arena as i32
+    page,                    # i64
+    at4, at2, at1,           # i32 [HP]: where a pair's upper 4 bits, 2 bits and lowest bit begin, in words; -1: nowhere
+    order,                   # i32 [HP]: the pair
+    first_book, second_book, # f32 [HP, 32]: of a pair's two channels
+    num_slots, at_slots,
+    HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+    PARTS: tl.constexpr,     # of the widths that keys of the model have, the powers of two: 4, 2, 1, or several of them
+    SLOTS: tl.constexpr,     # of a vector at most
+):  # fmt: skip
+    """The two channels of every pair, not rotated, f32 [HP, P] each."""
+    base = words + page * 32
+    lanes = tl.arange(0, P // 4)
+    pair = tl.arange(0, HP)
+    fours = tl.zeros((HP, P // 4), tl.int32)
+    twos = fours
+    ones = fours
+    if PARTS & 4:
+        fours = tl.load(base + at4[:, None] + lanes[None, :], mask=(at4 >= 0)[:, None], other=0)
+    if PARTS & 2:
+        twos = tl.load(base + at2[:, None] + lanes[None, :], mask=(at2 >= 0)[:, None], other=0)
+        twos = twos >> (pair % 2 * 8)[:, None]
+    if PARTS & 1:
+        ones = tl.load(base + at1[:, None] + lanes[None, :], mask=(at1 >= 0)[:, None], other=0)
+        ones = ones >> (pair % 4 * 4)[:, None]
+    # A thread has two of the four quarters of the page, the even or the odd ones.
+    odd = tl.arange(0, 2)[None, :, None]
+    at = places(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
+    at = tl.reshape(at[:, None, :, :] >> (tl.arange(0, 2) * 8)[None, :, None, None], (HP, P))
+    first = tl.gather(first_book, at & 31, 1)
+    second = tl.gather(second_book, at >> 16 & 31, 1)
+    for i in tl.static_range(SLOTS):
+        at = page * 32 + (at_slots + i * (3 * P)) // 4
+        channel, missing = slots_of(words, at, tl.arange(0, P), num_slots > i, P)
+        here = order[:, None] == (channel % HALF)[None, :]
+        first += tl.where(here, tl.where(channel < HALF, missing, 0.0)[None, :], 0.0)
+        second += tl.where(here, tl.where(channel < HALF, 0.0, missing)[None, :], 0.0)
+    return first, second
+
+
+@triton.jit
+def nuq_values(
+    words, page, book, bits, at_values, at_ranges, num_slots, at_slots,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The values of the even and of the odd token slots, f32 [P / 2, DP] each, in the order of `in_value_order`;
+    without a meaning past D. book is f32 [P / 2, 32].
+    """
+    base = words + page * 32 + at_values // 4
+    eighth = tl.arange(0, P // 8)
+    d = tl.arange(0, DP)
+    has4, has2, has1 = bits // 4, bits // 2 % 2, bits % 2
+    column = d // 16 * (8 * has4 + 4 * has2 + 2 * has1) * 16 + d % 16
+    inside = (d < D)[None, :]
+    fours = tl.zeros((P // 8, DP), tl.int32)
+    twos = fours
+    ones = fours
+    if PARTS & 4:
+        fours = tl.load(base + (eighth * 16)[:, None] + column[None, :], mask=inside & (has4 > 0), other=0)
+    if PARTS & 2:
+        row = (8 * has4 + eighth // 2) * 16
+        twos = tl.load(base + row[:, None] + column[None, :], mask=inside & (has2 > 0), other=0)
+        twos = twos >> (eighth % 2 * 8)[:, None]
+    if PARTS & 1:
+        row = (8 * has4 + 4 * has2 + eighth // 4) * 16
+        ones = tl.load(base + row[:, None] + column[None, :], mask=inside & (has1 > 0), other=0)
+        ones = ones >> (eighth % 4 * 4)[:, None]
+    # Slots 8 e + 2 m and the next: m before e, so that a thread has all codes of a word.
+    m = tl.arange(0, 4)[:, None, None]
+    evens, odds = places(fours, twos, ones, PARTS), places(fours >> 4, twos >> 2, ones >> 1, PARTS)
+    at = tl.where(m % 2 == 0, evens[None, :, :], odds[None, :, :]) >> m // 2 * 8
+    at = tl.reshape(at, (P // 2, DP))
+    even = tl.gather(book, at & 31, 1)
+    odd = tl.gather(book, at >> 16 & 31, 1)
+    field = tl.arange(0, P // 2) % (P // 8) * 4 + tl.arange(0, P // 2) // (P // 8)
+    ranges = words + page * 32 + at_ranges // 4 + field
+    s, z = tl.load(ranges), tl.load(ranges + P // 2)
+    even_shift = half_in(z, 0)[:, None]
+    odd_shift = half_in(z, 1)[:, None]
+    for i in tl.static_range(SLOTS):
+        # No channel is in two slots, so what is missing there may join the shift by itself.
+        at = page * 32 + (at_slots + i * (3 * P)) // 4
+        channel, missing = slots_of(words, at, 2 * field, num_slots > i, P)
+        even_shift = tl.where(channel[:, None] == d[None, :], (half_in(z, 0) + missing)[:, None], even_shift)
+        channel, missing = slots_of(words, at, 2 * field + 1, num_slots > i, P)
+        odd_shift = tl.where(channel[:, None] == d[None, :], (half_in(z, 1) + missing)[:, None], odd_shift)
+    return even * half_in(s, 0)[:, None] + even_shift, odd * half_in(s, 1)[:, None] + odd_shift
+
+
+@triton.jit
+def dealt(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
+    """Columns of [ROWS, HANDS * C] in turns: the first of each of so many equal runs, the second of each, and so on.
+
+    A thread that looks up columns has every 32nd of them; so what it has stands side by side, to be stored at once.
+    """
+    C: tl.constexpr = x.shape[1] // HANDS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, HANDS, C)), (0, 2, 1)), (ROWS, HANDS * C))
+
+
+@triton.jit
+def gathered(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
+    """The inverse of `dealt`."""
+    C: tl.constexpr = x.shape[1] // HANDS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, HANDS)), (0, 2, 1)), (ROWS, HANDS * C))
+
+
+@triton.jit
+def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
+    """Columns [ROWS, P] of token slots in two turns (see `dealt`) -> those of the even and of the odd slots, [ROWS,
+    P / 2] each, in the order that `nuq_values` has the tokens in.
+    """
+    # From slots 8 e + 2 m + i, the upper half of the page beside the lower, into m, e, i.
+    x = tl.permute(tl.reshape(x, (ROWS, P // 16, 4, 2, 2)), (0, 2, 4, 1, 3))
+    return tl.split(tl.reshape(x, (ROWS, P // 2, 2)))
+
+
+@triton.jit
+def half_in(words, side):
+    """The float16 in the lower or the upper half of words, f32."""
+    return (words >> side * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def slots_of(words, at, slot, used, P: tl.constexpr):
+    """Which channel of the vectors in some token slots has something missing, and what, i32 and f32; -1 and 0 where the
+    slot is not used. at is in words.
+    """
+    used = (slot < P) & used
+    four = tl.load(words + at + slot // 4, mask=used, other=0)
+    two = tl.load(words + at + P // 4 + slot // 2, mask=used, other=0)
+    return tl.where(used, four >> slot % 4 * 8 & 255, -1), half_in(two, slot % 2)
+
+
+@triton.jit
+def group_keys(halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr):
+    """As `nuq_keys`, of a page of group codes."""
+    pair = tl.arange(0, HP)[:, None]
+    slot = tl.arange(0, P)[None, :]
+    inside = pair < HALF
+    both = tl.load(octets + page * 128 + slot * HALF + pair, mask=inside, other=0).to(tl.int32)
+    ranges = halves + page * 64 + P * D // 2 + slot
+    low = tl.load(ranges + pair // 64 * (2 * P), mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(ranges + pair // 64 * (2 * P) + P, mask=inside, other=0.0).to(tl.float32)
+    first = low + (both & 15).to(tl.float32) * step
+    group = (pair + HALF) // 64
+    low = tl.load(ranges + group * (2 * P), mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(ranges + group * (2 * P) + P, mask=inside, other=0.0).to(tl.float32)
+    return first, low + (both >> 4).to(tl.float32) * step
+
+
+@triton.jit
+def group_values(halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
+    """The values of a page of group codes, f32 [P, DP]."""
+    d = tl.arange(0, DP)[None, :]
+    slot = tl.arange(0, P)[:, None]
+    inside = d < D
+    both = tl.load(octets + page * 128 + P * HALF + slot * HALF + d % HALF, mask=inside, other=0).to(tl.int32)
+    GROUPS: tl.constexpr = (D + 63) // 64
+    ranges = halves + page * 64 + P * D // 2 + GROUPS * (2 * P) + d // 64 * (2 * P) + slot
+    low = tl.load(ranges, mask=inside, other=0.0).to(tl.float32)
+    step = tl.load(ranges + P, mask=inside, other=0.0).to(tl.float32)
+    return low + (both >> d // HALF * 4 & 15).to(tl.float32) * step
