@@ -76,7 +76,8 @@ class AsyncLLM(Face):
 
     async def start(self) -> None:
         """Loads the model and starts the engine's thread. Raises ModelError or ConfigError for what cannot be loaded,
-        QuireError if it was started or closed before.
+        QuireError if it was started or closed before. Cancelled, it ends with the thread: a calibration gives up soon,
+        loading is waited for.
         """
         if self._thread is not None or self._closing:
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
@@ -87,9 +88,11 @@ class AsyncLLM(Face):
         try:
             await started
         except BaseException:
-            # Cancelled, the thread ends when it has loaded; after an error it has ended.
             self._closing = True
             self._submit(None)
+            # A thread that is still at work when the process ends would take that down with it.
+            while self._thread.is_alive():
+                await asyncio.sleep(0.02)
             raise
 
     async def __aenter__(self) -> Self:
@@ -252,7 +255,7 @@ class AsyncLLM(Face):
         """The engine's thread: loads, then commands and steps until it is told to stop."""
         assert self._loop is not None
         try:
-            self._loaded = load_engine(self._model, self._config)
+            self._loaded = load_engine(self._model, self._config, unwanted=lambda: self._closing)
         except BaseException as error:
             self._on_loop(partial(_settle, started, error))
             return

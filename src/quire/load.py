@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +36,17 @@ class Loaded:
     model_name: str
 
 
-def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None = None) -> Loaded:
+def load_engine(
+    model: str,
+    config: EngineConfig,
+    *,
+    show_progress: bool | None = None,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> Loaded:
     """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done.
 
-    show_progress  of fetching and calibrating; None: only when stderr is a terminal
+    show_progress  bars of fetching and calibrating; None: only when stderr is a terminal
+    unwanted       asked now and then while it calibrates: once True, that ends with KeyboardInterrupt
     Raises ModelError or ConfigError, one line that says what is wrong.
     """
     if config.cache.pin is not None:
@@ -47,7 +56,7 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
         resolved, fits = resolve(config, checkpoint.shape, checkpoint)
         if not fits.fit_the_machine:
             raise ConfigError(fits.fails_first)
-        calibration = calibration_for(path, config, show_progress)
+        calibration = calibration_for(path, config, show_progress, unwanted)
         if calibration is not None:
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         engine_model = load_model(checkpoint, resolved)
@@ -69,8 +78,16 @@ def load_engine(model: str, config: EngineConfig, *, show_progress: bool | None 
     return Loaded(engine, tokenizer, shape, fits, resolved, name)
 
 
-def calibration_for(path: Path, config: EngineConfig, show_progress: bool | None = None) -> Calibration | None:
-    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none."""
+def calibration_for(
+    path: Path,
+    config: EngineConfig,
+    show_progress: bool | None = None,
+    unwanted: Callable[[], bool] = lambda: False,
+) -> Calibration | None:
+    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none.
+
+    show_progress, unwanted  as of `load_engine`
+    """
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
@@ -81,15 +98,28 @@ def calibration_for(path: Path, config: EngineConfig, show_progress: bool | None
     file = settings.file(fingerprint(path))
     # A minute that nobody asked for is told, whatever the level of the log.
     log.warning("cache.codec %s needs a calibration of this model: making one, once, in %s", config.cache.codec, file)
-    with shown(show_progress) as progress:
-        return calibrate(
-            path,
-            settings,
-            file,
-            config=config,
-            progress=progress,
-            unless=lambda: find_calibration(path, config),
-        )
+    begun = time.monotonic()
+    try:
+        with shown(show_progress) as progress:
+
+            def report(what: str, done: int, total: int) -> None:
+                if unwanted():
+                    raise KeyboardInterrupt
+                progress(what, done, total)
+
+            made = calibrate(
+                path,
+                settings,
+                file,
+                config=config,
+                progress=report,
+                unless=lambda: find_calibration(path, config),
+            )
+    except KeyboardInterrupt:
+        log.warning("the calibration is interrupted; the next one goes on with the windows that were gathered")
+        raise
+    log.info("calibrated in %.0f s", time.monotonic() - begun)
+    return made
 
 
 def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,7 +189,7 @@ def test_an_interruption_loses_no_window(
 def test_what_a_crash_left_damaged_is_gathered_again(
     name: str, folder: Path, tmp_path: Path, kept: Path, gathered: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(folder, tmp_path / "whole")
+    whole = run(folder, tmp_path / "whole", text=None)
     gathered.clear()
     counted = samples.gather
 
@@ -194,12 +200,12 @@ def test_what_a_crash_left_damaged_is_gathered_again(
 
     monkeypatch.setattr(samples, "gather", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(folder, tmp_path / "made")
+        run(folder, tmp_path / "made", text=None)
     monkeypatch.setattr(samples, "gather", counted)
     (left,) = kept.rglob(name)
     left.write_bytes(left.read_bytes()[:100])
     gathered.clear()
-    assert run(folder, tmp_path / "made").hash == whole.hash
+    assert run(folder, tmp_path / "made", text=None).hash == whole.hash
     assert len(gathered) == (3 if name.startswith("window") else 2)
 
 
@@ -266,11 +272,22 @@ def test_who_waited_for_another_takes_what_that_one_made(folder: Path, tmp_path:
         thread.start()
         return thread
 
+    told: list[str] = []
     first = start("first", progress=progress)
     assert inside.wait(60)
-    second = start("second", unless=unless)
+    second = start("second", unless=unless, progress=lambda what, done, total: told.append(what))
     second.join(0.3)
     assert second.is_alive() and not made
+    assert set(told) == {"waiting for another calibration of this model"}
+    # Nobody is waited for with a text that is too short, and who waits may give up.
+    with pytest.raises(ConfigError, match="the text has"):
+        calibrate(folder, SMALL, tmp_path / "made", text="ab", config=CONFIG)
+
+    def give_up(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, tmp_path / "made", progress=give_up)
     go_on.set()
     first.join(60)
     second.join(60)
@@ -532,6 +549,47 @@ def test_an_interrupted_command_says_that_it_will_go_on(
     assert command(folder, "--text", text) == 130
     captured = capsys.readouterr()
     assert captured.err == "quire: interrupted; the same command goes on with the windows it has gathered\n"
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from quire.calibrate import run, settings
+from quire.cli import main
+run.folder = settings.folder = lambda: Path(sys.argv[1])
+sys.exit(main(["serve", *sys.argv[2:]]))
+"""
+
+
+def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12)
+    cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(tmp_path / "kept"), str(folder), "--port", "0", *FLAGS, *cache],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(slave)
+    shown = b""
+    try:
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(master, 4096):
+                if b"gathering" in part and b"gathering" not in shown:
+                    process.send_signal(signal.SIGINT)
+                shown += part
+        assert process.wait(30) == 130, shown
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(master)
+    hidden, visible = shown.rfind(b"\x1b[?25l"), shown.rfind(b"\x1b[?25h")
+    assert -1 < hidden < visible, shown
+    said = "the calibration is interrupted; the next one goes on with the windows that were gathered"
+    after = shown[visible:].decode().split("quire: ", 1)[1]
+    assert after == f"{said}\r\nquire: interrupted\r\n"
+    assert list((tmp_path / "kept").rglob("tokens.safetensors"))
 
 
 @pytest.mark.timeout(400)

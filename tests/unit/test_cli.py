@@ -90,6 +90,10 @@ def test_version(capsys):
             ["generate", "smollm2", "text", "--port", "1"],
             "there is no --port here; quire serve has it (see quire generate",
         ),
+        (
+            ["calibrate", "smollm2", "--cache.sink_tokens", "2"],
+            "there is no --cache.sink_tokens here; --sink-tokens is",
+        ),
         (["serve", "smollm2", "--temprature", "0"], "quire serve: unknown flag --temprature; did you mean --"),
         (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),

@@ -196,6 +196,19 @@ def test_progress_is_shown_on_a_terminal_only(
     assert "2/2" in shown.err and len(shown.out.splitlines()) == 1
 
 
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    folder: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quire.cli.eval.PLAIN_SECONDS", 0.0)
+    words = ["eval", "ppl", folder, "--text", text, "--codecs", "g4", "--windows", "2", *SMALL]
+    assert main([*words, "--context", "64"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"quire: {done}/2 windows done" for done in range(3)]
+    assert shown.out.endswith("codecs differ by rounding alone\n")
+    assert main([*words, "--context", "66"]) == 0
+    assert "rounding" not in capsys.readouterr().out
+
+
 def test_a_plot_without_matplotlib_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

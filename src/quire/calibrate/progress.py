@@ -1,20 +1,30 @@
-"""What a calibration shows on a terminal while it works."""
+"""What a calibration shows while it works."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
+
+log = logging.getLogger("quire")
 
 
 @contextlib.contextmanager
 def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr for each phase, or nothing; gives what `calibrate` reports to.
+    """For each phase a progress bar on stderr, or a line of the log; gives what `calibrate` reports to.
 
-    show  None: only when stderr is a terminal
+    show  whether there are bars; None: only when stderr is a terminal
     """
     if not (sys.stderr.isatty() if show is None else show):
-        yield lambda what, done, total: None
+        phases: set[str] = set()
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in phases:
+                phases.add(what)
+                log.info("calibration: %s", what)
+
+        yield told
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn

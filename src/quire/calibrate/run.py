@@ -11,6 +11,7 @@ import functools
 import gc
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much is done, of how much)."""
+"""Called with (what is being done, how much is done, of how much); what it raises ends the calibration there."""
+
+WAITING_SECONDS = 0.2
+"""Between two looks whether another process still calibrates the model."""
 
 
 def calibrate(
@@ -81,13 +85,17 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
     }
     name = _digest(json.dumps([model_id, gathered], sort_keys=True))[:16]
+    # A text that is too short is told before anybody is waited for.
+    windows = (
+        None if text is None else cut(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
+    )
     try:
-        with _locked(folder() / f".{model_id[:16]}.lock"):
+        with _locked(folder() / f".{model_id[:16]}.lock", progress):
             found = unless()
             if found is not None:
                 return found
             store = SampleStore(folder() / name, settings.skipped)
-            _gather(path, store, settings, text, config, dtype, device, progress)
+            _gather(path, store, settings, windows, config, dtype, device, progress)
             tables, report = _fit(store, settings, shape, progress)
             recorded = {
                 **gathered,
@@ -133,18 +141,19 @@ def _gather(
     path: Path,
     store: SampleStore,
     settings: CalibrationSettings,
-    text: str | None,
+    windows: Tensor | None,
     config: EngineConfig,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Sees to it that the store has all windows."""
+    """Sees to it that the store has all windows; the model writes them if there are none."""
     if all(store.has(window) for window in range(settings.num_windows)):
         return
-    windows = store.tokens()
     if windows is None:
-        windows = _windows(path, settings, text, config, progress)
+        windows = store.tokens()
+    if windows is None:
+        windows = _written(path, settings, config, progress)
         gc.collect()  # the engine that wrote the text, and its weights
         store.put_tokens(windows)
     with open_model(path) as checkpoint:
@@ -161,14 +170,10 @@ def _gather(
             store.put(window, model, windows[window].to(device), done)
 
 
-def _windows(
-    path: Path, settings: CalibrationSettings, text: str | None, config: EngineConfig, progress: Progress
-) -> Tensor:
+def _written(path: Path, settings: CalibrationSettings, config: EngineConfig, progress: Progress) -> Tensor:
     tokenizer = load_tokenizer(path, config.model.tokenizer)
     count, tokens = settings.num_windows, settings.window_tokens
     assert tokens is not None
-    if text is not None:
-        return cut(tokenizer, text, count, tokens)
     plain = dataclasses.replace(
         EngineConfig(runtime=config.runtime),
         model=dataclasses.replace(config.model, max_context=tokens),
@@ -208,9 +213,15 @@ def _digest(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Holds an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                progress("waiting for another calibration of this model", 0, 1)
+                time.sleep(WAITING_SECONDS)
         yield

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal without Unicode shows question marks instead of ending the answer.
         sys.stdout.reconfigure(errors="replace")
-    level = os.environ.get("QUIRE_LOG", "info" if args.command == "serve" else "warning").upper()
+    level = os.environ.get("QUIRE_LOG", "info" if args.command in ("serve", "calibrate") else "warning").upper()
     number = logging.getLevelNamesMapping().get(level, logging.INFO)
     when = "%(asctime)s " if number <= logging.DEBUG else ""
     logging.basicConfig(format=f"quire: {when}%(message)s", level=number)
@@ -132,8 +132,11 @@ def _unknown(words: list[str], command: _Parser, commands: dict[Any, _Parser]) -
         return f"unknown flag {flag}; a text that begins with - goes behind --"
     if not flag.startswith("--"):
         return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+    known = [each for each in command._option_string_actions if each.startswith("--")]
+    own = "--" + flag.rpartition(".")[2].replace("_", "-")
+    if own in known:
+        return f"there is no {flag} here; {own} is the flag"
     others = [f"quire {name}" for name, other in commands.items() if flag in other._option_string_actions]
     if others:
         return f"there is no {flag} here; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
-    known = [each for each in command._option_string_actions if each.startswith("--")]
     return f"unknown flag {flag}; {nearest(flag, known)}"

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.cli.batch_lines import Line, read_input
+from quire.cli.shared import PLAIN_SECONDS
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ log = logging.getLogger("quire")
 
 BAR_SECONDS = 0.2
 """How often the progress bar is brought up to date."""
-PLAIN_SECONDS = 10.0
-"""How often a line about the progress is printed where no bar can be shown."""
 
 
 class Batch:

@@ -15,12 +15,14 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
+from quire.cli.shared import PLAIN_SECONDS
 from quire.config import options_from
 from quire.errors import ConfigError
 
@@ -171,6 +173,8 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
             for each in results
         ],
     )
+    if len(results) > 1 and all(each.bits_per_element is None for each in results):
+        print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ by rounding alone")
 
 
 def _print_retrieval(results: Sequence[Retrieval]) -> None:
@@ -194,9 +198,19 @@ def _print_retrieval(results: Sequence[Retrieval]) -> None:
 
 @contextlib.contextmanager
 def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, nothing elsewhere; gives what to call with how much is done, and of how much."""
+    """A progress bar on a terminal, elsewhere a line now and then; gives what to call with how much is done, and of how
+    much.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        last = time.monotonic()
+
+        def told(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_SECONDS:
+                last = time.monotonic()
+                print(f"quire: {done}/{total} {unit} done", file=sys.stderr, flush=True)
+
+        yield told
         return
     from rich.console import Console
     from rich.progress import (

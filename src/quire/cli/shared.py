@@ -22,6 +22,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "QUIRE_API_KEY"
 """The environment variable with the API key for commands that ask a server: a flag would show it to everybody here."""
 
+PLAIN_SECONDS = 10.0
+"""How often a line about the progress is printed where no bar can be shown."""
+
 WIDEST = 500
 """Columns that a table may have."""
 
