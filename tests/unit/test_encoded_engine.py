@@ -297,9 +297,15 @@ def test_a_request_as_long_as_the_cache_runs() -> None:
     assert len(answer) == 10
 
 
-def test_a_cache_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cache.memory"):
-        make_engine(**{"cache.memory": 2 * chunk_bytes(shape()) // 3})
+@pytest.mark.parametrize("codec", ["nuq3", "g4", "dense"])
+@pytest.mark.parametrize("sinks", [0, 1, 64])
+def test_a_cache_too_small_is_refused_with_one_that_is_not(codec: str, sinks: int) -> None:
+    options = {"cache.codec": codec, **({} if codec == "dense" else {"cache.sink_tokens": sinks})}
+    with pytest.raises(ConfigError, match=r"cache\.memory") as refused:
+        make_engine(**options, **{"cache.memory": 2 * chunk_bytes(shape()) // 3})
+    enough = str(refused.value).rpartition(" ")[2]
+    engine = make_engine(**options, **{"cache.memory": enough})
+    assert finishes(engine, "it", ids(engine.max_context - 2, 1))
 
 
 def test_heads_of_other_sizes_are_refused() -> None:

@@ -179,9 +179,9 @@ def test_settings_of_one_codec_are_checked_with_it(monkeypatch: pytest.MonkeyPat
     """What is not for dense pages must not refuse a comparison with them."""
     seen = []
     monkeypatch.setattr("quire.cli.shared.printed_config", lambda args: seen.append(vars(args)["cache.codec"]) or True)
-    for codecs in ("dense,other", "other,dense", "other,more", "dense"):
+    for codecs in ("dense,other", "other,dense", "other,more", "dense", "g4,nuq3", "dense,g4,nuq2,nuq3"):
         assert main(["eval", "ppl", "m", "--codecs", codecs]) == 0
-    assert seen == ["other", "other", "other", "dense"]
+    assert seen == ["other", "other", "other", "dense", "nuq3", "nuq2"]
 
 
 def test_progress_is_shown_on_a_terminal_only(

@@ -299,6 +299,16 @@ def test_every_engine_has_a_namespace_of_its_own() -> None:
     shape = tiny_shape()
     assert shape.rope is not None
     other = replace(shape, rope=replace(shape.rope, theta=5e5))
+    even = tiny_shape(head_dim=16)
+    encoded: list[dict[str, Any]] = [
+        {"cache.codec": "g4", "cache.sink_tokens": 0},
+        {"cache.codec": "g4", "cache.sink_tokens": 0, "cache.strict": False},
+        {"cache.codec": "nuq3", "cache.sink_tokens": 0},
+        {"cache.codec": "nuq3", "cache.sink_tokens": 1},
+        {"cache.codec": "nuq3", "cache.sink_tokens": 2},
+        {"cache.codec": "nuq3", "cache.sink_tokens": 2, "cache.outlier_slots": 2},
+        {"cache.codec": "nuq2", "cache.sink_tokens": 2},
+    ]
     made = [
         make_engine(),
         make_engine(other),
@@ -306,6 +316,7 @@ def test_every_engine_has_a_namespace_of_its_own() -> None:
         make_engine(**{"model.dtype": "float16"}),
         make_engine(**{"model.weights": "native"}),
         make_engine(model_id="another checkpoint"),
+        *(make_engine(even, **options) for options in encoded),
     ]
     assert len({engine.namespace for engine in made}) == len(made)
     assert make_engine().namespace == made[0].namespace
