@@ -1,13 +1,14 @@
 """Decode and prefill attention on CPU pages, against what torch offers for the same numbers, in one run.
 
-    python benchmarks/attention_cpu.py [--rounds 5] [--json FILE]
+    python benchmarks/attention_cpu.py [--rounds 5] [--tables layers,shared,encoded] [--threads 2] [--json FILE]
 
 First table: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention`
 in bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
 reading the same bytes once (a sum over them), which is the floor of decode attention. Second: decode rows that share a
 segment of 1,024 tokens and have 32 of their own, over the segment alone (the time less that of the same rows without
-it), read together and each by itself; must be at most 4 times one reader's for 16. Median microseconds per layer,
-interleaved.
+it), read together and each by itself; must be at most 4 times one reader's for 16. Third: what a page costs decode rows
+of SmolLM2, dense and encoded with its own calibration, which is made first if there is none; its bytes are arbitrary.
+Median microseconds per layer, interleaved.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from common import append_record, arguments, format_table, median
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import AttentionSpec, RowSlice
+from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PagePool
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
+from quire.config import EngineConfig
 from quire.kernels import runtime
+from quire.load import calibration_for
+from quire.models.resolve import resolve_model
 
 # (batch, kv heads, group, head dim, context, query rows of each sequence); the first three are SmolLM2's heads.
 CASES = [(1, 3, 3, 64, 192, 1), (8, 3, 3, 64, 192, 1), (32, 3, 3, 64, 192, 1), (8, 3, 3, 64, 2048, 1),
@@ -40,15 +47,22 @@ LAYERS = 30
 
 SHARERS = [1, 2, 4, 8, 16, 32, 64]
 SHARED_TOKENS, OWN_TOKENS = 1024, 32
-SHARED_HEADS = (3, 3, 64)  # kv heads, group, head dim: SmolLM2's
+SMOLLM2_HEADS = (3, 3, 64)  # kv heads, group, head dim
+ENCODED = [(8, 2048), (16, 2048), (8, 512)]
+"""Sequences and tokens of each."""
 
 
-def make_spec(chunks: int, heads: int, group: int, dim: int, context: int, dtype: torch.dtype) -> AttentionSpec:
-    """A cache of zeros."""
+def make_spec(
+    chunks: int, heads: int, group: int, dim: int, context: int, dtype: torch.dtype, *sealed: Codec
+) -> AttentionSpec:
+    """A cache of bytes from 48 to 63: ordinary numbers in every format, and channels that every head has."""
     codec = DenseCodec(dim, dtype)
     pool = PagePool((chunks * LAYERS * heads + 64) * codec.page_bytes, slab_bytes=codec.page_bytes * 64)
-    pool.arena.zero_()
-    table = ChunkTable(pool, LAYERS, heads, codec)
+    pattern = torch.randint(48, 64, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for start in range(0, len(pool.arena), len(pattern)):
+        part = pool.arena[start : start + len(pattern)]
+        part.copy_(pattern[: len(part)])
+    table = ChunkTable(pool, LAYERS, heads, codec, *sealed)
     angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(dim // 2) / (dim // 2)))
     return AttentionSpec(table, LAYERS, heads, group, dim, dtype, angle.cos(), angle.sin())
 
@@ -79,7 +93,7 @@ def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
 def sharing(num_rows: int, shared_tokens: int, together: bool, dtype: torch.dtype) -> Callable[[int], object]:
     """Decode rows that share the tokens before their own, by our kernel; read once for all of them if `together`."""
     shared = shared_tokens // 64
-    spec = make_spec(shared + num_rows, *SHARED_HEADS, shared_tokens + OWN_TOKENS, dtype)
+    spec = make_spec(shared + num_rows, *SMOLLM2_HEADS, shared_tokens + OWN_TOKENS, dtype)
     common, own = (spec.table.take(count, spec.table.open_codec) for count in (shared, num_rows))
     names = ((1, shared),) if together and shared else ()
     start = shared_tokens + OWN_TOKENS - 1
@@ -103,8 +117,16 @@ def read(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
 
 def main() -> None:
     """Measures and prints."""
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--tables", default=",".join(TABLES), help="which to print")
+    args = parser.parse_args()
     runtime.set_num_threads(args.threads)
+    for name in args.tables.split(","):
+        TABLES[name](args.rounds, args.json)
+
+
+def layers(rounds: int, record: Path | None) -> None:
+    """A layer's attention beside torch's."""
     rows = []
     for case in CASES:
         sides = {
@@ -114,7 +136,7 @@ def main() -> None:
             "torch f32": torch_attention(case, torch.float32),
             "read bf16": read(case, torch.bfloat16),
         }
-        found = measure(sides, args.rounds)
+        found = measure(sides, rounds)
         rows.append(
             [
                 "x".join(map(str, case)),
@@ -122,10 +144,9 @@ def main() -> None:
                 f"{found['torch bf16'] / found['quire bf16']:.1f}x",
             ]
         )
-        if args.json:
-            append_record(args.json, {"benchmark": "attention_cpu", "case": case, "microseconds": found})
+        if record:
+            append_record(record, {"benchmark": "attention_cpu", "case": case, "microseconds": found})
     print(format_table(["batch x heads x group x dim x context x rows", *found, "bf16 gain"], rows), "\n")
-    shared_segment(args.rounds, args.json)
 
 
 def shared_segment(rounds: int, record: Path | None) -> None:
@@ -153,7 +174,41 @@ def shared_segment(rounds: int, record: Path | None) -> None:
             case = {"benchmark": "attention_cpu_shared", "sharers": count, "shared_tokens": SHARED_TOKENS}
             append_record(record, {**case, "microseconds": found})
     print(format_table(["sharers", "own only", "together", "apart", "segment", "of one", "gain over it"], rows))
-    print("must: at most 4 times one reader's for 16 sharers")
+    print("must: at most 4 times one reader's for 16 sharers\n")
+
+
+def encoded_pages(rounds: int, record: Path | None) -> None:
+    """What a page costs, by codec."""
+    heads, group, dim = SMOLLM2_HEADS
+    config = EngineConfig.from_options({"cache.codec": "nuq4", "runtime.threads": runtime.num_threads()})
+    calibration = calibration_for(resolve_model("smollm2"), config)
+    assert calibration is not None
+    codecs = {name: NuqCodec(name, tables) for name, tables in sorted(calibration.tables.items(), reverse=True)}
+    rows = []
+    for batch, context in ENCODED:
+        chunks = context // PAGE_TOKENS
+        sides = {}
+        for name, sealed in {
+            "dense": (),
+            **{name: (codec,) for name, codec in codecs.items()},
+            "g4": (GroupCodec(dim),),
+        }.items():
+            spec = make_spec(batch * chunks, heads, group, dim, context, torch.bfloat16, *sealed)
+            taken = [
+                np.append(
+                    spec.table.take(chunks - 1, spec.table.sealed_codec), spec.table.take(1, spec.table.open_codec)
+                )
+                for _ in range(batch)
+            ]
+            sides[name] = attending(spec, [RowSlice(context - 2, 1, path) for path in taken])
+        found = measure(sides, 4 * rounds)
+        pages = batch * chunks * heads
+        cells = [f"{value / pages * 1e3:.0f} ({value / found['dense']:.2f})" for value in found.values()]
+        rows.append([f"{batch} x {context}", *cells])
+        if record:
+            case = {"benchmark": "attention_cpu_encoded", "batch": batch, "context": context, "pages": pages}
+            append_record(record, {**case, "microseconds": found})
+    print(format_table([f"ns a page, {runtime.num_threads()} threads (of dense)", *found], rows))
 
 
 def measure(sides: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
@@ -168,6 +223,8 @@ def measure(sides: dict[str, Callable[[int], object]], rounds: int) -> dict[str,
                 times[name].append((time.perf_counter() - start) / LAYERS * 1e6)
     return {name: median(values) for name, values in times.items()}
 
+
+TABLES = {"layers": layers, "shared": shared_segment, "encoded": encoded_pages}
 
 if __name__ == "__main__":
     main()

@@ -33,6 +33,9 @@ from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec, NuqTables
 from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
 
+LARGEST_ERROR = 1e-2
+"""Relative error of decoded values that the kernels may have."""
+
 PROMPT = 2048
 """Tokens whose encoding is timed, and written at a time."""
 
@@ -189,8 +192,8 @@ def encode(codecs: list[str]) -> None:
 
 
 def exactness(codecs: list[str]) -> None:
-    """Against attention in float32 over what the pages hold."""
-    rows = []
+    """Against attention in float32 over what the pages hold; ends the run where it is past LARGEST_ERROR."""
+    rows, errors = [], []
     for name in codecs:
         spec = encoded_spec(codec_of(name, 1), 2, 4096, 1)
         slices = filled(spec, 2, 4096)
@@ -205,7 +208,11 @@ def exactness(codecs: list[str]) -> None:
             outputs.append(plan.attend(0, q).float())
         error = (outputs[1] - outputs[0]).square().mean().sqrt() / outputs[0].square().mean().sqrt()
         rows.append([name, f"{error.item():.1e}"])
+        errors.append(error.item())
     print(format_table(["2 x 4,096", "relative error"], rows), "\n")
+    # Not a number is no small error either.
+    if not all(error <= LARGEST_ERROR for error in errors):
+        sys.exit(f"the kernels are wrong: an error is past {LARGEST_ERROR}")
 
 
 def main() -> None:

@@ -250,11 +250,12 @@ template <int COUNT>
 void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
     // All of the next page, evenly: a burst would be waited for.
     Prefetcher ahead = prefetch(after, plan.D, 0);
-    ahead.end = prefetch(after, plan.D, 1).end, ahead.pace = 1;
+    ahead.end = prefetch(after, plan.D, 1).end;
+    // Of the steps, a page has one for every block of keys, and some for its values.
+    ahead.pace = 1 + static_cast<int>((ahead.end - ahead.at) / LINE) / (plan.D / (2 * BLOCK_PAIRS) + 2);
     count_read(plan, head, plan.indices[piece.first_index + c]);
-    nuq_keys<false>(plan, page, Origin{}, item.keys, P, ahead);
     for (int r = 0; r < COUNT; r++) store_halves(item.turned + r * plan.D, plan.D, item.query + r * item.steps);
-    product<MathBf16>(item.query, item.steps, item.keys, P, item.scores, P, item.steps, COUNT, P, nullptr, ahead);
+    nuq_scores<COUNT>(plan, page, item.query, item.steps, item.scores, ahead);
     for (int i = 0; i < page.head->key_slots; i++)
         score_key_slot<COUNT>(page.image + page.head->at_key_slots + i * SLOT_BYTES, plan.turns, plan.D, item.turned, item.scores);
     hide_unseen(plan, piece, piece.start + c * P, P, 0, COUNT, item.scores);

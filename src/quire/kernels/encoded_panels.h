@@ -178,8 +178,9 @@ void nuq_keys(const Plan& plan, const Page& page, Origin origin, uint32_t* out, 
 
 // Scale and offset [P] of the values of an encoded page.
 inline void load_ranges(const Page& page, float* scale, float* offset) {
-    const f16* ranges = reinterpret_cast<const f16*>(page.image + page.head->at_ranges);
-    for (int t = 0; t < P; t += VL) store(scale + t, load(ranges + t)), store(offset + t, load(ranges + P + t));
+    const auto* ranges = reinterpret_cast<const __m256i*>(page.image + page.head->at_ranges);
+    for (int i = 0; i < P / VL; i++) store(scale + i * VL, halves(_mm256_loadu_si256(ranges + i)));
+    for (int i = 0; i < P / VL; i++) store(offset + i * VL, halves(_mm256_loadu_si256(ranges + P / VL + i)));
 }
 
 // V of an encoded page -> centroids, out [P / 2, columns] of pairs of slots; scale and offset [P] of each slot.

@@ -1,6 +1,7 @@
 // Few query rows over a page of non-uniform codes: values are summed straight from their codes, with no panel in between, and what slots hold is added
 // to scores and sums rather than to keys and values.
 #pragma once
+#include <type_traits>
 #include "encoded_panels.h"
 
 #if defined(__AVX512BF16__)
@@ -12,6 +13,57 @@ constexpr int FEW_ROWS = 4;
 inline vf picked(const float* table, int count, lanes at) {
     if (count <= 32) return (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(table), at, _mm512_loadu_ps(table + VL));
     return (vf)_mm512_i32gather_ps(at, table, 4);
+}
+
+// f(0), ..., f(COUNT - 1), each with a number known to the compiler: what it indexes can stay in registers.
+template <int COUNT, class F>
+__attribute__((always_inline)) inline void each(F&& f) {
+    if constexpr (COUNT > 0) {
+        each<COUNT - 1>(f);
+        f(std::integral_constant<int, COUNT - 1>{});
+    }
+}
+
+// Adds to the scores of a page's slots, sixteen at a time, those of a block of pairs.
+template <int BITS, int ROWS>
+__attribute__((always_inline)) inline void block_scores(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns,
+                                                        const uint32_t* query, int steps, vf (&acc)[ROWS][P / VL]) {
+    each<BLOCK_PAIRS>([&](auto p) __attribute__((always_inline)) {
+        const int j = order[p];
+        const PairBook<BITS> book(head.key_lookup + j * BOOK, head.key_lookup + (j + half) * BOOK);
+        __m512bh row[ROWS];
+        each<ROWS>([&](auto r) __attribute__((always_inline)) { row[r] = (__m512bh)_mm512_set1_epi32(static_cast<int>(query[r * steps + j])); });
+        each<P / VL>([&](auto quarter) __attribute__((always_inline)) {
+            asm volatile("" ::: "memory");   // or the compiler reads all angles first, and spills them
+            const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
+            const __m512bh key = (__m512bh)turned<false>(pairs, turns + j * 2 * P, quarter * VL, 1.0f, 0.0f);
+            each<ROWS>([&](auto r) __attribute__((always_inline)) { acc[r][quarter] = (vf)_mm512_dpbf16_ps((__m512)acc[r][quarter], row[r], key); });
+        });
+    });
+}
+
+// Scores [ROWS, P] of queries [ROWS, steps], bf16 pairs turned to the page's first slot, with the keys of an encoded page, its slots apart.
+template <int ROWS>
+void nuq_scores(const Plan& plan, const Page& page, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
+    const NuqHead& head = *page.head;
+    const int half = plan.D / 2;
+    const uint8_t* lines = page.image;
+    vf acc[ROWS][P / VL];
+    each<ROWS>([&](auto r) { each<P / VL>([&](auto quarter) { acc[r][quarter] = vf{}; }); });
+    for (int block = 0; block < half / BLOCK_PAIRS; block++) {
+        ahead.step(ahead.pace);
+        const uint8_t* order = head.order + block * BLOCK_PAIRS;
+        switch (head.bits[block]) {
+            case 0: block_scores<0>(head, half, lines, order, plan.turns, query, steps, acc); break;
+            case 1: block_scores<1>(head, half, lines, order, plan.turns, query, steps, acc); break;
+            case 2: block_scores<2>(head, half, lines, order, plan.turns, query, steps, acc); break;
+            case 3: block_scores<3>(head, half, lines, order, plan.turns, query, steps, acc); break;
+            case 4: block_scores<4>(head, half, lines, order, plan.turns, query, steps, acc); break;
+            default: block_scores<5>(head, half, lines, order, plan.turns, query, steps, acc);
+        }
+        lines += LINE * head.bits[block];
+    }
+    each<ROWS>([&](auto r) { each<P / VL>([&](auto quarter) { store(scores + r * P + quarter * VL, acc[r][quarter]); }); });
 }
 
 // Adds to scores [ROWS, P] what a slot of each key holds. What follows the queries, float32 [ROWS, D], may be read, and is not used.
@@ -38,21 +90,26 @@ inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, co
     }
 }
 
-// The sums of GROUPS groups of sixteen columns.
+// The sums of GROUPS groups of sixteen columns, each in so many chains that a dozen products are under way.
 template <int BITS, int ROWS, int GROUPS>
 __attribute__((always_inline)) inline void column_sums(const uint8_t* lines, lanes lookup, const uint32_t* probabilities, vf (&acc)[GROUPS][ROWS]) {
-    vf other[GROUPS][ROWS] = {};   // a second chain of sums
+    constexpr bool TWO = GROUPS * ROWS <= 8;
+    vf other[GROUPS][ROWS] = {};
 #pragma GCC unroll 32
-    for (int f = 0; f < P / 2; f++)
-        for (int g = 0; g < GROUPS; g++) {
-            const vu pairs = (vu)_mm512_permutexvar_epi16(joined<BITS>(lines + g * 2 * BITS * LINE, P / 2, f), lookup);
-            for (int r = 0; r < ROWS; r++) {
-                vf& sum = f % 2 ? other[g][r] : acc[g][r];
-                sum = MathBf16::fma(sum, probabilities[r * (P / 2) + f], pairs);
+    for (int f = 0; f < P / 2; f++) {
+        vu pairs[GROUPS];
+        for (int g = 0; g < GROUPS; g++) pairs[g] = (vu)_mm512_permutexvar_epi16(joined<BITS>(lines + g * 2 * BITS * LINE, P / 2, f), lookup);
+        for (int r = 0; r < ROWS; r++) {
+            const __m512bh p = (__m512bh)_mm512_set1_epi32(static_cast<int>(probabilities[r * (P / 2) + f]));
+            for (int g = 0; g < GROUPS; g++) {
+                vf& sum = TWO && f % 2 ? other[g][r] : acc[g][r];
+                sum = (vf)_mm512_dpbf16_ps((__m512)sum, p, (__m512bh)pairs[g]);
             }
         }
-    for (int g = 0; g < GROUPS; g++)
-        for (int r = 0; r < ROWS; r++) acc[g][r] += other[g][r];
+    }
+    if constexpr (TWO)
+        for (int g = 0; g < GROUPS; g++)
+            for (int r = 0; r < ROWS; r++) acc[g][r] += other[g][r];
 }
 
 template <int ROWS, int GROUPS>
@@ -81,8 +138,12 @@ void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities,
     const uint8_t* lines = page.image + head.at_values;
     const int bits = head.value_bits, group = 2 * LINE * bits;
     int d = 0;
+    for (; d + 4 * VL <= plan.D; d += 4 * VL, lines += 4 * group) {
+        ahead.step(3 * ahead.pace);
+        scaled_sums<ROWS, 4>(bits, lines, lookup, probabilities, sums + d, columns, factor);
+    }
     for (; d + 2 * VL <= plan.D; d += 2 * VL, lines += 2 * group) {
-        ahead.step(12);
+        ahead.step(2 * ahead.pace);
         scaled_sums<ROWS, 2>(bits, lines, lookup, probabilities, sums + d, columns, factor);
     }
     if (d < plan.D) scaled_sums<ROWS, 1>(bits, lines, lookup, probabilities, sums + d, columns, factor);
@@ -113,15 +174,22 @@ inline void fold_late(const float* late, int columns, int rows, float* sums) {
 
 // weights [FEW_ROWS, P]: probabilities without the values' scales.
 inline void add_late(const uint8_t* slot, const float* weights, int columns, float* late) {
-    for (int t = 0; t < P; t += FEW_ROWS) {
-        const __m128 missing = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(slot + P + 2 * t)));
-        __m128 of_row[FEW_ROWS];
-        for (int r = 0; r < FEW_ROWS; r++) of_row[r] = missing * _mm_loadu_ps(weights + r * P + t);
-        _MM_TRANSPOSE4_PS(of_row[0], of_row[1], of_row[2], of_row[3]);
-        for (int i = 0; i < FEW_ROWS; i++) {
-            float* at = late + (i * columns + slot[t + i]) * FEW_ROWS;
-            _mm_storeu_ps(at, _mm_loadu_ps(at) + of_row[i]);
-        }
+    static_assert(FEW_ROWS == 4, "rows of a quarter of a register");
+    for (int t = 0; t < P; t += VL) {
+        const vf missing = halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + P + 2 * t)));
+        const auto row = [&](int r) { return (__m512)(missing * load(weights + r * P + t)); };
+        const __m512 a = row(0), b = row(1), c = row(2), d = row(3);
+        const __m512d low = (__m512d)_mm512_unpacklo_ps(a, b), high = (__m512d)_mm512_unpackhi_ps(a, b);
+        const __m512d low2 = (__m512d)_mm512_unpacklo_ps(c, d), high2 = (__m512d)_mm512_unpackhi_ps(c, d);
+        // All rows of slots i, 4 + i, 8 + i and 12 + i.
+        const __m512 slots[4] = {(__m512)_mm512_unpacklo_pd(low, low2), (__m512)_mm512_unpackhi_pd(low, low2),
+                                 (__m512)_mm512_unpacklo_pd(high, high2), (__m512)_mm512_unpackhi_pd(high, high2)};
+        each<4>([&](auto quarter) {
+            each<4>([&](auto i) {
+                float* at = late + (i * columns + slot[t + 4 * quarter + i]) * FEW_ROWS;
+                _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), _mm512_extractf32x4_ps(slots[i], quarter)));
+            });
+        });
     }
 }
 
