@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from quire.cli.batch_lines import Line, read_input
-from quire.cli.shared import PLAIN_SECONDS
+from quire.cli.shared import PLAIN_SECONDS, progress_bar
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
 
 if TYPE_CHECKING:
@@ -160,19 +160,9 @@ class Batch:
                 lambda: print(f"quire: {self.num_done}/{total} done, {speed()}", file=sys.stderr, flush=True),
             )
             return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import TextColumn
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        with Progress(TextColumn("generating"), *columns, TextColumn("{task.fields[speed]}"), console=console) as bar:
+        with progress_bar("generating", TextColumn("{task.fields[speed]}")) as bar:
             task = bar.add_task("", total=total, speed="")
             try:
                 yield BAR_SECONDS, lambda: bar.update(task, completed=self.num_done, speed=speed())

@@ -15,6 +15,8 @@ from quire.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     import asyncio
 
+    from rich.progress import Progress, ProgressColumn
+
     from quire.async_llm import AsyncLLM
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -102,6 +104,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
     width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
     # A terminal that is too narrow wraps the lines: numbers cut short would say nothing.
     Console(highlight=False, width=max(width, console.width)).print(table)
+
+
+def progress_bar(what: str, *more: ProgressColumn) -> Progress:
+    """A bar on stderr with how much of how much, the time it took and takes, and more columns behind."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *more)
+    return Progress(*columns, console=Console(stderr=True))
 
 
 def runner() -> asyncio.Runner:
