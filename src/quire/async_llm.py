@@ -29,6 +29,12 @@ log = logging.getLogger("quire")
 
 Answer = TypeVar("Answer")
 
+LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
+"""What an engine's thread is called before and after it has loaded."""
+
+GIVE_UP_SECONDS = 5.0
+"""How long a start that is cancelled waits for what it has begun."""
+
 LIFETIME_SECONDS = 1.0
 """How often an idle engine looks whether a cached prefix has become too old."""
 
@@ -76,22 +82,24 @@ class AsyncLLM(Face):
 
     async def start(self) -> None:
         """Loads the model and starts the engine's thread. Raises ModelError or ConfigError for what cannot be loaded,
-        QuireError if it was started or closed before. Cancelled, it ends with the thread: a calibration gives up soon,
-        loading is waited for.
+        QuireError if it was started or closed before, or is closed meanwhile. Cancelled, it ends as soon as the thread
+        gives up: a calibration does so within a second or two, and what takes longer, as fetching a model, is left to
+        end by itself.
         """
         if self._thread is not None or self._closing:
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
         self._loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._main, args=(started,), name="quire-engine", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._main, args=(started,), name=LOADING_THREAD, daemon=True)
+        self._thread = thread
+        thread.start()
         try:
             await started
         except BaseException:
             self._closing = True
             self._submit(None)
-            # A thread that is still at work when the process ends would take that down with it.
-            while self._thread.is_alive():
+            deadline = time.monotonic() + GIVE_UP_SECONDS
+            while thread.is_alive() and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             raise
 
@@ -259,6 +267,7 @@ class AsyncLLM(Face):
         except BaseException as error:
             self._on_loop(partial(_settle, started, error))
             return
+        threading.current_thread().name = ENGINE_THREAD
         self._on_loop(partial(_settle, started, None))
         engine = self._loaded.engine
         try:
@@ -309,6 +318,13 @@ def _settle(started: asyncio.Future[None], error: BaseException | None) -> None:
         started.set_result(None)
     else:
         started.set_exception(error)
+
+
+def is_loading() -> bool:
+    """Whether an engine's thread is loading. In the middle of native code it would end a process that ends by itself
+    with a signal.
+    """
+    return any(thread.name == LOADING_THREAD for thread in threading.enumerate())
 
 
 class _Stopped(Exception):

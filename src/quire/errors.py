@@ -37,5 +37,9 @@ class QueueFullError(QuireError):
         self.retry_after = retry_after
 
 
+class UnwantedError(QuireError):
+    """Loading was given up, because nobody waits for it any more."""
+
+
 class CacheFullError(QuireError):
     """The page pool has fewer free bytes than asked for; the scheduler makes room or waits, it never over-commits."""

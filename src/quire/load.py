@@ -14,7 +14,7 @@ from quire.config import EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnwantedError
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
@@ -46,19 +46,22 @@ def load_engine(
     """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done.
 
     show_progress  bars of fetching and calibrating; None: only when stderr is a terminal
-    unwanted       asked now and then while it calibrates: once True, that ends with KeyboardInterrupt
-    Raises ModelError or ConfigError, one line that says what is wrong.
+    unwanted       asked between what it does, and now and then while it calibrates
+    Raises ModelError or ConfigError, one line that says what is wrong; UnwantedError once `unwanted` says so.
     """
     if config.cache.pin is not None:
         read_lines(Path(config.cache.pin))
     path = resolve_model(model, show_progress)
     with open_model(path) as checkpoint:
-        resolved, fits = resolve(config, checkpoint.shape, checkpoint)
+        calibration = find_calibration(path, config)
+        resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         if not fits.fit_the_machine:
             raise ConfigError(fits.fails_first)
-        calibration = calibration_for(path, config, show_progress, unwanted)
-        if calibration is not None:
+        if calibration is None and config.cache.is_calibrated:
+            _ask(unwanted)
+            calibration = _calibrated(path, config, show_progress, unwanted)
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
+        _ask(unwanted)
         engine_model = load_model(checkpoint, resolved)
         shape = checkpoint.shape
     tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
@@ -78,19 +81,21 @@ def load_engine(
     return Loaded(engine, tokenizer, shape, fits, resolved, name)
 
 
-def calibration_for(
+def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:
+    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none."""
+    found = find_calibration(path, config)
+    if found is not None or not config.cache.is_calibrated:
+        return found
+    return _calibrated(path, config)
+
+
+def _calibrated(
     path: Path,
     config: EngineConfig,
     show_progress: bool | None = None,
     unwanted: Callable[[], bool] = lambda: False,
-) -> Calibration | None:
-    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none.
-
-    show_progress, unwanted  as of `load_engine`
-    """
-    found = find_calibration(path, config)
-    if found is not None or not config.cache.is_calibrated:
-        return found
+) -> Calibration:
+    """The calibration that is made where there is none; see `load_engine`."""
     from quire.calibrate import CalibrationSettings, calibrate
     from quire.calibrate.progress import shown
 
@@ -99,27 +104,28 @@ def calibration_for(
     # A minute that nobody asked for is told, whatever the level of the log.
     log.warning("cache.codec %s needs a calibration of this model: making one, once, in %s", config.cache.codec, file)
     begun = time.monotonic()
-    try:
-        with shown(show_progress) as progress:
+    of_another = None
 
-            def report(what: str, done: int, total: int) -> None:
-                if unwanted():
-                    raise KeyboardInterrupt
-                progress(what, done, total)
+    def made_meanwhile() -> Calibration | None:
+        nonlocal of_another
+        of_another = find_calibration(path, config)
+        return of_another
 
-            made = calibrate(
-                path,
-                settings,
-                file,
-                config=config,
-                progress=report,
-                unless=lambda: find_calibration(path, config),
-            )
-    except KeyboardInterrupt:
-        log.warning("the calibration is interrupted; the next one goes on with the windows that were gathered")
-        raise
-    log.info("calibrated in %.0f s", time.monotonic() - begun)
+    with shown(show_progress) as progress:
+
+        def report(what: str, done: int, total: int) -> None:
+            _ask(unwanted)
+            progress(what, done, total)
+
+        made = calibrate(path, settings, file, config=config, progress=report, unless=made_meanwhile)
+    if made is not of_another:
+        log.info("calibrated in %.0f s", time.monotonic() - begun)
     return made
+
+
+def _ask(unwanted: Callable[[], bool]) -> None:
+    if unwanted():
+        raise UnwantedError("loading was given up: nobody waits for it any more")
 
 
 def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +246,39 @@ def test_the_collector_is_left_as_it_was(folder: Path) -> None:
         assert gc.get_freeze_count() == frozen
 
     run(folder, body)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_start_that_is_closed_or_cancelled_while_it_calibrates_gives_up(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("settings", "run"):
+        monkeypatch.setattr(f"quire.calibrate.{name}.folder", lambda: tmp_path / "kept")
+    even = save_tiny(tmp_path / "even", head_dim=16, num_hidden_layers=8)
+    inside = threading.Event()
+    fit = importlib.import_module("quire.calibrate.run").fit_layer
+
+    def told(*given: Any, **more: Any) -> Any:
+        inside.set()
+        return fit(*given, **more)
+
+    monkeypatch.setattr("quire.calibrate.run.fit_layer", told)
+
+    async def main() -> None:
+        llm = AsyncLLM(str(even), OPTIONS | {"cache.codec": "nuq2"})
+        task = asyncio.create_task(llm.start())
+        await asyncio.to_thread(inside.wait, 60)
+        thread = llm._thread
+        assert thread is not None
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        await llm.close()
+        with pytest.raises(QuireError if times == 0 else asyncio.CancelledError):
+            await task
+        assert not thread.is_alive() and not llm.is_ready and not list((tmp_path / "kept").glob("*.safetensors"))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_start_that_is_cancelled_ends_its_thread(folder: Path) -> None:

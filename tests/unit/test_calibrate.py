@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -538,17 +539,30 @@ def test_a_folder_that_cannot_be_written_is_told(
     assert str(kept) in line and "cannot be written" in line and "XDG_CACHE_HOME" in line
 
 
-def test_an_interrupted_command_says_that_it_will_go_on(
-    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kept_windows", [0, 2])
+def test_an_interrupted_command_says_what_it_keeps(
+    kept_windows: int,
+    folder: Path,
+    text: str,
+    kept: Path,
+    gathered: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    counted = samples.gather
+
     def interrupted(model: Any, tokens: torch.Tensor) -> Iterator[Any]:
-        raise KeyboardInterrupt
-        yield
+        if len(gathered) == kept_windows:
+            raise KeyboardInterrupt
+        yield from counted(model, tokens)
 
     monkeypatch.setattr(samples, "gather", interrupted)
     assert command(folder, "--text", text) == 130
-    captured = capsys.readouterr()
-    assert captured.err == "quire: interrupted; the same command goes on with the windows it has gathered\n"
+    assert capsys.readouterr().err == "quire: interrupted\n"
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(said) == (kept_windows > 0)
+    assert not said or f"goes on with {kept_windows} of 3 windows, kept in {kept}" in said[0]
 
 
 SERVE = """
@@ -561,7 +575,8 @@ sys.exit(main(["serve", *sys.argv[2:]]))
 """
 
 
-def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(presses: int, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12)
     cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB")
     master, slave = pty.openpty()
@@ -576,8 +591,10 @@ def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(tm
     try:
         with contextlib.suppress(OSError):  # the terminal's other end is closed
             while part := os.read(master, 4096):
-                if b"gathering" in part and b"gathering" not in shown:
-                    process.send_signal(signal.SIGINT)
+                if b"fitting" in part and b"fitting" not in shown:
+                    for _ in range(presses):
+                        process.send_signal(signal.SIGINT)
+                        time.sleep(0.01)
                 shown += part
         assert process.wait(30) == 130, shown
     finally:
@@ -586,9 +603,9 @@ def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(tm
         os.close(master)
     hidden, visible = shown.rfind(b"\x1b[?25l"), shown.rfind(b"\x1b[?25h")
     assert -1 < hidden < visible, shown
-    said = "the calibration is interrupted; the next one goes on with the windows that were gathered"
-    after = shown[visible:].decode().split("quire: ", 1)[1]
-    assert after == f"{said}\r\nquire: interrupted\r\n"
+    assert shown.endswith(b"quire: interrupted\r\n") or (presses > 1 and b"terminate" not in shown), shown
+    if presses == 1:
+        assert b"the calibration is interrupted; the next one goes on with 8 of 8 windows, kept in " in shown
     assert list((tmp_path / "kept").rglob("tokens.safetensors"))
 
 

@@ -49,7 +49,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes the file; there is never half of one under its name."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         metadata = {
             "format": FORMAT,
@@ -61,7 +61,8 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file({name: tensor.contiguous() for name, tensor in self._tensors().items()}, unfinished, metadata)
+            # As any other file, with the permissions of the user's umask; the library's own writer has fewer.
+            unfinished.write_bytes(save({name: each.contiguous() for name, each in self._tensors().items()}, metadata))
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 log = logging.getLogger("quire")
 
+WAITING = "waiting for another calibration of this model"
+
 
 @contextlib.contextmanager
 def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
@@ -22,7 +24,8 @@ def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]
         def told(what: str, done: int, total: int) -> None:
             if what not in phases:
                 phases.add(what)
-                log.info("calibration: %s", what)
+                # Whoever only waits would wonder, whatever the level of the log.
+                log.log(logging.WARNING if what == WAITING else logging.INFO, "calibration: %s", what)
 
         yield told
         return

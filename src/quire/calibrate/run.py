@@ -11,17 +11,20 @@ import functools
 import gc
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from quire.cache.calibration import Calibration
 from quire.cache.codecs.nuq import NuqCodec, NuqTables
-from quire.calibrate.fit import Book, even_tables, fit_layer
+from quire.calibrate.fit import Book, LayerFit, even_tables, fit_layer
+from quire.calibrate.progress import WAITING
 from quire.calibrate.samples import GradientOps, SampleStore
 from quire.calibrate.settings import ALGORITHM, WINDOW_TOKENS, CalibrationSettings, folder
 from quire.calibrate.tables import make_tables
@@ -29,7 +32,7 @@ from quire.calibrate.text import cut, write
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.machine import usable_cores
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnwantedError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
 from quire.models.fingerprint import fingerprint
@@ -37,6 +40,8 @@ from quire.models.layers import torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import open_model
+
+log = logging.getLogger("quire")
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, of how much); what it raises ends the calibration there."""
@@ -84,7 +89,7 @@ def calibrate(
         "skipped": settings.skipped,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    name = _digest(json.dumps([model_id, gathered], sort_keys=True))[:16]
+    name = _digest(json.dumps([model_id, gathered, config.model.tokenizer], sort_keys=True))[:16]
     # A text that is too short is told before anybody is waited for.
     windows = (
         None if text is None else cut(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
@@ -95,8 +100,19 @@ def calibrate(
             if found is not None:
                 return found
             store = SampleStore(folder() / name, settings.skipped)
-            _gather(path, store, settings, windows, config, dtype, device, progress)
-            tables, report = _fit(store, settings, shape, progress)
+            try:
+                _gather(path, store, settings, windows, config, dtype, device, progress)
+                tables, report = _fit(store, settings, shape, progress)
+            except (KeyboardInterrupt, UnwantedError):
+                kept = sum(store.has(window) for window in range(settings.num_windows))
+                if kept:
+                    log.warning(
+                        "the calibration is interrupted; the next one goes on with %d of %d windows, kept in %s",
+                        kept,
+                        settings.num_windows,
+                        store.folder,
+                    )
+                raise
             recorded = {
                 **gathered,
                 "bits": list(settings.bits),
@@ -192,13 +208,26 @@ def _fit(
     store: SampleStore, settings: CalibrationSettings, shape: ModelShape, progress: Progress
 ) -> tuple[dict[str, NuqTables], dict[str, Any]]:
     """Tables by codec, and what was chosen."""
-    fits = []
-    for layer in range(shape.num_layers):
-        progress("fitting", layer, shape.num_layers)
+
+    def fit(layer: int) -> LayerFit:
         samples = store.layer(layer, settings.num_windows)
         held_out = len(samples.keys) // settings.num_windows * settings.num_held_out
-        fits.append(fit_layer(samples, held_out, settings.outlier_slots, kinds=settings.kinds, q_norm=settings.q_norm))
-    progress("fitting", shape.num_layers, shape.num_layers)
+        return fit_layer(samples, held_out, settings.outlier_slots, kinds=settings.kinds, q_norm=settings.q_norm)
+
+    fits = []
+    threads = torch.get_num_threads()
+    # A thread a layer, not threads that share every small operation: where the cores have more to do, those would wait
+    # for each other thousands of times.
+    pool = ThreadPoolExecutor(threads, "quire-fit", torch.set_num_threads, (1,))
+    try:
+        running = [pool.submit(fit, layer) for layer in range(shape.num_layers)]
+        for layer, each in enumerate(running):
+            progress("fitting", layer, shape.num_layers)
+            fits.append(each.result())
+        progress("fitting", shape.num_layers, shape.num_layers)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
     tables, report = {}, {}
     for bits in sorted(settings.bits):
         codec = f"nuq{bits}"
@@ -217,11 +246,19 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Holds an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                progress("waiting for another calibration of this model", 0, 1)
-                time.sleep(WAITING_SECONDS)
+        waited = False
+        while not _lock(file):
+            progress(WAITING, 0, 1)
+            time.sleep(WAITING_SECONDS)
+            waited = True
+        if waited:
+            progress(WAITING, 1, 1)
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

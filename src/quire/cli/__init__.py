@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = os.environ.get("QUIRE_LOG", "info" if args.command in ("serve", "calibrate") else "warning").upper()
     number = logging.getLevelNamesMapping().get(level, logging.INFO)
     when = "%(asctime)s " if number <= logging.DEBUG else ""
-    logging.basicConfig(format=f"quire: {when}%(message)s", level=number)
+    logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
+    logging.getLogger("quire").setLevel(number)
     try:
         return int(importlib.import_module(f"quire.cli.{args.command}").run(args))
     except QuireError as error:
@@ -49,12 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if args.debug:
             raise
+        _leave_if_loading("quire: interrupted\n")
         print("quire: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read our output has left (`quire generate ... | head`); what is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _leave_if_loading(text: str) -> None:
+    """Ends the process here if an engine is still loading, which nothing can stop, with a text on stderr itself: what
+    sys.stderr is may be a bar's, which hid the cursor.
+    """
+    module = sys.modules.get("quire.async_llm")
+    if module is not None and module.is_loading():
+        os.write(2, ("\r\n\x1b[?25h" * os.isatty(2) + text).encode())
+        sys.stdout.flush()
+        os._exit(130)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,20 +84,15 @@ def run(args: argparse.Namespace) -> int:
     model = fingerprint(path)
     file = settings.file(model) if args.output is None else args.output
     found = CalibrationSettings(outlier_slots=settings.outlier_slots, sink_tokens=settings.sink_tokens).file(model)
-    try:
-        with shown() as progress:
-            made = calibrate(path, settings, file, text=text, config=config, progress=progress)
-    except KeyboardInterrupt:
-        if args.debug:
-            raise
-        print("quire: interrupted; the same command goes on with the windows it has gathered", file=sys.stderr)
-        return 130
+    replaces = file.exists()
+    with shown() as progress:
+        made = calibrate(path, settings, file, text=text, config=config, progress=progress)
     if args.json:
         facts = {"file": str(file), "hash": made.hash, "model": made.model, "settings": made.settings}
         print(json.dumps(facts | {"codecs": made.report}, indent=2))
     else:
         _print(made)
-        print(f"file: {file}\nhash: {made.hash}")
+        print(f"file: {file}{', in place of the one that was there' if replaces else ''}\nhash: {made.hash}")
         print("use:  " + _use(args.model, made, settings, None if file == found else file))
     return 0
 

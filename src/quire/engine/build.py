@@ -22,12 +22,12 @@ from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec, check_head_dim, nominal_page_bytes
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
-from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, PagePool
+from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PagePool
 from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
 from quire.cache.sizes import Arena, Sizes, page_counts, sizes
 from quire.cache.tree import PrefixTree
-from quire.config import EngineConfig, format_bytes
+from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.engine import Decode, Engine
 from quire.engine.machine import available_memory, usable_cores
 from quire.engine.sampler import Sampler
@@ -53,6 +53,9 @@ on a GPU."""
 TOKEN_BUDGET = {"cpu": 1024, "cuda": 8192}
 """Rows of a step: SmolLM2's prefill on two cores is as fast at 1,024 rows as at 4,096, and a decode step beside it
 waits 0.25 s at most."""
+
+LEAST_CHUNKS = 2
+"""Sealed chunks that an arena must hold beside an open one."""
 
 _SLAB_BYTES = 1 << 20
 
@@ -125,17 +128,18 @@ def resolve(
         memory = min(int(max(0, available - weight_bytes) * share), useful, MAX_ARENA_BYTES)
     # Whole slabs of whole pages: what the arena cannot use is not allocated.
     sidecar_bytes = 0 if sinks is None else sinks.sidecar_bytes
-    slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
-    arena = Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes)
+
+    def arena_of(memory: int) -> Arena:
+        slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
+        return Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes)
+
+    arena = arena_of(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
-    if fits.num_chunks < 2:
-        least = 2 * chunk_bytes + (0 if sealed is None else fits.open_chunk_bytes + (len(pages) + 1) * slab)
-        least += -(-sidecar_bytes // slab) * slab
+    if fits.num_chunks < LEAST_CHUNKS:
         raise ConfigError(
             f"cache.memory of {format_bytes(wanted if isinstance(wanted, int) else memory)}"
-            f" holds {fits.num_chunks} chunks of {PAGE_TOKENS} tokens"
-            f" ({format_bytes(chunk_bytes)} each);"
-            f" set it to at least {format_bytes(least)}"
+            f" holds {fits.num_chunks} chunk{'s' * (fits.num_chunks != 1)} of {PAGE_TOKENS} tokens"
+            f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
         )
     memory = arena.num_bytes
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
@@ -199,6 +203,20 @@ def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks
     if not config.cache.is_calibrated or not config.cache.sink_tokens:
         return None
     return Sinks(config.cache.sink_tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+
+
+def _enough(arena_of: Callable[[int], Arena], memory: int) -> str:
+    """About the smallest memory, as one would write it, whose arena holds LEAST_CHUNKS, where `memory` does not."""
+    low, high = memory, max(2 * memory, UNIT)
+    while arena_of(high).num_chunks < LEAST_CHUNKS:
+        low, high = high, 2 * high
+    while high - low > high // 256:
+        middle = (low + high) // 2
+        low, high = (low, middle) if arena_of(middle).num_chunks >= LEAST_CHUNKS else (middle, high)
+    # What is written is rounded; and the size of slabs depends on the memory, so that a little more may hold less.
+    while arena_of(parse_bytes(format_bytes(high))).num_chunks < LEAST_CHUNKS:
+        high += high // 256 + 1
+    return format_bytes(high)
 
 
 def slab_bytes(page_bytes: int, memory: int, largest: int = 0) -> int:

@@ -250,7 +250,7 @@ template <int COUNT>
 void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
     // All of the next page, evenly: a burst would be waited for.
     Prefetcher ahead = prefetch(after, plan.D, 0);
-    ahead.end = prefetch(after, plan.D, 1).end;
+    if (after.valid) ahead.end = prefetch(after, plan.D, 1).end;
     // Of the steps, a page has one for every block of keys, and some for its values.
     ahead.pace = 1 + static_cast<int>((ahead.end - ahead.at) / LINE) / (plan.D / (2 * BLOCK_PAIRS) + 2);
     count_read(plan, head, plan.indices[piece.first_index + c]);
@@ -362,6 +362,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     if (!turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
     std::memset(item.acc, 0, static_cast<size_t>(rows) * columns * 4);
     for (int m = 0; m < padded; m++) item.top[m] = UNSEEN, item.total[m] = item.shift[m] = 0;
+    for (int m = 0; m < held; m++) item.factor[m] = 1;
     std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
     if (late) std::memset(item.late, 0, static_cast<size_t>(late) * 4);
 

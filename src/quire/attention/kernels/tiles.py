@@ -146,7 +146,7 @@ def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def half_in(words, side):
-    """The float16 in the lower or the upper half of words, f32."""
+    """The float16 in the lower or the upper half of words, f32: of words, as all of a page is read."""
     return (words >> side * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
