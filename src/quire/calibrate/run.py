@@ -46,6 +46,9 @@ log = logging.getLogger("quire")
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much is done, of how much); what it raises ends the calibration there."""
 
+LAYERS_AT_ONCE = 4
+"""Layers that are fitted side by side at most: each holds all its samples in memory."""
+
 WAITING_SECONDS = 0.2
 """Between two looks whether another process still calibrates the model."""
 
@@ -216,9 +219,10 @@ def _fit(
 
     fits = []
     threads = torch.get_num_threads()
-    # A thread a layer, not threads that share every small operation: where the cores have more to do, those would wait
-    # for each other thousands of times.
-    pool = ThreadPoolExecutor(threads, "quire-fit", torch.set_num_threads, (1,))
+    # Layers side by side rather than threads that share every small operation: where the cores have more to do, those
+    # would wait for each other thousands of times.
+    workers = min(threads, LAYERS_AT_ONCE)
+    pool = ThreadPoolExecutor(workers, "quire-fit", torch.set_num_threads, (threads // workers,))
     try:
         running = [pool.submit(fit, layer) for layer in range(shape.num_layers)]
         for layer, each in enumerate(running):
