@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     number = logging.getLevelNamesMapping().get(level, logging.INFO)
     when = "%(asctime)s " if number <= logging.DEBUG else ""
     logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
-    logging.getLogger("quire").setLevel(number)
+    # Ours alone: libraries tell every request they make.
+    log = logging.getLogger("quire")
+    before = log.level
+    log.setLevel(number)
     try:
         return int(importlib.import_module(f"quire.cli.{args.command}").run(args))
     except QuireError as error:
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left (`quire generate ... | head`); what is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        log.setLevel(before)
 
 
 def _leave_if_loading(text: str) -> None:
