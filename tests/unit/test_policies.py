@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cache.retention import MEMBERS, Decision, Retention, decide, keep_on, largest, occurrences
+from quire.cache.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
 
 EXAMPLE = [
     [1.0],
@@ -43,11 +43,11 @@ def local_recovery(attention: np.ndarray) -> Any:
     return recovery
 
 
-def decided(retention: Retention, attention: np.ndarray, **marks: np.ndarray) -> Decision:
+def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decision:
     """Of attention [heads, n, n]."""
     none = np.zeros(attention.shape[1], bool)
     marks = {"special": none, "punctuation": none, **marks}
-    return decide(retention, marks, attention.sum(1), attention.shape[1], local_recovery(attention))
+    return decide(chain, marks, attention.sum(1), attention.shape[1], local_recovery(attention))
 
 
 EXAMPLE_MARKS = {"special": only(6, 0), "punctuation": only(6, 2)}
@@ -59,7 +59,7 @@ EXAMPLE_MARKS = {"special": only(6, 0), "punctuation": only(6, 2)}
 )
 def test_the_worked_example(threshold: float, policy: int, kept: list[int]) -> None:
     # Two of six tokens for either share.
-    found = decided(Retention(threshold, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
+    found = decided(Chain(threshold, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
     assert found.policies.tolist() == [policy]
     assert np.flatnonzero(found.kept[0]).tolist() == list(kept)
     recovery = [0.575, 4.4 / 6, 0.95, 1.0, 1.0][: policy + 1]
@@ -70,7 +70,7 @@ def test_the_worked_example(threshold: float, policy: int, kept: list[int]) -> N
 def test_rows_count_and_not_the_last_one_alone() -> None:
     last = square(EXAMPLE)[-1]
     assert [last[[0]].sum(), last[[0, 2]].sum(), last[[0, 1, 2, 3]].sum()] == pytest.approx([0.4, 0.6, 0.8])
-    found = decided(Retention(0.7, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
+    found = decided(Chain(0.7, 0.3, 0.3), square(EXAMPLE)[None], **EXAMPLE_MARKS)
     assert found.policies[0] == 1
 
 
@@ -93,7 +93,7 @@ def test_every_head_has_the_policy_it_needs() -> None:
             scores = np.where(causal & (at[:, None] - at < 4), 9.0, np.where(causal, -9.0, -np.inf))
         heads.append(np.exp(scores) / np.exp(scores).sum(1, keepdims=True))
     attention = np.array(heads)
-    found = decided(Retention(0.8, 0.1, 0.1), attention, special=only(n, 0), punctuation=at % 7 == 3)
+    found = decided(Chain(0.8, 0.1, 0.1), attention, special=only(n, 0), punctuation=at % 7 == 3)
     assert found.policies.tolist() == [0, 1, 2, 3, 4]
     assert found.kept[4].all() and found.kept[:4].sum(1).tolist() == [1, 7, 11, 14]
 
@@ -101,13 +101,13 @@ def test_every_head_has_the_policy_it_needs() -> None:
 def test_members_do_not_count_tokens_twice() -> None:
     """Frequent tokens are beside the special ones and the punctuation, which would be among the most frequent."""
     attention = square(EXAMPLE)[None]
-    found = decided(Retention(0.9, 0.3, 0.3), attention, special=only(6, 0), punctuation=only(6, 0, 2))
+    found = decided(Chain(0.9, 0.3, 0.3), attention, special=only(6, 0), punctuation=only(6, 0, 2))
     assert found.kept.sum() == 2 + 2
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 999), n=st.integers(1, 30), chain=st.permutations(MEMBERS), length=st.integers(1, 4))
-def test_more_is_kept_for_more_recovery(seed: int, n: int, chain: list[str], length: int) -> None:
+@given(seed=st.integers(0, 999), n=st.integers(1, 30), members=st.permutations(MEMBERS), length=st.integers(1, 4))
+def test_more_is_kept_for_more_recovery(seed: int, n: int, members: list[str], length: int) -> None:
     generator = np.random.default_rng(seed)
     scores = generator.normal(0, 3, (5, n, n)) + np.where(np.tri(n, dtype=bool), 0.0, -np.inf)
     attention = np.exp(scores - scores.max(2, keepdims=True))
@@ -115,8 +115,8 @@ def test_more_is_kept_for_more_recovery(seed: int, n: int, chain: list[str], len
     special, punctuation = generator.random((2, n)) < 0.2
     before = np.zeros((5, n), bool)
     for threshold in (0.0, 0.3, 0.6, 0.8, 0.9, 0.97, 1.1):
-        retention = Retention(threshold, 0.25, 0.2, tuple(chain[:length]))
-        found = decided(retention, attention, special=special, punctuation=punctuation)
+        chain = Chain(threshold, 0.25, 0.2, tuple(members[:length]))
+        found = decided(chain, attention, special=special, punctuation=punctuation)
         assert (found.kept | ~before).all(), "something that less recovery keeps is dropped"
         before = found.kept
         for head, policy in enumerate(found.policies.tolist()):
@@ -127,7 +127,7 @@ def test_more_is_kept_for_more_recovery(seed: int, n: int, chain: list[str], len
 
 
 def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
-    retention = Retention(0.9)
+    chain = Chain(0.9)
     prompt, generated = 50, 100
     n = prompt + generated
     at = np.arange(n)
@@ -136,7 +136,7 @@ def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
     sums = np.random.default_rng(0).random((5, n))
     kept = np.ones((5, n), bool)
     kept[2:4, 20:30] = False  # dropped before
-    found = keep_on(retention, policies, kept, marks, sums, prompt)
+    found = keep_on(chain, policies, kept, marks, sums, prompt)
     assert found[4].all()
     assert np.array_equal(found[0], marks["special"])
     assert np.array_equal(found[1], marks["special"] | marks["punctuation"])

@@ -1,0 +1,63 @@
+"""What rows look at, by its definition: the numbers that retention decides by.
+
+A row's attention to a column is exp(score - lse), with the log-sum-exp that its attention had anyway; so nothing of
+size rows x columns outlives a block, and what blocks of rows and columns give is added up in any order.
+
+Source: FastGen, arXiv 2310.01801, section 3, whose code was never released and whose text keeps the whole matrix.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def probabilities(
+    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor:
+    """Each row's attention to some columns, averaged over the query heads of a kv head, float32 [R, H, T].
+
+    q                [R, H, G, D], rotated
+    k                [H, T, D], rotated
+    lse              float32 [R, H, G], of the row over all it sees, natural log; -inf for rows that do not count
+    query_positions  [R]
+    key_positions    [T]
+    window           a row sees so many positions, itself the last; None: all up to its own
+    """
+    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
+    distance = query_positions[:, None] - key_positions
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    counts = visible[:, None, None, :] & (lse > -torch.inf)[..., None]
+    # Scores of what is not seen may be anything, NaN too.
+    return torch.where(counts, torch.exp(scores - lse[..., None]), 0.0).mean(2)
+
+
+def column_sums(
+    q: Tensor, k: Tensor, lse: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor:
+    """The attention of all rows to each column, float32 [H, T]; see `probabilities`. A prompt's is the sum over its
+    slices, and of a prefix that was found, over the rows of that.
+    """
+    return probabilities(q, k, lse, query_positions, key_positions, window).sum(0)
+
+
+def recovered(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    kept: Tensor,
+    local: int,
+    window: int | None = None,
+) -> Tensor:
+    """The attention of all rows to what a policy keeps of some columns, float32 [H]; summed over all columns and
+    divided by the rows that count, it is the policy's recovery.
+
+    kept   bool [H, T]: columns kept whichever row looks
+    local  each row also keeps so many of the last tokens, itself among them
+    """
+    near = query_positions[:, None] - key_positions < local
+    return (probabilities(q, k, lse, query_positions, key_positions, window) * (near[:, None] | kept)).sum((0, 2))
