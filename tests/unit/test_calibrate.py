@@ -596,7 +596,8 @@ def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(pr
                         process.send_signal(signal.SIGINT)
                         time.sleep(0.01)
                 shown += part
-        assert process.wait(30) == 130, shown
+        # Where the first one was quick, the second may meet a process that ends.
+        assert process.wait(30) in (130, -signal.SIGINT)[:presses], shown
     finally:
         process.kill()
         process.communicate()
