@@ -8,10 +8,10 @@ Source: FastGen, arXiv 2310.01801, section 3, whose code was never released and 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+from quire.attention.reference import visible_scores
 
 
 def probabilities(
@@ -26,12 +26,9 @@ def probabilities(
     key_positions    [T]
     window           a row sees so many positions, itself the last; None: all up to its own
     """
-    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
-    distance = query_positions[:, None] - key_positions
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    counts = visible[:, None, None, :] & (lse > -torch.inf)[..., None]
-    # Scores of what is not seen may be anything, NaN too.
-    return torch.where(counts, torch.exp(scores - lse[..., None]), 0.0).mean(2)
+    scores, _ = visible_scores(q, k, query_positions, key_positions, window)
+    # Scores of rows that do not count may be anything, NaN too.
+    return torch.where((lse > -torch.inf)[..., None], torch.exp(scores - lse[..., None]), 0.0).mean(2)
 
 
 def column_sums(

@@ -33,15 +33,28 @@ def attend_dense(
     query_positions  [R];  key_positions [T] or [H, T], any order, any subset
     returns          the Partial over the visible tokens
     """
-    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
-    distance = query_positions[:, None, None] - key_positions.expand(k.shape[0], k.shape[1])[None]  # [R, H, T]
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    scores = scores.masked_fill(~visible[:, :, None, :], -torch.inf)
+    scores, visible = visible_scores(q, k, query_positions, key_positions, window)
     lse = torch.logsumexp(scores, -1)
     weight = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     # An invisible token may sit in an unwritten slot, where anything can stand, and 0 * NaN is NaN.
     v = torch.where(visible.any(0)[..., None], v.float(), 0.0)
     return Partial(torch.einsum("rhgt,htd->rhgd", weight, v), lse)
+
+
+def visible_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of some rows for some tokens, float32 [R, H, G, T], -inf where a row does not see the token; and where
+    it does, bool [R, H, T]. Arguments as of `attend_dense`.
+    """
+    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
+    distance = query_positions[:, None, None] - key_positions.expand(k.shape[0], k.shape[1])[None]
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return scores.masked_fill(~visible[:, :, None, :], -torch.inf), visible
 
 
 def rotate(
