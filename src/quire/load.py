@@ -86,14 +86,11 @@ def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
-    return _calibrated(path, config)
+    return _calibrated(path, config, show_progress=None, unwanted=lambda: False)
 
 
 def _calibrated(
-    path: Path,
-    config: EngineConfig,
-    show_progress: bool | None = None,
-    unwanted: Callable[[], bool] = lambda: False,
+    path: Path, config: EngineConfig, show_progress: bool | None, unwanted: Callable[[], bool]
 ) -> Calibration:
     """The calibration that is made where there is none; see `load_engine`."""
     from quire.calibrate import CalibrationSettings, calibrate

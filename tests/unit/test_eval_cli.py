@@ -199,7 +199,7 @@ def test_progress_is_shown_on_a_terminal_only(
 def test_without_a_terminal_progress_is_a_line_now_and_then(
     folder: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quire.cli.eval.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("quire.cli.shared.PLAIN_SECONDS", 0.0)
     words = ["eval", "ppl", folder, "--text", text, "--codecs", "g4", "--windows", "2", *SMALL]
     assert main([*words, "--context", "64"]) == 0
     shown = capsys.readouterr()

@@ -109,11 +109,10 @@ def decide(
     recovery = np.full((num_heads, chain.full + 1), np.nan)
     left = np.arange(num_heads)  # heads for which nothing has passed
     columns = np.zeros((num_heads, num_tokens), bool)  # of members that keep columns, for these
-    window = 0
+    window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
     for policy, member in enumerate(chain.members):
         if not len(left):
             break
-        last = np.arange(num_tokens) >= num_tokens - window
         if member == "local":
             window = chain.num_local(num_tokens)
             last = np.arange(num_tokens) >= num_tokens - window

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli import shared
-from quire.cli.shared import PLAIN_SECONDS
 from quire.config import options_from
 from quire.errors import ConfigError
 
@@ -206,7 +205,7 @@ def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
 
         def told(done: int, total: int) -> None:
             nonlocal last
-            if time.monotonic() - last >= PLAIN_SECONDS:
+            if time.monotonic() - last >= shared.PLAIN_SECONDS:
                 last = time.monotonic()
                 print(f"quire: {done}/{total} {unit} done", file=sys.stderr, flush=True)
 
