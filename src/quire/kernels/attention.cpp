@@ -13,7 +13,7 @@
 //
 // Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
 // one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page,
-// and for very few to make no panel of values.
+// and for very few to make no panels.
 #include "encoded_rows.h"
 #include "panels.h"
 

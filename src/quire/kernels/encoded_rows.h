@@ -1,5 +1,5 @@
-// Few query rows over a page of non-uniform codes: values are summed straight from their codes, with no panel in between, and what slots hold is added
-// to scores and sums rather than to keys and values.
+// Few query rows over a page of non-uniform codes: keys are scored and values summed straight from their codes, with no panels in between, and what
+// slots hold is added to scores and sums rather than to keys and values.
 #pragma once
 #include <type_traits>
 #include "encoded_panels.h"
