@@ -19,6 +19,7 @@ from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
+from quire.models.weights import Checkpoint
 
 from .dense_plan import DensePlan
 from .nuq_tables import random_tables
@@ -33,7 +34,13 @@ def chunk_bytes(shape: ModelShape, itemsize: int = 4) -> int:
 
 
 def make_engine(
-    shape: ModelShape | None = None, *, chunks: int = 64, seed: int = 0, model_id: str = "", **options: Any
+    shape: ModelShape | None = None,
+    *,
+    chunks: int = 64,
+    seed: int = 0,
+    weights: Checkpoint | None = None,
+    model_id: str = "",
+    **options: Any,
 ) -> Engine:
     """An engine over random weights in an arena of about so many chunks. Poisoned, so that reading what was not written
     cannot pass."""
@@ -51,7 +58,7 @@ def make_engine(
     calibration = made_up_calibration(shape, wanted) if wanted.cache.is_calibrated else None
     config, fits = resolve(wanted, shape, None, calibration)
     ops = CpuOps() if config.attention.backend == "cpu" else TorchOps()
-    model = build_model(shape, RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
+    model = build_model(shape, weights or RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
     engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits, model_id, calibration)
     engine.scheduler.manager.table.pool.arena.fill_(0xFF)
     return engine

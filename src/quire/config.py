@@ -17,7 +17,8 @@ from quire.errors import ConfigError
 from quire.options import AtLeast, Bytes, Count, Group, format_bytes, nearest, parse_bytes
 
 __all__ = [
-    "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RuntimeConfig", "SchedulerConfig", "ServeConfig",
+    "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig", "SchedulerConfig",
+    "ServeConfig",
     "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
 ]  # fmt: skip
 
@@ -89,6 +90,58 @@ class CacheConfig(Group):
     def is_calibrated(self) -> bool:
         """Whether the codec needs a calibration."""
         return self.codec.startswith("nuq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetainConfig(Group):
+    """Which tokens of a prompt each head keeps once it is computed (FastGen): the memory of the others is free."""
+
+    key: ClassVar[str] = "retain"
+
+    threshold: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
+    """How much of its attention a head must recover with what it keeps: it takes the shortest part of `retain.chain`
+    that does, and keeps everything if none does, as with a threshold above 1. off: all heads keep everything."""
+    budget: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
+    """In place of a threshold, the share of a prompt's bytes that is kept: threshold and shares are solved for it."""
+    frequent: Annotated[float, AtLeast(0)] = 0.3
+    """Share of a sequence's current length that the member `frequent` keeps beside the members before it."""
+    local: Annotated[float, AtLeast(0)] = 0.3
+    """Share of the prompt's length that the member `local` keeps: the last tokens."""
+    chain: str = "special,punctuation,frequent,local"
+    """Members in the order in which they are added: special (what begins a sequence or a turn), punctuation, frequent
+    (those that have had the most attention), local."""
+    profile_rows: Count = 256
+    """Last rows of a prompt, of a short one a quarter, over which `local` is judged. They are computed even if they are
+    cached."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        members = self.members
+        unknown = [member for member in members if member not in RETAIN_MEMBERS]
+        if unknown or len(set(members)) < len(members) or not members:
+            raise ConfigError(
+                f"retain.chain is {self.chain!r}; it must name some of {', '.join(RETAIN_MEMBERS)}, each once"
+            )
+        for name, share in (("frequent", self.frequent), ("local", self.local)):
+            if share > 1:
+                raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
+        if self.budget != "off" and self.threshold != "off":
+            raise ConfigError("retain.budget solves for the threshold, and retain.threshold is given; leave one off")
+        if self.budget != "off" and not 0 < self.budget <= 1:
+            raise ConfigError(f"retain.budget is {self.budget}; it must be above 0 and at most 1, all of the bytes")
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The chain, in order."""
+        return tuple(member.strip() for member in self.chain.split(","))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be dropped."""
+        return self.threshold != "off" or self.budget != "off"
+
+
+RETAIN_MEMBERS = ("special", "punctuation", "frequent", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +225,7 @@ class EngineConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    retain: RetainConfig = field(default_factory=RetainConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -193,7 +247,14 @@ class EngineConfig:
         return {key: value for group in _groups(self) for key, value in group.to_options().items()}
 
 
-ENGINE_GROUPS: tuple[type[Group], ...] = (ModelConfig, CacheConfig, AttentionConfig, SchedulerConfig, RuntimeConfig)
+ENGINE_GROUPS: tuple[type[Group], ...] = (
+    ModelConfig,
+    CacheConfig,
+    RetainConfig,
+    AttentionConfig,
+    SchedulerConfig,
+    RuntimeConfig,
+)
 _ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 

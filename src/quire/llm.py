@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from quire.cache.prefixes import Prefix
+from quire.cache.retention_report import RetentionReport
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.engine.request import NO_HINTS
-from quire.errors import QuireError, RequestError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
@@ -199,6 +200,22 @@ class LLM(Face):
             output.prompt = text
         return outputs
 
+    def profile(self, prompt: Prompt) -> RetentionReport:
+        """What each head keeps of a prompt under the settings of `retain`, and why. One token is generated, and thrown
+        away. Raises ConfigError where nothing is retained.
+        """
+        retainer = self._parts.engine.scheduler.manager.retainer
+        if retainer is None:
+            raise ConfigError("nothing is retained; set retain.threshold or retain.budget")
+        found: list[RetentionReport] = []
+        with self._turn:
+            retainer.watch = lambda decided, before, after: found.append(decided.report(before, after))
+            try:
+                self._run_alone([prompt], [SamplingParams(max_tokens=1, temperature=0.0)], False)
+            finally:
+                retainer.watch = None
+        return found[0]
+
     def stats(self) -> dict[str, Any]:
         """Counters since start.
 
@@ -210,7 +227,8 @@ class LLM(Face):
         cache                                            bytes_total = bytes_used by live requests + bytes_cached
                                                          + bytes_free; bytes_peak of used; bytes_pinned of cached and
                                                          used; bytes_saved that live requests would use on top, did they
-                                                         share nothing; bytes_evicted since start
+                                                         share nothing; bytes_evicted and bytes_retention_freed
+                                                         since start
         """
         return self._parts.engine.stats()
 
@@ -285,6 +303,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
             delta.num_pinned_tokens,
         )
     whole.finished = delta.finished
+    whole.kept_fraction = delta.kept_fraction
     whole.prompt_logprobs = delta.prompt_logprobs
     for news in delta.outputs:
         found = next((output for output in whole.outputs if output.index == news.index), None)

@@ -16,6 +16,7 @@ from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
 from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
@@ -47,23 +48,37 @@ Steps = Sequence[Sequence[tuple[int, int]]]
 
 
 def encoded_spec(
-    shape: Shape, codec: Codec, *, tokens: int = 2048, sinks: int = 0, positions: int = 1024, device: str = "cpu"
+    shape: Shape,
+    codec: Codec,
+    *,
+    tokens: int = 2048,
+    sinks: int = 0,
+    positions: int = 1024,
+    device: str = "cpu",
+    sums: bool = False,
 ) -> AttentionSpec:
-    """A poisoned pool with room for so many tokens, most of them encoded. Group codes have no sinks."""
+    """A poisoned pool with room for so many tokens, most of them encoded, and with column sums beside them or none.
+    Group codes have no sinks.
+    """
     open_codec = DenseCodec(shape.dim, shape.dtype)
     sinks = sinks if isinstance(codec, NuqCodec) else 0
     exact = Sinks(sinks, shape.layers, shape.heads, shape.dim, shape.dtype) if sinks else None
     largest = max(int(np.max(codec.page_bytes)), open_codec.page_bytes, exact.sidecar_bytes if exact else 0)
-    chunk_bytes = shape.layers * shape.heads * (int(np.max(codec.page_bytes)) + open_codec.page_bytes)
+    sums_bytes = SumsCodec.page_bytes if sums else 0
+    chunk_bytes = shape.layers * shape.heads * (int(np.max(codec.page_bytes)) + open_codec.page_bytes + sums_bytes)
     slab = -(-largest // UNIT) * UNIT
     pool = PagePool((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, device, slab_bytes=slab)
     pool.arena.fill_(0xFF)
-    table = ChunkTable(pool, shape.layers, shape.heads, open_codec, codec, sinks=exact)
+    table = ChunkTable(
+        pool, shape.layers, shape.heads, open_codec, codec, sinks=exact, sums=SumsCodec() if sums else None
+    )
     return replace(make_spec(shape, 1, device, positions), table=table)
 
 
 class Sequences:
-    """Sequences that grow as the manager would let them: full chunks are sealed ones, the last is open."""
+    """Sequences that grow as the manager would let them: full chunks are sealed ones, the last is open; where sealed
+    chunks stay dense, all are open.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -81,7 +96,7 @@ class Sequences:
             start = self.lengths.get(name, 0)
             end = self.lengths[name] = start + count
             chunks, filled = self.chunks.get(name, np.empty(0, np.int32)), -1
-            sealed = end // PAGE_TOKENS - start // PAGE_TOKENS
+            sealed = end // PAGE_TOKENS - start // PAGE_TOKENS if table.encodes else 0
             if sealed:
                 if start % PAGE_TOKENS:
                     filled = int(chunks[-1])
@@ -89,7 +104,7 @@ class Sequences:
                 new = table.take(sealed, table.sealed_codec, sidecar=start < PAGE_TOKENS)
                 chunks = np.append(chunks[: start // PAGE_TOKENS], new)
             if end > len(chunks) * PAGE_TOKENS:
-                chunks = np.append(chunks, table.take(1, table.open_codec))
+                chunks = np.append(chunks, table.take(-(-end // PAGE_TOKENS) - len(chunks), table.open_codec))
             self.chunks[name] = chunks
             # A view: while the array stays, a decode step may take its plan one further.
             slices.append(RowSlice(start, count, chunks[:], filled=filled))

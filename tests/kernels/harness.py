@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.attention.plan import AttentionBackend, AttentionPlan, AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.segment import ChunkTable
 
@@ -25,14 +26,19 @@ class Shape:
     rotate: bool = True
 
 
-def make_spec(shape: Shape, num_chunks: int, device: str = "cpu", positions: int = 1024) -> AttentionSpec:
-    """A pool poisoned with 0xFF (NaN in every format), so that reading an unwritten slot cannot pass."""
+def make_spec(
+    shape: Shape, num_chunks: int, device: str = "cpu", positions: int = 1024, *, sums: bool = False
+) -> AttentionSpec:
+    """A pool poisoned with 0xFF (NaN in every format), so that reading an unwritten slot cannot pass.
+
+    sums  whether each chunk may have column sums beside it
+    """
     codec = DenseCodec(shape.dim, shape.dtype)
-    pool = PagePool(
-        codec.page_bytes * shape.layers * shape.heads * (num_chunks + 2), device, slab_bytes=codec.page_bytes
-    )
+    slab = max(codec.page_bytes, SumsCodec.page_bytes) if sums else codec.page_bytes
+    pages = shape.layers * shape.heads * (num_chunks + 2)
+    pool = PagePool((slab + SumsCodec.page_bytes * sums) * pages, device, slab_bytes=slab)
     pool.arena.fill_(0xFF)
-    table = ChunkTable(pool, shape.layers, shape.heads, codec)
+    table = ChunkTable(pool, shape.layers, shape.heads, codec, sums=SumsCodec() if sums else None)
     cos = sin = None
     if shape.rotate:
         angle = torch.outer(torch.arange(positions), 10000.0 ** (-torch.arange(shape.dim // 2) / (shape.dim // 2)))
@@ -43,28 +49,29 @@ def make_spec(shape: Shape, num_chunks: int, device: str = "cpu", positions: int
 def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlice]], seed: int) -> list[torch.Tensor]:
     """Runs the steps on random activations; one output [L, R, H * G * D] a step."""
     generator = torch.Generator().manual_seed(seed)
-    outputs = []
-    for slices in steps:
-        plan = backend.plan(slices)
-        rows = sum(piece.num_rows for piece in slices)
-        layers = []
-        for layer in range(spec.num_layers):
-            heads = spec.num_kv_heads
-            queries = heads * spec.group_size
-            # One fused tensor, as the decoder makes it: q, k and v are strided views.
-            fused = (
-                torch.randn(rows, (queries + 2 * heads) * spec.head_dim, generator=generator)
-                .to(spec.dtype)
-                .to(spec.table.pool.device)
-            )
-            q, k, v = (
-                part.unflatten(1, (-1, spec.head_dim))
-                for part in fused.split([n * spec.head_dim for n in (queries, heads, heads)], 1)
-            )
-            plan.write(layer, k, v)
-            layers.append(plan.attend(layer, q).clone())
-        outputs.append(torch.stack(layers))
-    return outputs
+    return [
+        run_plan(backend.plan(slices), spec, sum(piece.num_rows for piece in slices), generator) for slices in steps
+    ]
+
+
+def run_plan(plan: AttentionPlan, spec: AttentionSpec, rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Runs one step's plan on random activations; its output [L, R, H * G * D]."""
+    heads, layers = spec.num_kv_heads, []
+    queries = heads * spec.group_size
+    for layer in range(spec.num_layers):
+        # One fused tensor, as the decoder makes it: q, k and v are strided views.
+        fused = (
+            torch.randn(rows, (queries + 2 * heads) * spec.head_dim, generator=generator)
+            .to(spec.dtype)
+            .to(spec.table.pool.device)
+        )
+        q, k, v = (
+            part.unflatten(1, (-1, spec.head_dim))
+            for part in fused.split([n * spec.head_dim for n in (queries, heads, heads)], 1)
+        )
+        plan.write(layer, k, v)
+        layers.append(plan.attend(layer, q).clone())
+    return torch.stack(layers)
 
 
 def slices_of(spec: AttentionSpec, lengths: list[tuple[int, int]]) -> list[RowSlice]:

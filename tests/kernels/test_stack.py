@@ -7,14 +7,18 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quire.attention.cpu import CpuAttention
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
 from quire.models.cpu_ops import has_panels
 from quire.models.decoder import Decoder
 from tests.engines import drain, make_engine
+from tests.kernels.harness import Shape, make_spec
+from tests.kernels.profiling import Prompts
 from tests.tiny_models import tiny_shape
 
 pytestmark = pytest.mark.skipif(not has_panels(torch.bfloat16), reason="this CPU has no bf16 dot products")
@@ -90,3 +94,24 @@ def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
 def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, Any]) -> None:
     shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40, **changes)
     assert answers(shape, stacked=True) == answers(shape, stacked=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_stack_profiles_like_the_layers_one_by_one(family: str) -> None:
+    shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40)
+    model = make_engine(shape, **{"model.dtype": "bfloat16"}).model
+    assert isinstance(model, Decoder) and model._stack is not None
+    heads, group = shape.num_kv_heads, shape.num_q_heads // shape.num_kv_heads
+    found = []
+    for stack in (model._stack, None):
+        model._stack = stack
+        spec = make_spec(Shape(heads, group, 16, torch.bfloat16, shape.num_layers), 8, sums=True)
+        prompts, backend = Prompts(spec), CpuAttention(spec)
+        for step in ([(0, 130, None)], [(1, 1, None), (0, 70, 66)]):
+            plan = backend.plan(prompts.step(step))
+            rows = sum(count for _, count, _ in step)
+            model.hidden(torch.arange(rows) % 250, torch.arange(rows), plan)
+        words = np.full((shape.num_layers, heads, 4), 0x5555_5555_5555_5555, np.uint64)
+        found.append((prompts.of(0), plan.recovered(1, words, np.full((shape.num_layers, heads), 9))))
+    assert all(np.array_equal(*each) for each in zip(*found, strict=True))
+    assert np.abs(found[0][0].sum(-1) - 70).max() < 0.1 and 0.4 < found[0][1].mean() < 0.7

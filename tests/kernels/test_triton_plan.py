@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
-from quire.attention.plan import RowSlice
+from quire.attention.plan import Profiled, RowSlice
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.segment import Path
 
@@ -351,3 +351,15 @@ def test_steps_that_no_graph_can_hold_have_no_batch_size() -> None:
     assert backend.plan([RowSlice(0, 1, chunk), RowSlice(0, 2, chunk)]).batch_size is None
     assert backend.plan([RowSlice(5, 1, chunk)] * 256).batch_size == 256
     assert backend.plan([RowSlice(5, 1, chunk)] * 257).batch_size is None
+
+
+def test_slices_that_are_profiled_are_refused() -> None:
+    spec = make_spec(Shape(layers=1), 4, sums=True)
+    sums = spec.table.take(1, spec.table.sums)
+    piece = RowSlice(0, 9, spec.table.take(1, spec.table.open_codec), profiled=Profiled(sums))
+    backend = TritonAttention(spec)
+    with pytest.raises(NotImplementedError, match="does not profile prompts yet; use attention.backend cpu"):
+        backend.plan([piece])
+    plan = backend.plan([replace(piece, profiled=None)])
+    with pytest.raises(NotImplementedError, match="does not profile prompts yet"):
+        plan.recovered(0, np.zeros((1, 2, 1), np.uint64), np.zeros((1, 2), np.int64))

@@ -180,6 +180,7 @@ class FakeEngine:
                 "bytes_pinned": 3,
                 "bytes_saved": 2,
                 "bytes_evicted": 11,
+                "bytes_retention_freed": 12,
             },
         }
 

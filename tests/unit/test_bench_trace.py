@@ -180,8 +180,8 @@ def test_a_single_chunk_that_is_not_found_ends_with_status_one(
 
     extend = PrefixTree.extend
 
-    def forgetful(self: PrefixTree, namespace: Any, path: Any, tokens: Any, **more: Any) -> int:
-        return extend(self, namespace, path, tokens[:128] if len(tokens) == 192 else tokens, **more)
+    def forgetful(self: PrefixTree, namespace: Any, path: Any, tokens: Any, limit: int, is_hit: bool = True) -> int:
+        return extend(self, namespace, path, tokens, min(limit, 1) if len(tokens) == 192 else limit, is_hit)
 
     monkeypatch.setattr(PrefixTree, "extend", forgetful)
     status, row = bench(folder, write(tmp_path / "trace", FORKS))

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from quire.cache.page import UNIT, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.codecs.sums import SumsCodec
+from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
+from quire.cache.segment import RETAINED_ROWS, ChunkTable
 from quire.cache.sinks import Sinks
 from quire.errors import CacheFullError, ConfigError
 
@@ -277,3 +278,48 @@ def test_bytes_of_chunks_and_pages() -> None:
     assert table.capacity == 4 * SLAB_UNITS // 12
     assert [table.page_bytes(MIXED, 1, head) // UNIT for head in range(3)] == [5, 1, 3]
     assert table.page_bytes(OPEN, 1, 2) == 8 * UNIT
+
+
+def test_every_chunk_may_have_several_rows() -> None:
+    """Rows of sums are small, and rows may hold few pages: ids would run out if there were only as many as the smallest
+    chunks.
+    """
+    pool, sums = PagePool(30 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
+    table = ChunkTable(pool, L, H, OPEN, SMALL, sums=sums)  # type: ignore[arg-type]
+    assert table.capacity == RETAINED_ROWS * table_of(30, SMALL).capacity == RETAINED_ROWS * 30 * SLAB_UNITS // 12
+    assert table.chunk_bytes(sums) == L * H * 4 * PAGE_TOKENS
+    chunks = table.take(10, SMALL)
+    rows = table.take(20, sums)
+    assert not set(chunks) & set(rows) and table.sums is sums is table.codecs[sums.kernel_id]
+    assert (table.kinds[rows] == sums.kernel_id).all() and (table.sidecars[rows] == -1).all()
+    assert table.num_taken == 30 and table.pool.bytes_out == 10 * table.chunk_bytes(SMALL) + 20 * table.chunk_bytes(
+        sums
+    )
+    table.check()
+    table.give(rows)
+    table.check()
+
+
+def test_ids_that_run_out_are_room_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cache.segment.RETAINED_ROWS", 3)
+    pool, sums = PagePool(30 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
+    table = ChunkTable(pool, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
+    assert table.capacity == table.available(sums) == 30, "of 40 for which there are bytes"
+    with pytest.raises(CacheFullError, match="31 chunks of sums do not fit: there is room for 30 in 61440 bytes"):
+        table.take(31, sums)
+    assert len(table.take(30, sums)) == 30 and table.available(sums) == table.available(OPEN) == 0
+
+
+def test_sums_move_with_their_rows() -> None:
+    pool, sums = PagePool(12 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
+    table = ChunkTable(pool, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
+    rows = table.take(12, sums)
+    written = np.random.default_rng(0).random((L, H, len(rows) * PAGE_TOKENS), np.float32)
+    sums.store(table, rows, written)
+    assert np.array_equal(sums.load(table, rows), written)
+    table.give(rows[::2])
+    table.take(2, OPEN)
+    assert table.num_moved_pages > 0
+    kept = written.reshape(L, H, len(rows), PAGE_TOKENS)[:, :, 1::2].reshape(L, H, -1)
+    assert np.array_equal(sums.load(table, rows[1::2]), kept)
+    table.check()

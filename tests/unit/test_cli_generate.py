@@ -238,7 +238,7 @@ def test_bad_lines_are_told_ten_at_a_time(fake, files, capsys):
     files[0].write_text(good + "{\n" + good + '\n{"prompt": 1}\n')
     assert generate(files) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"quire: {files[0]} has 2 lines that are not what they should be; nothing was generated"
+    assert told[0] == f"quire: {files[0]} has 2 lines that are not what they should be; nothing was run"
     assert [line.split(":")[1] for line in told[1:]] == ["2", "5"] and "'prompt'" in told[2]
     files[0].write_text("{\n" * 12)
     assert generate(files) == 2

@@ -209,3 +209,39 @@ def test_taking_thousands_of_pages_costs_no_loop_over_them() -> None:
     assert pool.bytes_out == 90 * 500 * UNIT
     pool.give(ids, UNIT)
     pool.check()
+
+
+def test_a_page_is_free_when_its_last_holder_gives_it_back() -> None:
+    pool = PagePool(64 * UNIT, slab_bytes=8 * UNIT)
+    ids = pool.take(5, 2 * UNIT)
+    pool.share(ids[:3], 2 * UNIT)
+    pool.share(ids[:1], 2 * UNIT)
+    assert pool.holders(ids, 2 * UNIT).tolist() == [3, 2, 2, 1, 1]
+    assert pool.bytes_out == 5 * 2 * UNIT, "what is shared counts once"
+    pool.give(ids, 2 * UNIT)
+    assert pool.holders(ids[:3], 2 * UNIT).tolist() == [2, 1, 1] and pool.bytes_out == 3 * 2 * UNIT
+    assert not np.isin(pool.take(2, 2 * UNIT), ids[:3]).any()
+    pool.give(ids[:3], 2 * UNIT)
+    pool.check()
+    assert pool.holders(ids[:3], 2 * UNIT).tolist() == [1, 0, 0]
+    with pytest.raises(AssertionError, match="free page"):
+        pool.share(ids[1:2], 2 * UNIT)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.give(ids[1:2], 2 * UNIT)
+
+
+def test_holders_move_with_their_page() -> None:
+    pool = PagePool(4 * 8 * UNIT, slab_bytes=8 * UNIT)
+    ids = pool.take(4 * 8, UNIT)
+    kept = ids[[0, 9, 18, 27]]
+    pool.share(kept[2:], UNIT)
+    pool.give(np.setdiff1d(ids, kept), UNIT)
+    before, after = pool.make_room({4 * UNIT: 6})
+    now = kept.copy()
+    for old, new in zip(before, after, strict=True):
+        now[kept == old] = new
+    assert len(before) and pool.holders(now, UNIT).tolist() == [1, 1, 2, 2]
+    pool.give(now, UNIT)
+    pool.give(now[2:], UNIT)
+    pool.check()
+    assert pool.bytes_out == 0

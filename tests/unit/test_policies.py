@@ -5,6 +5,7 @@ while decoding, against sums over whole rows.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cache.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
+from quire.cache.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences, solve
 
 EXAMPLE = [
     [1.0],
@@ -136,7 +137,11 @@ def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
     sums = np.random.default_rng(0).random((5, n))
     kept = np.ones((5, n), bool)
     kept[2:4, 20:30] = False  # dropped before
-    found = keep_on(chain, policies, kept, marks, sums, prompt)
+    slots = np.random.default_rng(1).permutation(n)  # the order of slots means nothing
+    positions = np.where(kept, at, -1)[:, slots].astype(np.int32)
+    in_slots = keep_on(chain, policies, positions, marks, sums[:, slots], prompt, n)
+    found = np.zeros((5, n), bool)
+    found[:, slots] = in_slots
     assert found[4].all()
     assert np.array_equal(found[0], marks["special"])
     assert np.array_equal(found[1], marks["special"] | marks["punctuation"])
@@ -152,6 +157,20 @@ def test_while_decoding_budgets_grow_and_the_window_does_not() -> None:
 def test_equal_sums_keep_the_first() -> None:
     assert np.flatnonzero(largest(np.ones((1, 6)), ~only(6, 1)[None], 3)[0]).tolist() == [0, 2, 3]
     assert largest(np.ones((1, 6)), only(6, 1)[None], 3).sum() == 1
+    order = np.array([[5, 4, 3, 2, 1, 0]], np.int32)
+    assert np.flatnonzero(largest(np.ones((1, 6)), ~only(6, 1)[None], 3, order)[0]).tolist() == [3, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), count=st.integers(0, 22))
+def test_the_largest_are_those_of_a_sort(seed: int, n: int, count: int) -> None:
+    generator = np.random.default_rng(seed)
+    sums = generator.integers(0, 4, (3, n)) / 4  # many are equal
+    candidates = generator.random((3, n)) < 0.6
+    order = np.argsort(np.where(candidates, -sums, np.inf), axis=1, kind="stable")[:, :count]
+    expected = np.zeros((3, n), bool)
+    np.put_along_axis(expected, order, True, axis=1)
+    assert np.array_equal(largest(sums, candidates, count), expected & candidates)
 
 
 def test_marks_of_several_tokens_are_found_whole() -> None:
@@ -159,3 +178,30 @@ def test_marks_of_several_tokens_are_found_whole() -> None:
     assert np.flatnonzero(occurrences(tokens, [[1, 2], [9]])).tolist() == [1, 2, 4, 5, 6]
     assert np.flatnonzero(occurrences([1, 1, 1], [[1, 1]])).tolist() == [0, 1, 2]
     assert not occurrences([1], [[1, 2], []]).any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), n=st.integers(8, 40), budget=st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0]))
+def test_a_budget_is_kept_to_and_used(seed: int, n: int, budget: float) -> None:
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(0, 3, (5, n, n)) + np.where(np.tri(n, dtype=bool), 0.0, -np.inf)
+    attention = np.exp(scores - scores.max(2, keepdims=True))
+    attention /= attention.sum(2, keepdims=True)
+    marks = {"special": only(n, 0), "punctuation": generator.random(n) < 0.1}
+    page_bytes = generator.integers(1, 5, (5, 1)) + np.array([0, 0, 1, 1, 0])  # sums beside pages of some policies
+    most = budget * page_bytes[:, 4].sum() * (n // 4)
+    given_ = marks, attention.sum(1), n, local_recovery(attention)
+    chain = solve(Chain(0.0), budget, *given_, page_bytes, 4, most)
+    found = decide(chain, *given_)
+
+    def taken(decision: Decision) -> int:
+        pages = -(-decision.kept[:, : n // 4 * 4].sum(1) // 4)
+        return int((pages * page_bytes[np.arange(5), decision.policies]).sum())
+
+    least = page_bytes[:, 0].sum()  # a page of each head, whatever the budget
+    assert taken(found) <= max(most, least)
+    # No head could be content with more, of the same shares, within it.
+    better = decide(replace(chain, threshold=np.nextafter(chain.threshold, 3)), *given_)
+    assert taken(better) > most or (better.policies == found.policies).all()
+    if budget == 1.0:
+        assert found.kept.all()

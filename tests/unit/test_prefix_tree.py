@@ -50,6 +50,10 @@ class Holder:
     num_preemptions: int = 0
     path: Path = field(default_factory=Path)
 
+    @property
+    def num_prompt(self) -> int:
+        return len(self.token_ids)
+
 
 def make_manager(chunks: int) -> CacheManager:
     bytes_per_chunk = CODEC.page_bytes * L * H
@@ -151,7 +155,7 @@ def test_what_nobody_reads_stays_until_room_is_needed_and_the_oldest_goes_first(
     assert run_prompt(manager, Holder(chunk(5) + chunk(6) + chunk(7, 5)))
     manager.check()
     found = {
-        letter: manager.tree.extend("model", Path(), chunk(letter) + chunk(letter + 10) + [7]) for letter in (1, 2)
+        letter: manager.tree.extend("model", Path(), chunk(letter) + chunk(letter + 10) + [7], 2) for letter in (1, 2)
     }
     assert found == {1: 2, 2: 1}, "leaves go from their end"
 
@@ -213,7 +217,7 @@ def test_what_is_pinned_stays_until_its_time_is_over() -> None:
         other = Holder(chunk(letter) * 3 + [letter])
         assert run_prompt(manager, other)
         manager.release(other)
-    assert manager.tree.extend("model", Path(), holder.token_ids) == 2, "other requests dropped a pinned prefix"
+    assert manager.tree.extend("model", Path(), holder.token_ids, 2) == 2, "other requests dropped a pinned prefix"
     manager.tick(149.9)
     assert manager.tree.num_pinned == 2
     manager.tick(150.0)
@@ -298,7 +302,7 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
     manager.tick(1e9)
     assert tree.num_pinned == 2
-    assert tree.extend("model", Path(), holder.token_ids) == 2
+    assert tree.extend("model", Path(), holder.token_ids, 2) == 2
     manager.check()
 
 

@@ -11,7 +11,6 @@ from quire.attention.partial import Partial, merge
 from quire.attention.reference import attend_dense
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.page import PagePool
-from quire.cache.retention import FULL, KeepAll
 from quire.cache.segment import ChunkTable, Path, Segment
 from quire.cluster.transport import LocalTransport, Offer
 from quire.errors import CacheFullError
@@ -62,13 +61,6 @@ def test_a_segment_holds_whole_chunks_from_a_chunk_boundary() -> None:
     for tokens, start in ((63, 0), (64, 1)):
         with pytest.raises(AssertionError):
             Segment(np.zeros(tokens, np.int32), np.array([1], np.int32), start, np.zeros((1, 1), np.int32))
-
-
-def test_keeping_all_is_the_policy_full_everywhere() -> None:
-    policy = KeepAll(2, 3)
-    policy.observe(0, slice(0, 4), torch.zeros(4, 3, 1))
-    assert policy.decide().tolist() == [[FULL] * 3] * 2
-    policy.reseal(0)
 
 
 def test_the_arena_tier_stores_and_loads_page_images_verbatim() -> None:

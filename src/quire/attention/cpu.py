@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
+from quire.attention.columns import profiled_columns
 from quire.attention.nuq import NuqHeads
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
 from quire.cache.codecs.nuq import NuqCodec
@@ -21,12 +23,18 @@ from quire.kernels.memory import Carver
 _FIELDS: list[tuple[str, type]] = [
     *(
         (name, ctypes.c_void_p)
-        for name in ("arena", "table", "kinds", "cos", "sin", "positions", "write_chunk", "indices")
+        for name in ("arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices")
     ),
     *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
-    *((name, ctypes.c_void_p) for name in ("reads", "heads", "turns", "sidecars", "seals", "staged")),
+    *(
+        (name, ctypes.c_void_p)
+        for name in ("reads", "heads", "turns", "angles", "sidecars", "slot_positions", "bases", "seals", "lse")
+    ),
+    *((name, ctypes.c_void_p) for name in ("profiled_rows", "profiles", "columns", "kept_chunks")),
+    *((name, ctypes.c_void_p) for name in ("queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged")),
     *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
     *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows", "num_seals")),
+    *((name, ctypes.c_int32) for name in ("num_profiled_rows", "num_columns", "num_kept_rows", "num_kept_pages")),
     *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode")),
 ]
 
@@ -60,14 +68,19 @@ class CpuAttention:
         table = spec.table
         self._heads = NuqHeads(table.sealed_codec) if isinstance(table.sealed_codec, NuqCodec) else None
         self._turns = _turns(spec) if table.encodes else None
-        self._staged = torch.empty(0, dtype=torch.uint8)
+        self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
+        self._room: dict[str, torch.Tensor] = {}
         self._fixed = _Plan(
             arena=table.pool.arena.data_ptr(),
             table=table.pages.ctypes.data,
             kinds=table.kinds.ctypes.data,
+            masks=table.masks.ctypes.data if table.masks is not None else None,
             sidecars=table.sidecars.ctypes.data,
+            slot_positions=table.positions.ctypes.data,
+            bases=table.bases.ctypes.data,
             heads=self._heads.address if self._heads is not None else None,
             turns=self._turns.data_ptr() if self._turns is not None else None,
+            angles=self._angles.data_ptr() if self._angles is not None else None,
             sinks=table.sinks.num_tokens if table.sinks is not None else 0,
             dense_page=table.open_codec.page_bytes,
             cos=spec.cos.data_ptr() if spec.cos is not None else None,
@@ -99,12 +112,11 @@ class CpuAttention:
         self._last = CpuPlan(self, layout, slices)
         return self._last
 
-    def staged(self, count: int) -> torch.Tensor:
-        """Room for so many chunks of one layer, which the next call may give again."""
-        size = count * self.spec.num_kv_heads * self.spec.table.open_codec.page_bytes
-        if len(self._staged) < size:
-            self._staged = Carver().take(size)
-        return self._staged
+    def room(self, name: str, num_bytes: int) -> torch.Tensor:
+        """At least so many bytes, at first zeros, which the next call with the name may give again."""
+        if name not in self._room or len(self._room[name]) < num_bytes:
+            self._room[name] = Carver().take(num_bytes)
+        return self._room[name]
 
 
 def _turns(spec: AttentionSpec) -> torch.Tensor:
@@ -121,6 +133,15 @@ def _turns(spec: AttentionSpec) -> torch.Tensor:
     return both.to(torch.bfloat16).contiguous()
 
 
+def _angles(spec: AttentionSpec) -> torch.Tensor | None:
+    """Cosines and sines of all positions side by side, bfloat16 [positions, D / 2, 2]: what turns the keys of slots
+    that have positions of their own.
+    """
+    if spec.cos is None or spec.sin is None:
+        return None
+    return torch.stack((spec.cos, spec.sin), -1).to(torch.bfloat16)
+
+
 class CpuPlan:
     """One step of the CPU backend. Keeps what the kernels read alive: the layout's arrays, the table and the arena."""
 
@@ -135,9 +156,12 @@ class CpuPlan:
         plan.num_pieces, plan.num_merges, plan.num_rows = len(layout.pieces), len(layout.merges), len(layout.positions)
         plan.num_seals = len(layout.seals)
         plan.decode = not plan.num_seals and all(piece.num_rows == 1 for piece in slices)
+        self._room: dict[str, torch.Tensor] = {}  # bytes of the backend that kernels write, by the plan's fields
         if layout.num_staged:
-            self._staged = backend.staged(layout.num_staged)
-            plan.staged = self._staged.data_ptr()
+            page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
+            self._take_room(plan, staged=layout.num_staged * page_bytes)
+        if any(piece.profiled is not None for piece in slices):
+            self._profile(plan)
         if backend.reads is not None:
             self._reads = backend.reads
             plan.reads = self._reads.data_ptr()
@@ -151,6 +175,54 @@ class CpuPlan:
         self._attend = backend.kernels.quire_attend
         self._width = spec.num_kv_heads * spec.group_size * spec.head_dim
         self._out: torch.Tensor | None = None
+
+    def _take_room(self, plan: _Plan, **num_bytes: int) -> None:
+        for name, size in num_bytes.items():
+            self._room[name] = self._backend.room(name, size)
+            setattr(plan, name, self._room[name].data_ptr())
+
+    def _profile(self, plan: _Plan) -> None:
+        """Has the kernels sum the attention of the profiled slices, and keep what `recovered` looks at."""
+        spec = self._backend.spec
+        assert spec.table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
+        found = self._columns = profiled_columns(
+            self.slices, window=spec.window, encodes=spec.table.encodes, strict=spec.strict
+        )
+        plan.profiled_rows, plan.num_profiled_rows = found.rows.ctypes.data, len(found.rows)
+        plan.profiles, plan.columns = found.profiles.ctypes.data, found.columns.ctypes.data
+        plan.num_columns, plan.num_kept_rows = len(found.columns), found.num_kept
+        plan.kept_chunks, plan.num_kept_pages = found.kept_chunks.ctypes.data, len(found.kept_chunks)
+        heads = spec.num_kv_heads * spec.group_size
+        steps = self._backend.kernels.quire_query_steps(ctypes.addressof(plan))
+        kept = spec.num_layers * found.num_kept * heads
+        key_bytes = PAGE_TOKENS * spec.head_dim * spec.dtype.itemsize
+        self._take_room(
+            plan,
+            lse=plan.num_rows * heads * 4,
+            queries=plan.num_rows * heads * steps * 4,
+            limits=plan.num_rows * heads * 4,
+            kept_queries=kept * steps * 4,
+            kept_limits=kept * 4,
+            kept_keys=spec.num_layers * spec.num_kv_heads * len(found.kept_chunks) * key_bytes,
+        )
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan."""
+        spec, profiled = self._backend.spec, self.slices[slice_index].profiled
+        assert profiled is not None and profiled.last_rows, f"no rows of slice {slice_index} are kept"
+        shape = spec.num_layers, spec.num_kv_heads
+        assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
+        kept, local = np.ascontiguousarray(kept, np.uint64), np.ascontiguousarray(local, np.int64)
+        found = np.empty(shape)
+        self._backend.kernels.quire_recover(
+            self.address,
+            self._columns.index[slice_index],
+            kept.ctypes.data,
+            kept.shape[2],
+            local.ctypes.data,
+            found.ctypes.data,
+        )
+        return found
 
     def advance(self, slices: Sequence[RowSlice]) -> None:
         """Makes it the plan of the slices, which are its own one position on."""

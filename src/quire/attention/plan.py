@@ -23,18 +23,31 @@ import numpy as np
 import torch
 
 from quire.cache.page import PAGE_TOKENS
+from quire.models.plan import StepPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from quire.cache.segment import ChunkTable
-    from quire.models.plan import StepPlan
 
 MIN_SHARED_CHUNKS = 2
 """Chunks a shared run must save from being read again: less costs more to merge than to read."""
 
 MIN_SPLIT_CHUNKS = 4
 """Chunks a piece keeps at least when a run is split: a partial of fewer costs more to merge than to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """What a slice of a prompt leaves for retention.
+
+    sums       int32 [>= chunks of the path up to the slice's end]: row i of the chunk table has the column sums of
+               chunk i; the rows' attention is added there. No other slice of the step adds to the same
+    last_rows  so many rows at the slice's end are kept for `recovered`; 0: none
+    """
+
+    sums: NDArray[np.int32]
+    last_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,10 @@ class RowSlice:
               beginning of a step
     filled    the open chunk that holds the slots before `start` of a chunk which this step fills, so that `chunks` has
               the one it will be encoded into; -1 if there is none
+    profiled  what it leaves for retention; None: nothing
+    num_gone  of a slice of one row whose path retention has made smaller: chunks that `chunks` has fewer than the
+              sequence. All but the last of `chunks` then hold tokens from anywhere before the row, in the slots that
+              the table's masks say, and the last one those next to it. 0 otherwise
     """
 
     start: int
@@ -56,6 +73,16 @@ class RowSlice:
     chunks: NDArray[np.int32]
     shared: tuple[tuple[int, int], ...] = ()
     filled: int = -1
+    profiled: Profiled | None = None
+    num_gone: int = 0
+
+    def __post_init__(self) -> None:
+        if self.profiled is not None:
+            num_chunks = -(-(self.start + self.num_rows) // PAGE_TOKENS) - self.num_gone
+            assert len(self.profiled.sums) >= num_chunks, f"{len(self.profiled.sums)} rows of sums, {num_chunks} chunks"
+            assert 0 <= self.profiled.last_rows <= self.num_rows, (
+                f"the last {self.profiled.last_rows} of {self.num_rows} rows cannot be kept"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,10 +108,25 @@ class AttentionSpec:
     strict: bool = True
 
 
+class AttentionPlan(StepPlan, Protocol):
+    """The plan of one step over pages. Once the model has run, what profiled slices add is in their rows of sums."""
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The attention of a slice's last rows to what a policy would keep, averaged over these rows and over the query
+        heads of a kv head, [L, H]: 1 if that is all they see. Once the model has run, and before the next plan.
+
+        slice_index  of a slice whose `profiled` has last rows
+        kept         [L, H, n]: columns kept whichever row looks; bit t of word c is position c * 64 + t. n >= chunks of
+                     the path up to the slice's end
+        local        [L, H]: each row also keeps so many of the last tokens, itself among them
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Computes attention on pages."""
 
-    def plan(self, slices: Sequence[RowSlice]) -> StepPlan:
+    def plan(self, slices: Sequence[RowSlice]) -> AttentionPlan:
         """The plan of one step; rows of the slices stand one after the other. Valid until the next call."""
         ...
 
@@ -133,10 +175,17 @@ def moves_on(old: Sequence[RowSlice], new: Sequence[RowSlice]) -> bool:
             or after.start != before.start + 1
             or after.num_rows != 1
             or before.num_rows != 1
+            or not _adds_to_the_same(after.profiled, before.profiled)
             or after.start % PAGE_TOKENS == 0
         ):
             return False
     return True
+
+
+def _adds_to_the_same(after: Profiled | None, before: Profiled | None) -> bool:
+    if after is None or before is None:
+        return after is before
+    return after.sums is before.sums and not after.last_rows and not before.last_rows
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
@@ -215,7 +264,7 @@ class Sources:
         """
         end = piece.start + piece.num_rows
         first = piece.start // PAGE_TOKENS
-        own = piece.chunks[first : -(-end // PAGE_TOKENS)]
+        own = piece.chunks[first - piece.num_gone : -(-end // PAGE_TOKENS) - piece.num_gone]
         if not self.encodes or end // PAGE_TOKENS == first:
             return own
         own = own.copy()
@@ -271,7 +320,8 @@ def lay_out(
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
     write_chunk = np.array([sources.of(piece)[0] for piece in singles], np.int32)
-    blocks = _single_blocks(positions, window)
+    num_gone = np.array([piece.num_gone for piece in singles], np.int32)
+    blocks = _single_blocks(positions, num_gone, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
         blocks[first : first + count, 4] = high
@@ -319,6 +369,9 @@ def lay_out(
     pieces = blocks
     if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
         pieces = _split(blocks, limit)
+    if num_gone.any():
+        single = pieces[:, 0] < len(singles)
+        pieces[single, 4] += num_gone[pieces[single, 0]]
     pieces[:, 4] *= PAGE_TOKENS
     merges, parts, num_partials = _merges(pieces)
     return Layout(
@@ -338,14 +391,14 @@ _NO_MERGES = np.empty((0, 3), np.int32)
 _NO_PARTS = np.empty(0, np.int32)
 
 
-def _single_blocks(starts: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+def _single_blocks(starts: NDArray[np.int32], num_gone: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
     """One piece per row; column 4 counts chunks, not positions, until the layout is done."""
     blocks = np.zeros((len(starts), 6), np.int32)
     blocks[:, 0] = np.arange(len(starts))
     blocks[:, 1] = 1
     if window is not None:
         blocks[:, 4] = np.maximum(0, starts + 1 - window) // PAGE_TOKENS
-    blocks[:, 3] = starts // PAGE_TOKENS + 1 - blocks[:, 4]
+    blocks[:, 3] = starts // PAGE_TOKENS + 1 - num_gone - blocks[:, 4]
     blocks[:, 5] = -1
     return blocks
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.attention.reference import visible_scores
+from quire.attention.scores import visible_scores
 
 
 def probabilities(
@@ -23,7 +23,7 @@ def probabilities(
     k                [H, T, D], rotated
     lse              float32 [R, H, G], of the row over all it sees, natural log; -inf for rows that do not count
     query_positions  [R]
-    key_positions    [T]
+    key_positions    [T] or [H, T]
     window           a row sees so many positions, itself the last; None: all up to its own
     """
     scores, _ = visible_scores(q, k, query_positions, key_positions, window)
@@ -56,5 +56,5 @@ def recovered(
     kept   bool [H, T]: columns kept whichever row looks
     local  each row also keeps so many of the last tokens, itself among them
     """
-    near = query_positions[:, None] - key_positions < local
-    return (probabilities(q, k, lse, query_positions, key_positions, window) * (near[:, None] | kept)).sum((0, 2))
+    near = query_positions[:, None, None] - key_positions.expand(kept.shape) < local
+    return (probabilities(q, k, lse, query_positions, key_positions, window) * (near | kept)).sum((0, 2))

@@ -6,16 +6,23 @@ o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
 from quire.attention.plan import AttentionSpec, RowSlice, Sources
+from quire.attention.profile import column_sums, recovered
+from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
 from quire.cache.page import PAGE_TOKENS
+from quire.cache.segment import ALL_SLOTS
+
+NEVER_SEEN = 1 << 40
+"""A position behind every row's."""
 
 
 def attend_dense(
@@ -39,22 +46,6 @@ def attend_dense(
     # An invisible token may sit in an unwritten slot, where anything can stand, and 0 * NaN is NaN.
     v = torch.where(visible.any(0)[..., None], v.float(), 0.0)
     return Partial(torch.einsum("rhgt,htd->rhgd", weight, v), lse)
-
-
-def visible_scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of some rows for some tokens, float32 [R, H, G, T], -inf where a row does not see the token; and where
-    it does, bool [R, H, T]. Arguments as of `attend_dense`.
-    """
-    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
-    distance = query_positions[:, None, None] - key_positions.expand(k.shape[0], k.shape[1])[None]
-    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return scores.masked_fill(~visible[:, :, None, :], -torch.inf), visible
 
 
 def rotate(
@@ -82,6 +73,17 @@ class ReferenceAttention:
         return ReferencePlan(self.spec, slices)
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What rows of one chunk saw in a layer, to be looked at again."""
+
+    q: torch.Tensor  # [R, H, G, D], rotated
+    k: torch.Tensor  # [H, T, D], rotated
+    lse: torch.Tensor  # [R, H, G]
+    positions: torch.Tensor  # [R]
+    key_positions: torch.Tensor  # [T], or [H, T]
+
+
 class ReferencePlan:
     """One step of the reference backend."""
 
@@ -92,6 +94,7 @@ class ReferencePlan:
         self._own = [sources.of(piece) for piece in slices]
         self._seals = sources.seals.tolist()
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._seen: dict[tuple[int, int], list[_Seen]] = {}  # by slice and layer, of the last rows of profiled slices
         positions = np.concatenate([np.arange(piece.start, piece.start + piece.num_rows) for piece in slices])
         self.positions = torch.from_numpy(positions).to(spec.table.pool.device)
 
@@ -129,30 +132,94 @@ class ReferencePlan:
         q = q.view(len(q), spec.num_kv_heads, spec.group_size, spec.head_dim)
         out = []
         row = 0
-        for piece, own in zip(self.slices, self._own, strict=True):
+        for number, (piece, own) in enumerate(zip(self.slices, self._own, strict=True)):
             end = piece.start + piece.num_rows
+            self._seen[number, layer] = []
             for index, chunk in enumerate(own.tolist(), piece.start // PAGE_TOKENS):
                 count = min(end, (index + 1) * PAGE_TOKENS) - max(piece.start, index * PAGE_TOKENS)
                 # Its own chunk as it was computed, those before it as they are stored.
                 first = piece.start // PAGE_TOKENS
                 computed = [chunk] if spec.strict else own[: index - first + 1].tolist()
-                k, v = self._path([*piece.chunks[: index + 1 - len(computed)].tolist(), *computed], layer)
+                stored = piece.chunks[: index + 1 - piece.num_gone - len(computed)].tolist()
+                k, v, at = self._path([*stored, *computed], layer, piece.num_gone)
                 rows = slice(row, row + count)
-                at = torch.arange(k.shape[1], device=k.device)
-                out.append(attend_dense(q[rows], k, v, self.positions[rows], at, spec.window).o)
+                found = attend_dense(q[rows], k, v, self.positions[rows], at, spec.window)
+                out.append(found.o)
+                if piece.profiled is not None:
+                    seen = _Seen(q[rows], k, found.lse, self.positions[rows], at)
+                    self._add_sums(piece.profiled.sums[: index + 1 - piece.num_gone], layer, seen)
+                    # Of these rows the ones among the slice's last.
+                    last = self.positions[rows] >= end - piece.profiled.last_rows
+                    self._seen[number, layer].append(_Seen(seen.q[last], k, seen.lse[last], seen.positions[last], at))
                 row += count
         return torch.cat(out).reshape(row, -1).to(spec.dtype)
 
-    def _path(self, chunks: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything the chunks hold in one layer, rotated, float32 [H, T, D] each."""
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan."""
+        spec, profiled = self.spec, self.slices[slice_index].profiled
+        assert profiled is not None and profiled.last_rows, f"no rows of slice {slice_index} are kept"
+        columns = (kept[..., None] >> np.arange(PAGE_TOKENS, dtype=np.uint64) & np.uint64(1)).astype(bool)
+        columns = columns.reshape(*kept.shape[:2], -1)
+        found = np.zeros((spec.num_layers, spec.num_kv_heads))
+        for layer, head in np.ndindex(found.shape):
+            here = slice(head, head + 1)
+            for seen in self._seen[slice_index, layer]:
+                num_tokens = seen.k.shape[1]
+                found[layer, head] += recovered(
+                    seen.q[:, here],
+                    seen.k[here],
+                    seen.lse[:, here],
+                    seen.positions,
+                    seen.key_positions[here],
+                    torch.from_numpy(columns[layer, here, :num_tokens]).to(seen.k.device),
+                    int(local[layer, head]),
+                    spec.window,
+                ).item()
+        return found / profiled.last_rows
+
+    def _add_sums(self, rows: NDArray[np.int32], layer: int, seen: _Seen) -> None:
+        """Adds the attention of rows to the columns that they see to what stands in some rows of the table."""
+        table = self.spec.table
+        assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
+        sums = table.sums.load(table, rows)
+        added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self.spec.window)
+        sums[layer] += added.cpu().numpy()
+        table.sums.store(table, rows, sums)
+
+    def _path(self, chunks: list[int], layer: int, num_gone: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything the chunks hold in one layer, rotated, float32 [H, T, D] each; and positions, int64 [H, T], behind
+        every row where masks leave slots out. Slots that retention has packed stand anywhere before the row.
+        """
         spec = self.spec
         found = [self._keys_values(chunk, layer) for chunk in chunks]
         k = torch.cat([keys for keys, _ in found], 1).float()
         v = torch.cat([values for _, values in found], 1).float()
+        places = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_gone)]
+        at = torch.cat(places, 1).to(k.device)
         if spec.table.encodes:
-            at = torch.arange(k.shape[1], device=k.device)
-            k = rotate(k.transpose(0, 1), spec.cos, spec.sin, at).transpose(0, 1)
-        return k, v
+            k = rotate(k.reshape(-1, 1, spec.head_dim), spec.cos, spec.sin, at.flatten()).view(k.shape)
+        return k, v, at.masked_fill(~self._seen_slots(chunks, layer).to(k.device), NEVER_SEEN)
+
+    def _positions(self, chunk: int, index: int, layer: int) -> torch.Tensor:
+        """Where the slots of the chunk at an index of its path stand, int64 [H, P]."""
+        table, slots = self.spec.table, torch.arange(PAGE_TOKENS)
+        if chunk < 0:
+            return (index * PAGE_TOKENS + slots).expand(self.spec.num_kv_heads, -1)
+        base = index * PAGE_TOKENS if table.bases[chunk] < 0 else int(table.bases[chunk])
+        found = (base + slots).repeat(self.spec.num_kv_heads, 1)
+        for head in np.flatnonzero(table.positions[chunk, layer] >= 0).tolist():
+            ids = table.positions[chunk, layer, head : head + 1]
+            found[head] = table.pool.load(ids, 4 * PAGE_TOKENS).view(torch.int32)[0]
+        return found
+
+    def _seen_slots(self, chunks: list[int], layer: int) -> torch.Tensor:
+        """Which slots the masks of chunks leave, bool [H, T]."""
+        table = self.spec.table
+        masks = np.full((self.spec.num_kv_heads, len(chunks)), ALL_SLOTS, "<u8")
+        for index, chunk in enumerate(chunks):
+            if chunk >= 0 and table.masks is not None:
+                masks[:, index] = table.masks[chunk, layer]
+        return torch.from_numpy(np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")).bool()
 
     def _keys_values(self, chunk: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What one chunk holds in one layer, [H, P, D] each; of a staged chunk that nobody wrote, zeros."""
@@ -163,6 +230,7 @@ class ReferencePlan:
             )
             return self._staged.get(chunk) or (empty, empty.clone())
         codec = table.codecs[int(table.kinds[chunk])]
+        assert isinstance(codec, Codec), f"chunk {chunk} has pages of {codec.name}, with no keys and values"
         keys, values = [], []
         for head in range(spec.num_kv_heads):
             ids = table.pages[chunk, layer, head : head + 1]

@@ -54,6 +54,9 @@ _ALIGN = 32
 """int32s between the starts of arrays in a plan buffer are a multiple of this: 128 bytes."""
 
 
+_NO_PROFILES = "the triton backend does not profile prompts yet; use attention.backend cpu or reference on a CPU"
+
+
 class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
@@ -116,7 +119,12 @@ class TritonAttention:
         return self._plan_copies + self.mirror.copies
 
     def plan(self, slices: Sequence[RowSlice]) -> TritonPlan:
-        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further.
+
+        Raises NotImplementedError for slices that are profiled.
+        """
+        if any(piece.profiled is not None for piece in slices):
+            raise NotImplementedError(_NO_PROFILES)
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be old, which only a new plan looks for.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
@@ -246,6 +254,10 @@ class TritonPlan:
         """Makes it the plan of the slices, which are its own one position on."""
         self.positions[: self.num_rows] += 1
         self.slices = slices
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan: no slice of this backend is profiled. Raises NotImplementedError."""
+        raise NotImplementedError(_NO_PROFILES)
 
     def seal(self) -> None:
         """Encodes what a decode step has filled, in all layers, once: the last layer's `attend` does it, or whoever

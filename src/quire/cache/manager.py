@@ -7,20 +7,28 @@ keep a growing one from taking what an admitted prompt was promised.
 
 A sequence needs sealed chunks for what is full and one open chunk for the rest. Where sealed chunks are encoded the two
 differ in size, so what is asked is not how many chunks are free but whether so many of each fit.
+
+With retention a prompt is held whole until it is computed and decided on, and then in fewer pages, which are the
+sequence's own; what it was computed into stays cached. Requests that wait for others to decide are promised room
+beside what these are expected to keep.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.prefixes import explain
+from quire.cache.retainer import Retainer
+from quire.cache.retention import Decided, Retention
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
@@ -52,6 +60,11 @@ class Holder(Protocol):
         """Prompt and generated tokens so far."""
         ...
 
+    @property
+    def num_prompt(self) -> int:
+        """How many of them are the prompt."""
+        ...
+
 
 def chunks_of(num_tokens: int) -> int:
     """Chunks that hold so many tokens, the last perhaps open."""
@@ -67,15 +80,27 @@ class Admission:
 
 
 class Need(NamedTuple):
-    """Chunks that are wanted: sealed ones, open ones where these are of another codec, and sidecars."""
+    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums."""
 
     sealed: int
     open: int = 0
     sidecars: int = 0
+    sums: int = 0
 
     def plus(self, other: Need) -> Need:
         """Both together."""
-        return Need(self.sealed + other.sealed, self.open + other.open, self.sidecars + other.sidecars)
+        return Need(*map(sum, zip(self, other, strict=True)))
+
+
+class _Ahead(NamedTuple):
+    """Chunks of a sequence that retention will make smaller: those of its own it will hold until then, all it will have
+    then, those of them in the tree that only it reads, and those of its own it holds now.
+    """
+
+    to_hold: int
+    to_have: int
+    alone: int
+    held: int = 0
 
 
 class CacheManager:
@@ -85,13 +110,21 @@ class CacheManager:
     table     the chunks of the arena
     tree      what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
     lifetime  seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
+    retainer  makes what sequences hold smaller; None without retention
     capacity  sealed chunks that one sequence may have if it is alone
     """
 
-    def __init__(self, table: ChunkTable, tree: PrefixTree | None, lifetime: float | None = None) -> None:
+    def __init__(
+        self,
+        table: ChunkTable,
+        tree: PrefixTree | None,
+        lifetime: float | None = None,
+        retention: Retention | None = None,
+    ) -> None:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
+        self.retainer = None if retention is None else Retainer(retention, table, tree)
         self.capacity = self._capacity()
         self._live: dict[Holder, int] = {}  # holder -> tokens it was promised room for
         self._bytes_peak = 0
@@ -119,10 +152,8 @@ class CacheManager:
             )
         self._refused = None
         holder.path = Path()
-        if self.tree is not None and holder.reads_cache:
-            self.tree.extend(holder.namespace, holder.path, tokens, is_hit=not holder.num_preemptions)
-        self._note_match(holder.path)
-        self._live[holder] = len(tokens)
+        self._live[holder] = len(tokens) if self.retainer is None else holder.num_prompt
+        self._match(holder)
         self._note_peak()
         return Admission(holder.path.num_tokens, need.sealed)
 
@@ -130,29 +161,39 @@ class CacheManager:
         """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
         taking: who waits is no sharer, and has no hits.
         """
-        found, taken, starts = 0, 0, 0
+        found, starts, alone = 0, 0, 0
+        taken = np.zeros(self.table.pages.shape[1:], np.int64)
         if self.tree is not None and holder.reads_cache:
-            limit = (len(holder.token_ids) - 1) // PAGE_TOKENS
-            for segment, count in self.tree.walk(holder.namespace, holder.token_ids, limit):
+            namespace, tokens, limit = holder.namespace, holder.token_ids, self._limit(holder)
+            if self.retainer is not None:
+                limit, _ = self.tree.sums_within(namespace, tokens, limit)
+            for segment, count in self.tree.walk(namespace, tokens, limit):
                 found += count
-                taken += count * segment.is_idle
-                starts += segment.is_idle and segment.start == 0
-        need = self._need(0, False, len(holder.token_ids))
+                if not segment.pins:
+                    taken += count * (segment.locks == 0)
+                    starts += not segment.users and segment.start == 0
+                    alone += count * (not segment.locks.any())
+        num_tokens = len(holder.token_ids) if self.retainer is None else holder.num_prompt
+        need = self._need(0, False, num_tokens)
         has_sidecar = self.table.sinks is not None and not found
-        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar))
-        growth = Need(len(self._live) + 1 if self._live else 0)
-        return need if self._fits(need.plus(growth).plus(self._promised()), taken, starts) else None
+        sums = 0 if self.retainer is None else self.retainer.num_sums(num_tokens)
+        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar), sums)
+        growth = Need(len(self._live) + 1 if self._live else 0, sums=len(self._live) * (self.retainer is not None))
+        if self.retainer is None:
+            total = need.plus(self._promised())
+        else:
+            coming = _Ahead(need.sealed, need.sealed + found, alone)
+            total = need._replace(sealed=0).plus(self._promised(coming=coming))
+        return need if self._fits(total.plus(growth), taken, starts) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
         that end on a chunk boundary.
         """
         path = holder.path
-        if self.tree is None or not holder.reads_cache or path.num_chunks != path.num_shared:
+        if path.retained is not None or path.num_chunks != path.num_shared:
             return 0
-        found = self.tree.extend(holder.namespace, path, holder.token_ids, is_hit=not holder.num_preemptions)
-        self._note_match(path)
-        return found * PAGE_TOKENS
+        return self._match(holder) * PAGE_TOKENS
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
         """Keeps the whole chunks of the sequence's first `num_tokens` tokens, all computed, for so long from now.
@@ -189,7 +230,17 @@ class CacheManager:
             return "cache.share is off"
         if not holder.reads_cache:
             return "log-probabilities of the prompt are wanted, so all of it is computed"
+        if self.retainer is not None and (known := self._known(holder)) > holder.path.num_shared:
+            return (
+                f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
+                f" {holder.path.num_shared * PAGE_TOKENS}: retention needs both"
+            )
         return explain(self.tree, holder.namespace, holder.token_ids)
+
+    def _known(self, holder: Holder) -> int:
+        """Chunks of a prompt that the tree has, as far as they may be found."""
+        assert self.tree is not None
+        return sum(count for _, count in self.tree.walk(holder.namespace, holder.token_ids, self._limit(holder)))
 
     def next_chunk(self, holder: Holder) -> Hashable:
         """What the next whole chunk of a prompt is known by, so that two sequences about to compute the same one can
@@ -200,8 +251,9 @@ class CacheManager:
         if (
             self.tree is None
             or not holder.reads_cache
+            or path.retained is not None
             or path.num_chunks != path.num_shared
-            or start + PAGE_TOKENS >= len(holder.token_ids)
+            or start + PAGE_TOKENS > self._limit(holder) * PAGE_TOKENS
         ):
             return None
         return holder.namespace, id(path.tip), tuple(holder.token_ids[start : start + PAGE_TOKENS])
@@ -211,8 +263,10 @@ class CacheManager:
         nothing changed, if that would take what others were promised.
         """
         path, table = holder.path, self.table
-        has_open = path.num_chunks > path.num_stored
+        has_open = path.num_chunks + path.num_gone > path.num_stored
         need = self._need(path.num_stored, has_open, num_tokens)
+        if self.retainer is not None:
+            need = need._replace(sums=self.retainer.lacks(path, num_tokens) + self.retainer.places(path, need.sealed))
         if not any(need):
             return True
         if not self._fits(need.plus(self._promised(apart_from=holder))):
@@ -227,12 +281,14 @@ class CacheManager:
                     path.filled = begun
                 else:
                     table.give(np.array([begun], np.int32))
-                path.replace(path.num_stored, sealed[:1])
+                path.replace(path.num_stored - path.num_gone, sealed[:1])
                 sealed = sealed[1:]
             path.append(sealed)
             path.num_stored += need.sealed
         if need.open:
             path.append(table.take(need.open, table.open_codec))
+        if self.retainer is not None:
+            self.retainer.extend(path, num_tokens, need.sealed)
         self._note_peak()
         return True
 
@@ -241,7 +297,7 @@ class CacheManager:
         pages need no encoding: sealing is a promise not to write. Others were encoded by the step.
         """
         path = holder.path
-        assert path.num_tokens <= num_tokens <= path.num_chunks * PAGE_TOKENS, (
+        assert path.num_tokens <= num_tokens <= (path.num_chunks + path.num_gone) * PAGE_TOKENS, (
             f"{num_tokens} tokens in {path.num_chunks} chunks"
         )
         path.num_tokens = num_tokens
@@ -250,18 +306,62 @@ class CacheManager:
         first, path.num_sealed = path.num_sealed, num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
+        if path.retained is not None:
+            assert self.retainer is not None
+            self.retainer.reseal(path, holder.token_ids[:num_tokens])
+            return
         if self.tree is not None:
             tokens = np.array(holder.token_ids[first * PAGE_TOKENS : path.num_sealed * PAGE_TOKENS], np.int32)
             self.table.give(self.tree.publish(holder.namespace, path, tokens))
+            if self.retainer is not None:
+                self._store_sums(holder)
+
+    def sums_of(self, holder: Holder) -> NDArray[np.float32]:
+        """The attention that each token of a prompt has had from all its rows, float32 [L, H, n]."""
+        assert self.retainer is not None
+        return self.retainer.sums_of(holder.path, holder.num_prompt)
+
+    def is_coming(self, holder: Holder) -> bool:
+        """Whether a sequence had better wait for what another is about to leave in the cache."""
+        return self.retainer is not None and holder.reads_cache and self.retainer.is_coming(holder)
+
+    def slice_end(self, holder: Holder) -> int:
+        """Where the next slice of a sequence must end at the latest, as a number of tokens: where sums are kept for
+        others, at the prompt's end, and after it with every token that is replayed.
+        """
+        return len(holder.token_ids) if self.retainer is None else self.retainer.slice_end(holder)
+
+    def undivided(self, holder: Holder) -> int:
+        """Where the rows begin that must be computed in one slice, as a number of tokens: a sequence's end if none."""
+        return len(holder.token_ids) if self.retainer is None else self.retainer.undivided(holder)
+
+    def last_rows(self, holder: Holder, num_tokens: int) -> int:
+        """Over how many of its last rows what a sequence keeps is decided, once so many tokens are computed; 0 if it is
+        not to be decided then.
+        """
+        return 0 if self.retainer is None else self.retainer.last_rows(holder, num_tokens)
+
+    def retain(self, holder: Holder, decided: Decided) -> None:
+        """The sequence's prompt is stored, and this is what its heads keep of it."""
+        assert self.retainer is not None and holder.path.retained is None
+        path, retainer = holder.path, self.retainer
+        before = self.table.bytes_of(path.chunks)
+        retainer.begin(holder, decided, lambda pages: self._fits(self._promised(), pages=pages))
+        self._evict_for(Need(0, sums=retainer.places(path, path.num_sealed)), lambda: retainer.wanted(path))
+        retainer.finish(path)
+        self._note_peak()
+        if retainer.watch is not None:
+            retainer.watch(decided, before, self.table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def free_tokens(self, holder: Holder) -> int:
         """How many tokens the sequence may grow by without anything being taken, encoded or given back."""
         path = holder.path
-        return max(0, path.num_chunks * PAGE_TOKENS - path.num_tokens - self.table.encodes)
+        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
+        return max(0, holds - path.num_tokens - (self.table.encodes or path.retained is not None))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
-        """See PrefixTree.shared; nothing without a tree."""
-        return () if self.tree is None else self.tree.shared(holder.path)
+        """See PrefixTree.shared; nothing without a tree, or once a path has pages of its own."""
+        return () if self.tree is None or holder.path.retained is not None else self.tree.shared(holder.path)
 
     def release(self, holder: Holder) -> None:
         """The sequence ends or is preempted: its locks are undone, its own chunks are free; what it gave to the tree
@@ -270,8 +370,11 @@ class CacheManager:
         path = holder.path
         self._give_filled(path)
         self.table.give(path.private)
+        self.table.give(path.sums)
         if self.tree is not None:
             self.tree.release(path)
+        if self.retainer is not None:
+            self.retainer.forget(holder)
         del self._live[holder]
         holder.path = Path()
 
@@ -282,7 +385,15 @@ class CacheManager:
         total, cached = self.table.pool.num_bytes, self._bytes_cached
         chunk_bytes, tree = self.chunk_bytes, self.tree
         # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
-        read = sum(holder.path.num_shared for holder in list(self._live))
+        saved = 0
+        if tree is not None:
+            read = sum(
+                len(segment.chunks) * heads.astype(np.int64)
+                for holder in list(self._live)
+                for segment, heads in holder.path.reads()
+                if not segment.is_dropped
+            )
+            saved = max(0, int(((read - tree.read) * self.table.page_sizes(self.table.sealed_codec)).sum()))
         return {
             "bytes_total": total,
             "bytes_used": self.table.pool.bytes_out - cached,
@@ -290,8 +401,9 @@ class CacheManager:
             "bytes_free": total - self.table.pool.bytes_out,
             "bytes_peak": self._bytes_peak,
             "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
-            "bytes_saved": 0 if tree is None else max(0, read - tree.num_read) * chunk_bytes,
+            "bytes_saved": saved,
             "bytes_evicted": 0 if tree is None else tree.num_evicted * chunk_bytes,
+            "bytes_retention_freed": 0 if self.retainer is None else self.retainer.bytes_freed,
         }
 
     def check(self) -> None:
@@ -299,11 +411,18 @@ class CacheManager:
         self.table.check()
         held = [int(chunk) for holder in self._live for chunk in holder.path.private]
         held += [holder.path.filled for holder in self._live if holder.path.filled >= 0]
+        held += [int(row) for holder in self._live for row in holder.path.sums]
+        if self.retainer is not None:
+            for holder in self._live:
+                self.retainer.check(holder.path)
         if self.tree is not None:
             self.tree.check()
-            held += [int(chunk) for _, segment in self.tree.segments() for chunk in segment.chunks]
+            for _, segment in self.tree.segments():
+                held += [*segment.chunks.tolist(), *(() if segment.sums is None else segment.sums.tolist())]
             for holder in self._live:
                 path = holder.path
+                if path.retained is not None:
+                    continue
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         assert len(set(held)) == len(held), "a chunk has two owners"
@@ -325,8 +444,9 @@ class CacheManager:
         tree = self.tree
         if tree is None:
             return 0
-        sidecars = tree.num_unread_starts * self.table.sidecar_bytes
-        return (tree.num_chunks - tree.num_read) * self.chunk_bytes + sidecars
+        unread = (tree.num_chunks - tree.read) * self.table.page_sizes(self.table.sealed_codec)
+        sums = tree.num_sums * self.table.chunk_bytes(self.table.sums) if self.table.sums is not None else 0
+        return int(unread.sum()) + tree.num_unread_starts * self.table.sidecar_bytes + sums
 
     @property
     def unprotected(self) -> int:
@@ -347,17 +467,41 @@ class CacheManager:
         most, has_open, has_sidecar = self.table.capacity, int(self.table.encodes), int(self.table.sinks is not None)
 
         def too_many(count: int) -> bool:
-            return not self.table.fits(num_chunks + count, has_open, (num_starts + 1) * has_sidecar)
+            sums = 0 if self.retainer is None else self.retainer.num_sums(count * PAGE_TOKENS)
+            return not self.table.fits(num_chunks + count, has_open, (num_starts + 1) * has_sidecar, sums)
 
         return bisect.bisect_left(range(1, most + 1), True, key=too_many)
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
 
-    def _note_match(self, path: Path) -> None:
-        """A path that has just been matched holds what the tree has, all of it sealed."""
+    def _limit(self, holder: Holder) -> int:
+        """Chunks that a sequence may find in the cache: never its last token, which is computed, or there would be no
+        logits.
+        """
+        if self.retainer is not None:
+            return self.retainer.retention.num_reusable(holder.num_prompt)
+        return (len(holder.token_ids) - 1) // PAGE_TOKENS
+
+    def _match(self, holder: Holder) -> int:
+        """Carries a path without chunks of its own on, as far as the tree has what it needs; chunks that it took. All
+        of what it then holds is sealed.
+        """
+        path, tree = holder.path, self.tree
+        count = 0
+        if tree is not None and holder.reads_cache:
+            limit, is_hit = self._limit(holder), not holder.num_preemptions
+            if self.retainer is None:
+                count = tree.extend(holder.namespace, path, holder.token_ids, limit, is_hit)
+            else:
+                count, sums = self.retainer.match(holder, limit, is_hit)
+                if count:
+                    # The path has locked whose sums these are.
+                    self._evict_for(Need(0, sums=len(sums)))
+                    self.retainer.copy_sums(path, sums)
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
+        return count
 
     def _give_filled(self, path: Path) -> None:
         if path.filled >= 0:
@@ -373,43 +517,105 @@ class CacheManager:
         has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
         return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
 
-    def _fits(self, need: Need, apart_from: int = 0, starts: int = 0) -> bool:
-        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many chunks, some of
-        which begin sequences.
+    def _store_sums(self, holder: Holder) -> None:
+        """Keeps the sums of a prompt's beginning for others, if it ends where they may want them and there is room."""
+        path = holder.path
+        assert self.retainer is not None
+        need = Need(0, sums=self.retainer.to_store(path))
+        if need.sums and self._fits(need.plus(self._promised(apart_from=holder))):
+            self._evict_for(need)
+            self.retainer.store(path)
+        self.retainer.stop_coming(holder)
+
+    def _fits(
+        self,
+        need: Need,
+        apart_from: NDArray[np.int64] | int = 0,
+        starts: int = 0,
+        pages: NDArray[np.int64] | int = 0,
+    ) -> bool:
+        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many pages, int64
+        [L, H], of chunks some of which begin sequences.
+
+        pages  of sealed chunks that are wanted besides, int64 [L, H]
         """
-        if self.tree is None:
-            return self.table.fits(need.sealed, need.open, need.sidecars)
-        chunks, sidecars = self.tree.num_idle - apart_from, (self.tree.num_idle_starts - starts) * self._has_sidecars
-        return self.table.fits(need.sealed - chunks, need.open, need.sidecars - sidecars)
+        tree, sidecars, sums, rows = self.tree, need.sidecars, need.sums, 0
+        if tree is not None:
+            rows = int(np.max(apart_from)) - tree.num_idle
+            pages = pages - (tree.idle - apart_from)
+            sidecars -= (tree.num_idle_starts - starts) * self._has_sidecars
+            sums -= tree.num_idle_sums
+        more = None if isinstance(pages, int) else pages
+        return self.table.fits(need.sealed, need.open, sidecars, sums, more, rows)
 
     @property
     def _has_sidecars(self) -> bool:
         return self.table.sinks is not None
 
-    def _evict_for(self, need: Need) -> None:
-        """Drops as few idle chunks as leave room for what is needed, which fits."""
-        while not self.table.fits(need.sealed, need.open, need.sidecars):
+    def _evict_for(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> None:
+        """Drops as few idle chunks as leave room for what is needed, which fits.
+
+        pages  of sealed chunks that are needed besides, int64 [L, H]: what is dropped may leave fewer
+        """
+        while not self.table.fits(*need, (more := pages())):
             tree = self.tree
             assert tree is not None and tree.num_idle, "what is needed was to fit once all that is idle is gone"
             starts = tree.num_idle_starts * self._has_sidecars
 
-            def might_fit(count: int, starts: int = starts) -> bool:
-                return self.table.fits(need.sealed - count, need.open, need.sidecars - min(count, starts))
+            def might_fit(
+                count: int,
+                starts: int = starts,
+                sums: int = tree.num_idle_sums,
+                more: NDArray[np.int64] | None = more,
+            ) -> bool:
+                # Any of them may have sums and a sidecar, and pages that somebody reads.
+                sealed, num_open, sidecars, num_sums = need
+                return self.table.fits(sealed - count, num_open, sidecars - min(count, starts), num_sums - sums, more)
 
-            # No fewer will do. More may have to go: which of them have sidecars shows when they are gone.
+            # No fewer will do. More may have to go: what each of them has shows when they are gone.
             least = bisect.bisect_left(range(tree.num_idle), True, key=might_fit)
             self.table.give(tree.evict(max(1, least)))
 
-    def _promised(self, apart_from: Holder | None = None) -> Need:
-        """Chunks that admitted sequences were promised and have not taken."""
+    def _promised(self, apart_from: Holder | None = None, coming: _Ahead | None = None) -> Need:
+        """Chunks that admitted sequences were promised and have not taken.
+
+        coming  one more that is to be admitted
+        """
         total = Need(0)
+        ahead: list[_Ahead] = []
         for holder, tokens in self._live.items():
-            if holder is not apart_from:
-                path = holder.path
-                has_open = path.num_chunks > path.num_stored
-                lacks = self._need(path.num_stored, has_open, tokens)
-                wants_open = self.table.encodes and not has_open and path.filled < 0
-                # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
-                has_none = self.table.sinks is not None and not path.num_stored
-                total = total.plus(Need(lacks.sealed, int(wants_open), int(has_none)))
-        return total
+            if holder is apart_from:
+                continue
+            path = holder.path
+            num_chunks = path.num_chunks + path.num_gone
+            has_open = num_chunks > path.num_stored
+            lacks = self._need(path.num_stored, has_open, tokens)
+            wants_open = self.table.encodes and not has_open and path.filled < 0
+            # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
+            has_none = self.table.sinks is not None and not path.num_stored
+            sealed, sums = lacks.sealed, 0
+            if self.retainer is not None and not path.is_decided:
+                held = path.num_stored - path.num_shared
+                alone = sum(
+                    len(segment.chunks) for segment in path.segments if not segment.pins and segment.locks.max() <= 1
+                )
+                ahead.append(_Ahead(held + sealed, num_chunks + sealed, alone, held))
+                sums = self.retainer.num_sums(tokens) - len(path.sums)
+                sealed = 0
+            total = total.plus(Need(sealed, int(wants_open), int(has_none), max(0, sums)))
+        if coming is not None:
+            ahead.append(coming)
+        return total.plus(Need(self._at_most(ahead)))
+
+    def _at_most(self, ahead: Sequence[_Ahead]) -> int:
+        """Chunks that sequences will hold at most, beyond those they hold, if one after the other is computed and then
+        made as small as most requests are. With an expected ratio of 1, all that they lack together.
+        """
+        ratio = 1.0 if self.retainer is None else self.retainer.ratio.expected
+        most = before = 0.0
+        for to_hold, to_have, alone, held in ahead:
+            # What was found is copied in part when it is packed; then it is idle, if nobody else reads it.
+            after = ratio * to_have - alone
+            most = max(most, before + max(to_hold, after) - held)
+            before += after - held
+        return math.ceil(most)

@@ -66,10 +66,12 @@ class PagePool:
     """One allocation of bytes, taken and given back in pages. Invariant, proved by `check`: of every slab of a size,
     free pages + pages out = all its pages, and some are out.
 
+    A page may have several holders: it is free when the last of them has given it back, and counts once.
+
     num_bytes   size of the arena; rounded down to whole slabs
     device      where the arena lives
     slab_bytes  bytes of a slab; by default a 64th of the arena, between 256 KiB and 4 MiB
-    bytes_out   of all pages taken and not given back
+    bytes_out   of all pages that are not free
     Raises ConfigError if not even one slab fits.
     """
 
@@ -91,6 +93,7 @@ class PagePool:
         self._page_bytes = np.zeros(self.num_slabs, np.int32)  # of the slab's pages, 0 in the common stock
         self._out = np.zeros(self.num_slabs, np.int32)  # pages taken and not given back
         self._is_free = np.zeros((self.num_slabs, 0), bool)  # by slab, and page in the slab
+        self._more = np.zeros((self.num_slabs, 0), np.uint16)  # holders of a page besides the first
 
     def take(self, count: int, page_bytes: int) -> NDArray[np.int32]:
         """`count` page ids of a size, int32 [count], in rising order. Raises CacheFullError and takes nothing if they
@@ -108,16 +111,29 @@ class PagePool:
             self._add_slabs(pages, num_slabs)
         return self._pop(pages, count)
 
+    def share(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+        """Each page, named once, has one holder more, who will give it back too."""
+        slabs, places = self._places(ids, page_bytes)
+        assert not self._is_free[slabs, places].any(), "a free page cannot be shared"
+        self._more[slabs, places] += 1
+
+    def holders(self, ids: NDArray[np.int32], page_bytes: int) -> NDArray[np.int64]:
+        """How many hold each page of a slab in use; none a free one."""
+        slabs, places = self._places(ids, page_bytes)
+        return np.where(self._is_free[slabs, places], 0, self._more[slabs, places].astype(np.int64) + 1)
+
     def give(self, ids: NDArray[np.int32], page_bytes: int) -> None:
-        """Takes back pages that came from `take` with the same size."""
+        """Takes back pages that came from `take` with the same size, from one holder each."""
         if not len(ids):
             return
         pages = self._classes[page_bytes]
         ids = np.sort(ids)
-        slabs = self.slabs_of(ids)
-        places = (ids - slabs * np.int32(self.slab_bytes // UNIT)) // np.int32(page_bytes // UNIT)
-        assert (self._page_bytes[slabs] == page_bytes).all(), f"a page of another size was given back as {page_bytes}"
+        slabs, places = self._places(ids, page_bytes)
         assert not self._is_free[slabs, places].any() and (ids[1:] > ids[:-1]).all(), "a page was given back twice"
+        is_held = self._more[slabs, places] > 0
+        if is_held.any():
+            self._more[slabs[is_held], places[is_held]] -= 1
+            ids, slabs, places = ids[~is_held], slabs[~is_held], places[~is_held]
         self._is_free[slabs, places] = True
         starts = np.flatnonzero(np.diff(slabs, prepend=-1))
         touched, counts = slabs[starts], np.diff(starts, append=len(ids)).astype(np.int32)
@@ -210,6 +226,7 @@ class PagePool:
             slabs = np.flatnonzero(self._page_bytes == page_bytes)
             is_free, out = self._is_free[slabs], self._out[slabs]
             assert not is_free[:, pages.pages_per_slab :].any(), "a free page crosses the end of its slab"
+            assert not self._more[slabs][is_free].any(), "a free page has holders"
             total = is_free.sum(1) + out
             assert (total == pages.pages_per_slab).all(), (
                 f"leak: {total} != {pages.pages_per_slab} pages of {page_bytes} bytes a slab"
@@ -219,6 +236,12 @@ class PagePool:
             assert (len(slabs), out.sum()) == (pages.num_slabs, pages.num_out), "pages or slabs are counted wrongly"
         bytes_out = sum(pages.num_out * page_bytes for page_bytes, pages in self._classes.items())
         assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
+
+    def _places(self, ids: NDArray[np.int32], page_bytes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The slabs of pages of a size, and where they lie in them."""
+        slabs = self.slabs_of(ids)
+        assert (self._page_bytes[slabs] == page_bytes).all(), f"a page of another size was named as one of {page_bytes}"
+        return slabs, (ids - slabs * np.int32(self.slab_bytes // UNIT)) // np.int32(page_bytes // UNIT)
 
     def _size_class(self, page_bytes: int) -> _SizeClass:
         pages = self._classes.get(page_bytes)
@@ -232,6 +255,7 @@ class PagePool:
             wider = pages.pages_per_slab - self._is_free.shape[1]
             if wider > 0:
                 self._is_free = np.pad(self._is_free, ((0, 0), (0, wider)))
+                self._more = np.pad(self._more, ((0, 0), (0, wider)))
         return pages
 
     def _add_slabs(self, pages: _SizeClass, count: int) -> None:
@@ -288,6 +312,8 @@ class PagePool:
         for first in range(0, len(before), step):
             part = slice(first, first + step)
             self.store(after[part], page_bytes, self.load(before[part], page_bytes))
+        self._more[self._places(after, page_bytes)] = self._more[self._places(before, page_bytes)]
+        self._more[self._places(before, page_bytes)] = 0
         self.give(before, page_bytes)
         return before, after
 

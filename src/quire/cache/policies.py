@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,9 @@ COLUMN_MEMBERS = ("special", "punctuation", "frequent")
 """Members that keep whole columns, whichever row looks."""
 
 MEMBERS = (*COLUMN_MEMBERS, "local")
+
+SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
+"""Of a budget, how much `frequent` and `local` may keep together, where shares are solved for."""
 
 LocalRecovery = Callable[[NDArray[np.int64], Mask, int], Sums]
 """Recovery of heads int64 [m], by number, that keep the columns [m, n] and of each row the last so many tokens, itself
@@ -86,27 +90,37 @@ class Decision:
     policies  uint8 [heads], see `Chain.full`
     kept      bool [heads, n]
     recovery  float64 [heads, chain + 1] of every policy that was tried, nan for those past the one that passed
+    sizes     int64 [heads, chain + 1], tokens that these keep of those that are packed; all for those past it
     """
 
     policies: NDArray[np.uint8]
     kept: Mask
     recovery: Sums
+    sizes: NDArray[np.int64]
 
 
 def decide(
-    chain: Chain, marks: Mapping[str, Mask], sums: Sums, num_rows: int, local_recovery: LocalRecovery
+    chain: Chain,
+    marks: Mapping[str, Mask],
+    sums: Sums,
+    num_rows: int,
+    local_recovery: LocalRecovery,
+    num_packed: int | None = None,
 ) -> Decision:
     """The policies of a prompt's heads, and what they keep.
 
     marks     bool [n] for `special` and `punctuation`
     sums      float64 [heads, n]: each column's attention, summed over rows, averaged over the query heads of a kv head
     num_rows  rows summed over
+    num_packed  first tokens that what is kept of is packed, for `Decision.sizes`; None: all
     Nothing is searched past the policy that passes.
     """
     num_heads, num_tokens = sums.shape
     policies = np.full(num_heads, chain.full, np.uint8)
     kept = np.ones((num_heads, num_tokens), bool)
     recovery = np.full((num_heads, chain.full + 1), np.nan)
+    num_packed = num_tokens if num_packed is None else num_packed
+    sizes = np.full((num_heads, chain.full + 1), num_packed, np.int64)
     left = np.arange(num_heads)  # heads for which nothing has passed
     columns = np.zeros((num_heads, num_tokens), bool)  # of members that keep columns, for these
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
@@ -122,62 +136,119 @@ def decide(
             columns = columns | marks[member]
         found = local_recovery(left, columns, window) if window else (sums[left] * columns).sum(1) / num_rows
         recovery[left, policy] = found
+        sizes[left, policy] = (columns | last)[:, :num_packed].sum(1)
         passes = found >= chain.threshold
         policies[left[passes]] = policy
         kept[left[passes]] = columns[passes] | last
         left, columns = left[~passes], columns[~passes]
     recovery[left, chain.full] = 1.0
-    return Decision(policies, kept, recovery)
+    return Decision(policies, kept, recovery, sizes)
+
+
+def solve(
+    chain: Chain,
+    budget: float,
+    marks: Mapping[str, Mask],
+    sums: Sums,
+    num_rows: int,
+    local_recovery: LocalRecovery,
+    page_bytes: NDArray[np.int64],
+    page_tokens: int,
+    most_bytes: float,
+) -> Chain:
+    """The chain, with threshold and shares, that recovers most on average over heads and keeps to a budget.
+
+    budget       about the share of the tokens that fits it: where shares are sought
+    page_bytes   int64 [heads, chain + 1], of a page and what a policy needs beside it
+    page_tokens  that it holds: what is kept of whole pages of tokens is packed into whole pages
+    most_bytes   that these may take
+    Other arguments as of `decide`. Shares keep the ratio that the chain's have to each other; the larger they are, the
+    fewer heads may keep everything. If not even the first member fits, that is what is kept.
+    """
+    num_heads, num_tokens = sums.shape
+    both = max(1e-9, chain.frequent + chain.local)
+    found, best = replace(chain, threshold=0.0, frequent=0.0, local=0.0), -1.0
+    for share in SHARES:
+        frequent, local = (min(1.0, share * budget * part / both) for part in (chain.frequent, chain.local))
+        tried = replace(chain, threshold=2.0, frequent=frequent, local=local)
+        decision = decide(tried, marks, sums, num_rows, local_recovery, num_tokens // page_tokens * page_tokens)
+        taken = -(-decision.sizes // page_tokens) * page_bytes
+        reached = np.concatenate((decision.recovery[:, :-1], np.full((num_heads, 1), np.inf)), 1)
+        # The more is to be recovered the more is kept: of all thresholds that make a difference the last that fits.
+        for threshold in (2.0, *np.unique(decision.recovery[:, :-1])[::-1].tolist()):
+            policies = np.argmax(reached >= threshold, axis=1)[:, None]
+            if np.take_along_axis(taken, policies, 1).sum() <= most_bytes:
+                mean = float(np.take_along_axis(decision.recovery, policies, 1).mean())
+                if mean > best:
+                    found, best = replace(tried, threshold=threshold), mean
+                break
+    return found
 
 
 def keep_on(
     chain: Chain,
     policies: NDArray[np.uint8],
-    kept: Mask,
+    positions: NDArray[np.int32],
     marks: Mapping[str, Mask],
-    sums: Sums,
+    sums: NDArray[Any],
     num_prompt: int,
+    num_tokens: int,
 ) -> Mask:
-    """What heads keep of a sequence that has grown, bool [heads, n]; never what they had dropped.
+    """What heads keep of a sequence that has grown to `num_tokens`, bool [heads, slots]; never what they had dropped.
 
-    kept   bool [heads, n]: what they kept, and all tokens since
-    marks  bool [n]
-    sums   float64 [heads, n]: attention that kept columns have had so far
+    policies   uint8 [heads]
+    positions  int32 [heads, slots], in any order: of the tokens they kept, and of all since; -1 in slots without one
+    marks      bool [num_tokens]
+    sums       [heads, slots], the attention that these tokens have had so far
     """
-    num_tokens = kept.shape[1]
     window = chain.num_local(num_prompt)
-    last = np.arange(num_tokens) >= num_tokens - window
-    result = kept.copy()
+    held = positions >= 0
     for policy in np.unique(policies[policies < chain.full]).tolist():
-        heads = np.flatnonzero(policies == policy)
-        wanted = np.zeros(num_tokens, bool)
+        heads = policies == policy
+        at, alive = positions[heads], held[heads]
+        wanted = np.zeros_like(alive)
         for member in ("special", "punctuation"):
             if chain.has(policy, member):
-                wanted = wanted | marks[member]
+                wanted |= marks[member][at]
         if chain.has(policy, "local"):
-            wanted = wanted | last
-        held = np.broadcast_to(wanted, (len(heads), num_tokens)) & kept[heads]
+            wanted |= at >= num_tokens - window
+        wanted &= alive
         if chain.has(policy, "frequent"):
-            held = held | largest(sums[heads], kept[heads] & ~wanted, chain.num_frequent(num_tokens))
-        result[heads] = held
-    return result
+            wanted |= largest(sums[heads], alive & ~wanted, chain.num_frequent(num_tokens), at)
+        held[heads] = wanted
+    return held
 
 
-def largest(sums: Sums, candidates: Mask, count: int) -> Mask:
-    """Of each row's candidates the `count` with the largest sums, of equals the first ones; all if there are fewer."""
-    order = np.argsort(np.where(candidates, -sums, np.inf), axis=1, kind="stable")[:, :count]
-    found = np.zeros_like(candidates)
-    np.put_along_axis(found, order, True, axis=1)
-    return found & candidates
+def largest(sums: NDArray[Any], candidates: Mask, count: int, order: NDArray[np.int32] | None = None) -> Mask:
+    """Of each row's candidates the `count` with the largest sums; all if there are fewer. Of equals those that `order`,
+    [rows, n], names first; by default the first.
+    """
+    size = sums.shape[1]
+    if count >= size:
+        return candidates.copy()
+    values = np.where(candidates, sums, -np.inf)
+    # All of a row sorted takes a quarter of the time of a partition, where many are equal.
+    least = np.sort(values, axis=1)[:, size - count, None] if count else np.inf
+    found = values > least
+    equal = candidates & (values == least)
+    missing = count - found.sum(1)
+    ties = equal.sum(1) > missing
+    found[~ties] |= equal[~ties]
+    for row in np.flatnonzero(ties & (missing > 0)).tolist():
+        tied = np.flatnonzero(equal[row])
+        if order is not None:
+            tied = tied[np.argsort(order[row, tied], kind="stable")]
+        found[row, tied[: missing[row]]] = True
+    return found
 
 
 def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Mask:
     """The tokens, bool [n], that belong to one of several markers, each of one token or more in a row."""
     ids = np.asarray(tokens, np.int64)
-    found = np.zeros(len(ids), bool)
+    found = np.isin(ids, [mark[0] for mark in marks if len(mark) == 1])
     for mark in marks:
         size = len(mark)
-        if not 0 < size <= len(ids):
+        if not 1 < size <= len(ids):
             continue
         begins = (np.lib.stride_tricks.sliding_window_view(ids, size) == np.asarray(mark, np.int64)).all(1)
         for place in range(size):

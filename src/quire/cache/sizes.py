@@ -30,6 +30,7 @@ class Arena:
     sealed         pages of a sealed chunk, their number by size
     open           those of an open one, where these are of another codec; else empty
     sidecar_bytes  what the first chunk of a sequence has besides
+    beside         pages that every sealed chunk has besides, their number by size
     """
 
     num_bytes: int
@@ -37,11 +38,12 @@ class Arena:
     sealed: Mapping[int, int]
     open: Mapping[int, int] = field(default_factory=dict)
     sidecar_bytes: int = 0
+    beside: Mapping[int, int] = field(default_factory=dict)
 
     def fits(self, num_sealed: int, num_open: int, num_sidecars: int) -> bool:
         """Whether so many chunks and sidecars fit."""
         needs = {self.sidecar_bytes: num_sidecars} if self.sidecar_bytes else {}
-        for pages, count in ((self.sealed, num_sealed), (self.open, num_open)):
+        for pages, count in ((self.sealed, num_sealed), (self.open, num_open), (self.beside, num_sealed + num_open)):
             for size, number in pages.items():
                 needs[size] = needs.get(size, 0) + number * count
         slabs = sum(-(-count // (self.slab_bytes // size)) for size, count in needs.items())

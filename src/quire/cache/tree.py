@@ -8,13 +8,16 @@ pinned stays even then.
 
 Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, finished
 sequences stay, and a chunk is found by all its tokens, so that no two of equal hash are ever taken for each other.
+
+A path that retention has made smaller reads a segment's pages of some heads only. The tree may then drop the segment:
+pages that the path still reads have it as their last holder.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,11 +35,13 @@ class PrefixTree:
     shape        (L, H) of the locks
     now          seconds on the engine's clock, which moves it on: what lifetimes are counted in
     num_chunks   chunks the tree holds
-    num_read     those of them that live paths read
-    num_pinned   those that somebody asked to keep, read or not
-    num_idle     those that are neither: they can be evicted
+    read         int64 [L, H], pages of them that live paths read
+    num_pinned   chunks that somebody asked to keep, read or not
+    idle         int64 [L, H], pages that are neither: they can be evicted
+    num_idle     chunks with such pages
     num_unread_starts, num_idle_starts  segments at position 0, whose first chunks may have sidecars, that no live path
-                 reads; those of them that are not pinned either
+                 uses; those of them that are not pinned either
+    num_sums, num_idle_sums  rows of sums that segments have; those of them that can be evicted
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments: whose last use is longer ago is evicted first
     num_divided  how often a segment was divided: the one thing that changes the segments of other paths
@@ -45,11 +50,12 @@ class PrefixTree:
     shape: tuple[int, int]
     now: float = 0.0
     num_chunks: int = 0
-    num_read: int = 0
     num_pinned: int = 0
     num_idle: int = 0
     num_unread_starts: int = 0
     num_idle_starts: int = 0
+    num_sums: int = 0
+    num_idle_sums: int = 0
     num_evicted: int = 0
     num_uses: int = 0
     num_divided: int = 0
@@ -59,17 +65,19 @@ class PrefixTree:
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
     _pushes: int = 0
 
-    def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int], is_hit: bool = True) -> int:
+    def __post_init__(self) -> None:
+        self.read, self.idle = np.zeros((2, *self.shape), np.int64)
+
+    def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int], limit: int, is_hit: bool = True) -> int:
         """Carries a path without chunks of its own on, as far as the tree holds the tokens, and locks what it takes.
         Returns the chunks it took.
 
-        Never beyond floor((len(tokens) - 1) / 64) chunks in all: the last token is computed, or there would be no
-        logits.
+        limit   chunks in all at most
         is_hit  whether it counts as one: a sequence that comes back after a preemption finds what it left
         """
         assert path.num_chunks == path.num_shared, "a path with chunks of its own cannot take others"
         at = path.tip or self._roots.get(namespace)
-        first, limit = path.num_shared, (len(tokens) - 1) // PAGE_TOKENS
+        first = path.num_shared
         if at is None or first >= limit:
             return 0
         rest = np.array(tokens[first * PAGE_TOKENS : limit * PAGE_TOKENS], np.int32)
@@ -119,33 +127,64 @@ class PrefixTree:
     def release(self, path: Path) -> None:
         """The path's sequence is done with it: its locks are undone. What nobody else locks stays, cached."""
         self.num_uses += 1
-        for segment in path.segments:
-            segment.locks -= 1
-            assert segment.locks.min() >= 0, "unlocked more often than locked"
+        for segment, heads in path.reads():
+            self._count(segment, -1)
+            segment.locks -= heads
+            segment.users -= 1
+            assert segment.locks.min() >= 0 and segment.users >= 0, "unlocked more often than locked"
             segment.last_use, segment.used_at = self.num_uses, self.now
-            if not segment.locks.any():
-                self.num_read -= len(segment.chunks)
-                self.num_idle += len(segment.chunks) * segment.is_idle
-                self.num_unread_starts += segment.start == 0
-                self.num_idle_starts += segment.start == 0 and segment.is_idle
-        if path.tip is not None:
-            self._offer(path.tip)
-        path.tip, path.num_shared = None, 0
+            self._count(segment, 1)
+            self._offer(segment)
+        path.tip, path.num_shared, path.heads = None, 0, {}
+
+    def loosen(self, path: Path, heads: Mapping[Segment, NDArray[np.bool_]]) -> None:
+        """The path goes on to read, of each of its segments, pages of these heads only, bool [L, H]; what else it
+        locked may be evicted.
+        """
+        for segment, held in path.reads():
+            kept = heads[segment]
+            assert not (kept & ~held).any(), "a path cannot read again what it has let go of"
+            self._count(segment, -1)
+            segment.locks -= held & ~kept
+            self._count(segment, 1)
+            self._offer(segment)
+        path.heads = dict(heads)
+
+    def keep_sums(self, path: Path, num_chunks: int, sums: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Gives the tree the sums of a path's first chunks, all of them in the tree: rows int32 [num_chunks], complete
+        up to their end. Returns those that it has no use for.
+        """
+        segment = self._ending_at(path, num_chunks)
+        if segment.sums is not None:
+            return sums
+        self._count(segment, -1)
+        segment.sums = sums
+        self._count(segment, 1)
+        return np.empty(0, np.int32)
+
+    def sums_within(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> tuple[int, NDArray[np.int32]]:
+        """The longest beginning of the tokens, `limit` chunks at most, that has sums: its chunks, and their rows."""
+        found = 0, np.empty(0, np.int32)
+        for segment, count in self.walk(namespace, tokens, limit):
+            if count == len(segment.chunks) and segment.sums is not None:
+                found = segment.end // PAGE_TOKENS, segment.sums
+        return found
 
     def evict(self, count: int) -> NDArray[np.int32]:
         """Drops `count` idle chunks, or all of these: leaves first, longest unused first, each from its end. Returns
-        their ids, which the tree no longer knows.
+        their rows and those of their sums, which the tree no longer knows.
         """
         dropped: list[NDArray[np.int32]] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
-            dropped.append(self._drop(leaf, max(0, len(leaf.chunks) - count)))
-            count -= len(dropped[-1])
-            self.num_evicted += len(dropped[-1])
+            gone = min(count, len(leaf.chunks))
+            dropped.append(self._drop(leaf, len(leaf.chunks) - gone))
+            count -= gone
+            self.num_evicted += gone
         return _together(dropped)
 
     def expire(self, lifetime: float | None) -> NDArray[np.int32]:
         """Ends the pins whose time is over and drops what nobody used for `lifetime` seconds, where that is not None.
-        Returns the ids of what it dropped.
+        Returns the rows of what it dropped.
         """
         for segment in [each for each in self._pinned if each.pinned_until <= self.now]:
             self._unpin(segment)
@@ -160,11 +199,7 @@ class PrefixTree:
         """Keeps the first `num_chunks` chunks of a path, all of them shared, until the clock says so, though others
         want their memory. A pin that is there already is moved, never shortened.
         """
-        assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
-        end = num_chunks * PAGE_TOKENS
-        segment = next(each for each in path.segments if each.end >= end)
-        if segment.end > end:
-            segment = self._divide(segment, (end - segment.start) // PAGE_TOKENS)
+        segment = self._ending_at(path, num_chunks)
         segment.pinned_until = max(segment.pinned_until, until)
         if segment not in self._pinned:
             self._pinned[segment] = False
@@ -251,9 +286,10 @@ class PrefixTree:
 
     def check(self) -> None:
         """Proves the invariants."""
-        num_chunks = num_read = num_pinned = num_idle = num_unread_starts = num_idle_starts = 0
+        counted, read, idle = self._counts(), self.read.copy(), self.idle.copy()
         for _, segment in self.segments():
             parent = segment.parent
+            assert not segment.is_dropped, "a dropped segment is in the tree"
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
             assert parent.children[segment.key] is segment, "a segment is not found by its first chunk"
             assert parent.parent is None or (segment.locks <= parent.locks).all(), (
@@ -261,43 +297,71 @@ class PrefixTree:
             )
             below = sum(child.pins for child in segment.children.values())
             assert segment.pins == below + (segment in self._pinned), "pins are not those below and its own"
-            num_chunks += len(segment.chunks)
-            num_read += len(segment.chunks) if segment.locks.any() else 0
-            num_pinned += len(segment.chunks) if segment.pins else 0
-            num_idle += len(segment.chunks) if segment.is_idle else 0
-            num_unread_starts += segment.start == 0 and not segment.locks.any()
-            num_idle_starts += segment.start == 0 and segment.is_idle
-        found = num_chunks, num_read, num_pinned, num_idle, num_unread_starts, num_idle_starts
-        starts = self.num_unread_starts, self.num_idle_starts
-        counted = self.num_chunks, self.num_read, self.num_pinned, self.num_idle, *starts
-        assert found == counted, f"(chunks, read, pinned, idle, unread starts, idle) are {found}; counted {counted}"
+            self._count(segment, -1)
+        left = self._counts(), bool(self.read.any()), bool(self.idle.any())
+        for _, segment in self.segments():
+            self._count(segment, 1)
+        assert left == ((0,) * len(counted), False, False), (
+            f"counted {counted}, read {read}, idle {idle}; too much: {left}"
+        )
         assert all(root.children for root in self._roots.values()), "a root without segments is kept"
 
+    def _counts(self) -> tuple[int, ...]:
+        starts, sums = (self.num_unread_starts, self.num_idle_starts), (self.num_sums, self.num_idle_sums)
+        return self.num_chunks, self.num_pinned, self.num_idle, *starts, *sums
+
+    def _count(self, segment: Segment, by: int) -> None:
+        """Takes a segment out of the counts (by = -1) before something changes what it counts as, and in again (1)."""
+        if segment.is_dropped:
+            return
+        num_chunks, is_start, num_sums = len(segment.chunks), segment.start == 0, segment.num_sums
+        is_read = segment.locks > 0
+        self.num_chunks += by * num_chunks
+        self.read += by * num_chunks * is_read
+        self.num_sums += by * num_sums
+        self.num_unread_starts += by * (is_start and not segment.users)
+        if segment.pins:
+            self.num_pinned += by * num_chunks
+            return
+        self.idle += by * num_chunks * ~is_read
+        self.num_idle_starts += by * (is_start and not segment.users)
+        if segment.may_go:
+            self.num_idle += by * num_chunks
+            self.num_idle_sums += by * num_sums
+
     def _take(self, segment: Segment) -> None:
-        if not segment.locks.any():
-            self.num_read += len(segment.chunks)
-            self.num_idle -= len(segment.chunks) * segment.is_idle
-            self.num_unread_starts -= segment.start == 0
-            self.num_idle_starts -= segment.start == 0 and segment.is_idle
+        self._count(segment, -1)
         segment.locks += 1
+        segment.users += 1
         self.num_uses += 1
         segment.last_use, segment.used_at = self.num_uses, self.now
+        self._count(segment, 1)
+
+    def _ending_at(self, path: Path, num_chunks: int) -> Segment:
+        """The segment of a path that ends after so many chunks, all of them shared; one is divided if none does."""
+        assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
+        end = num_chunks * PAGE_TOKENS
+        segment = next(each for each in path.segments if each.end >= end)
+        return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
 
     def _add(self, at: Segment, path: Path, tokens: NDArray[np.int32], chunks: NDArray[np.int32]) -> Segment:
         """Puts chunks after a segment: at its end where nothing follows and only this path ever had to do with it, else
         as a child.
         """
-        self.num_chunks += len(chunks)
-        self.num_read += len(chunks)
-        alone = at.locks.max() == 1 and not at.pins and (at.hits, at.computed) == (0, 1)
+        alone = at.users == 1 and not at.pins and (at.hits, at.computed) == (0, 1) and at.sums is None
         if at is path.tip and not at.children and alone:
+            self._count(at, -1)
             at.tokens = np.concatenate((at.tokens, tokens))
             at.chunks = np.concatenate((at.chunks, chunks))
+            self._count(at, 1)
             return at
         self.num_uses += 1
         locks = np.ones(self.shape, np.int32)
-        child = Segment(tokens, chunks, at.end, locks, self._name(), at, last_use=self.num_uses, used_at=self.now)
+        child = Segment(
+            tokens, chunks, at.end, locks, self._name(), at, last_use=self.num_uses, used_at=self.now, users=1
+        )
         at.children[child.key] = child
+        self._count(child, 1)
         return child
 
     def _name(self) -> int:
@@ -311,6 +375,7 @@ class PrefixTree:
         self.num_divided += 1
         parent, cut = segment.parent, count * PAGE_TOKENS
         assert parent is not None and 0 < count < len(segment.chunks), f"{count} of {len(segment.chunks)} chunks"
+        self._count(segment, -1)
         front = Segment(
             segment.tokens[:cut],
             segment.chunks[:count],
@@ -323,6 +388,7 @@ class PrefixTree:
             hits=segment.hits,
             computed=segment.computed,
             pins=segment.pins,
+            users=segment.users,
         )
         parent.children[front.key] = front
         segment.tokens, segment.chunks, segment.start, segment.parent = (
@@ -332,15 +398,17 @@ class PrefixTree:
             front,
         )
         front.children[segment.key] = segment
+        self._count(front, 1)
+        self._count(segment, 1)
         return front
 
     def _offer(self, segment: Segment) -> None:
         """Notes a segment that may now be evicted."""
-        if segment.parent is None or segment.children or not segment.is_idle:
+        if segment.parent is None or segment.is_dropped or segment.children or not segment.may_go:
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
             # Entries that eviction never met: a server that never runs short would collect them for ever.
-            current = [leaf for _, leaf in self.segments() if not leaf.children and leaf.is_idle]
+            current = [leaf for _, leaf in self.segments() if not leaf.children and leaf.may_go]
             self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
             heapq.heapify(self._leaves)
         self._pushes += 1
@@ -350,27 +418,26 @@ class PrefixTree:
         """The leaf to evict next; stays first in the heap."""
         while self._leaves:
             last_use, _, leaf = self._leaves[0]
-            if leaf.parent is not None and leaf.last_use == last_use and not leaf.children and leaf.is_idle:
+            if not leaf.is_dropped and leaf.last_use == last_use and not leaf.children and leaf.may_go:
                 return leaf
             heapq.heappop(self._leaves)
         return None
 
     def _drop(self, leaf: Segment, kept: int) -> NDArray[np.int32]:
-        """Drops the chunks of an idle leaf after the first `kept`; with none kept, the leaf and, if that leaves it
-        empty, its root. Returns their ids.
+        """Drops the chunks of a leaf that may go after the first `kept`; with none kept, the leaf and, if that leaves
+        it empty, its root. Returns their rows, and those of its sums.
         """
-        gone = leaf.chunks[kept:]
-        self.num_chunks -= len(gone)
-        self.num_idle -= len(gone)
-        self.num_unread_starts -= leaf.start == 0 and not kept
-        self.num_idle_starts -= leaf.start == 0 and not kept
+        gone = leaf.chunks[kept:] if leaf.sums is None else np.concatenate((leaf.chunks[kept:], leaf.sums))
+        self._count(leaf, -1)
+        leaf.sums = None
         if kept:
             leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
+            self._count(leaf, 1)
             return gone
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
-        leaf.parent = None
+        leaf.is_dropped = True  # and keeps its parent, for the paths that still go through it
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]
         self._offer(parent)
@@ -385,11 +452,9 @@ class PrefixTree:
         """Notes one pin more or less on a segment and all before it."""
         at: Segment | None = segment
         while at is not None and at.parent is not None:
-            was_idle, was_pinned = at.is_idle, at.pins > 0
+            self._count(at, -1)
             at.pins += by
-            self.num_idle += len(at.chunks) * (at.is_idle - was_idle)
-            self.num_idle_starts += (at.start == 0) * (at.is_idle - was_idle)
-            self.num_pinned += len(at.chunks) * ((at.pins > 0) - was_pinned)
+            self._count(at, 1)
             self._offer(at)
             at = at.parent
 

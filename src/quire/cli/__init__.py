@@ -19,7 +19,7 @@ from quire.config import nearest
 from quire.errors import QuireError
 from quire.version import __version__
 
-COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "bench", "eval", "pull")
+COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull")
 
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.

@@ -1,4 +1,4 @@
-"""The input of `quire generate`: a prompt a line, as JSON, with parameters of its own where it wants them."""
+"""The input of `quire generate` and `quire profile`: a prompt a line, as JSON, perhaps with parameters of its own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
         shown = problems[:_SHOWN_PROBLEMS]
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
-        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was generated"
+        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was run"
         raise ConfigError("\n".join([message, *shown]))
     return lines
 

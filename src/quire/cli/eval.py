@@ -12,11 +12,8 @@ docs/quality.md has the definitions.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +99,7 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
         load_figure()
     from quire.evaluation import perplexity
 
-    with _progress("windows") as progress:
+    with shared.progress("windows") as progress:
         results = perplexity(
             args.model,
             text,
@@ -125,7 +122,7 @@ def _retrieval(args: argparse.Namespace, common: dict[str, Any]) -> None:
     text = None if args.text is None else _read(args.text)
     from quire.evaluation import retrieval
 
-    with _progress("answers") as progress:
+    with shared.progress("answers") as progress:
         results = retrieval(
             args.model,
             text,
@@ -193,27 +190,6 @@ def _print_retrieval(results: Sequence[Retrieval]) -> None:
             for (codec, length), cells in rows.items()
         ],
     )
-
-
-@contextlib.contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, elsewhere a line now and then; gives what to call with how much is done, and of how
-    much.
-    """
-    if not sys.stderr.isatty():
-        last = time.monotonic()
-
-        def told(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= shared.PLAIN_SECONDS:
-                last = time.monotonic()
-                print(f"quire: {done}/{total} {unit} done", file=sys.stderr, flush=True)
-
-        yield told
-        return
-    with shared.progress_bar(unit) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _read(file: Path) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,7 @@ PLAIN_SECONDS = 10.0
 WIDEST = 500
 """Columns that a table may have."""
 
-ENGINE_SECTIONS = ("model", "cache", "attention", "scheduler", "runtime")
+ENGINE_SECTIONS = ("model", "cache", "retain", "attention", "scheduler", "runtime")
 
 
 def add_engine_arguments(
@@ -120,6 +122,27 @@ def progress_bar(what: str, *more: ProgressColumn) -> Progress:
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *more)
     return Progress(*columns, console=Console(stderr=True))
+
+
+@contextlib.contextmanager
+def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, elsewhere a line now and then; gives what to call with how much is done, and of how
+    much.
+    """
+    if not sys.stderr.isatty():
+        last = time.monotonic()
+
+        def told(done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_SECONDS:
+                last = time.monotonic()
+                print(f"quire: {done}/{total} {unit} done", file=sys.stderr, flush=True)
+
+        yield told
+        return
+    with progress_bar(unit) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def runner() -> asyncio.Runner:

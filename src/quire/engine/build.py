@@ -20,9 +20,13 @@ from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec, check_head_dim, nominal_page_bytes
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
 from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PagePool
+from quire.cache.policies import Chain
+from quire.cache.retainer import SUMS_ROWS
+from quire.cache.retention import Retention
 from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
 from quire.cache.sizes import Arena, Sizes, page_counts, sizes
@@ -37,6 +41,7 @@ from quire.kernels import runtime
 from quire.models.decoder import build_model
 from quire.models.layers import Ops, torch_dtype
 from quire.models.loading import FourBit, native_bytes
+from quire.models.marks import find_marks
 from quire.models.plan import Model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
@@ -128,10 +133,15 @@ def resolve(
         memory = min(int(max(0, available - weight_bytes) * share), useful, MAX_ARENA_BYTES)
     # Whole slabs of whole pages: what the arena cannot use is not allocated.
     sidecar_bytes = 0 if sinks is None else sinks.sidecar_bytes
+    sums = (
+        {}
+        if not config.retain.is_on
+        else {SumsCodec.page_bytes: (SUMS_ROWS + (sealed is not None)) * math.prod(layers_heads)}
+    )
 
     def arena_of(memory: int) -> Arena:
         slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
-        return Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes)
+        return Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums)
 
     arena = arena_of(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
@@ -144,6 +154,7 @@ def resolve(
     memory = arena.num_bytes
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
     check_budget(budget, max_running)
+    _check_retention(config, shape, backend, budget, fits.max_context)
     cores = usable_cores()
     if (config.runtime.threads or 0) > cores:
         log.warning("runtime.threads is %d and this process may use %d cores", config.runtime.threads, cores)
@@ -258,6 +269,7 @@ def assemble(
     dtype = torch_dtype(config.model.dtype)
     pool = PagePool(fits.cache_bytes, device, fits.arena.slab_bytes)
     sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration),)
+    retention = _retention(config, tokenizer)
     table = ChunkTable(
         pool,
         shape.num_layers,
@@ -265,6 +277,7 @@ def assemble(
         DenseCodec(shape.head_dim, dtype),
         *sealed,
         sinks=_sinks(config, shape, dtype),
+        sums=None if retention is None else SumsCodec(),
     )
     cos = sin = None
     if shape.rope is not None:
@@ -294,6 +307,7 @@ def assemble(
                 table,
                 PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None,
                 config.cache.lifetime,
+                retention,
             ),
             config.scheduler.token_budget,
             config.scheduler.max_running,
@@ -316,6 +330,44 @@ def assemble(
         decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
     )
+
+
+def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, token_budget: int, context: int) -> None:
+    """Raises ConfigError for retention where it cannot be."""
+    retain = config.retain
+    if not retain.is_on:
+        return
+    if backend == "triton":
+        raise ConfigError("retention runs on the cpu and reference backends so far; use attention.backend reference")
+    if config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
+        raise ConfigError(
+            f"retain.chain begins with {retain.members[0]}; with cache.sink_tokens it must begin with special, which"
+            " holds them"
+        )
+    if (shape.sliding_window or context) < context:
+        raise ConfigError(
+            f"this model sees {shape.sliding_window} tokens back, which drops more than retention could;"
+            f" retain nothing, or set model.max_context to {shape.sliding_window}"
+        )
+    least = config.scheduler.max_running + retain.profile_rows + PAGE_TOKENS
+    if token_budget < least:
+        raise ConfigError(
+            f"scheduler.token_budget is {token_budget}; with scheduler.max_running {config.scheduler.max_running} and"
+            f" retain.profile_rows {retain.profile_rows} it must be at least {least}, or the rows that are profiled"
+            " together find no room beside a full batch"
+        )
+
+
+def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
+    retain = config.retain
+    if not retain.is_on:
+        return None
+    marks = find_marks(tokenizer)
+    threshold = 0.0 if retain.threshold == "off" else retain.threshold
+    chain = Chain(threshold, retain.frequent, retain.local, retain.members)
+    budget = None if retain.budget == "off" else retain.budget
+    first = max(1, config.cache.sink_tokens if config.cache.is_calibrated else 0)
+    return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 
 
 def _ops(config: EngineConfig) -> Ops:

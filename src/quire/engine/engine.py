@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -12,17 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionBackend, RowSlice
+from quire.attention.plan import AttentionBackend, AttentionPlan, Profiled, RowSlice
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.prefixes import Prefix, prefixes
+from quire.cache.retention import Decided
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed
-from quire.engine.scheduler import Batch, Scheduler
+from quire.engine.scheduler import Batch, Scheduler, Slice
 from quire.errors import QuireError, RequestError
 from quire.models.plan import Model
 from quire.tiers.mover import Mover
@@ -50,6 +52,14 @@ NOT_FINITE = "the logits of the prompt hold NaN or infinity"
 
 LOGIT_ROWS = 256
 """Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
+
+
+def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...]) -> RowSlice:
+    """The rows of a sequence in a step, as attention sees them."""
+    path = piece.sequence.path
+    # Sums are wanted while a prompt is computed, and after it by heads whose members change with them.
+    profiled = Profiled(path.sums, piece.last_rows) if len(path.sums) else None
+    return RowSlice(piece.start, piece.count, path.chunks, shared, path.filled, profiled, path.num_gone)
 
 
 def _wants_prompts(batch: Batch) -> bool:
@@ -186,32 +196,27 @@ class Engine:
             return []
         self.mover.prepare([piece.sequence.path for piece in batch.slices])
         shared = self.scheduler.manager.shared
-        slices = [
-            RowSlice(
-                piece.start,
-                piece.count,
-                piece.sequence.path.chunks,
-                shared(piece.sequence),
-                piece.sequence.path.filled,
-            )
-            for piece in batch.slices
-        ]
+        slices = [row_slice(piece, shared(piece.sequence)) for piece in batch.slices]
         tokens, positions, last_rows = self._rows(batch)
         plan = self.attention.plan(slices)
+        decided: dict[Sequence, Decided] = {}
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
-        if self.decode is not None and len(sampling) == len(last_rows) == len(tokens) and not _wants_prompts(batch):
+        decides = any(piece.last_rows for piece in batch.slices)
+        is_decode = len(sampling) == len(last_rows) == len(tokens) and not decides and not _wants_prompts(batch)
+        if self.decode is not None and is_decode:
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)
             failed = self._prompt_logprobs(batch, hidden)
             if failed:
                 return self._fail(batch, failed)
+            decided = self._decide(batch, plan)
             if not sampling:
-                self.scheduler.commit(batch, ())
+                self.scheduler.commit(batch, (), decided)
                 return []
             logits = self._logits(hidden, [row for _, row in sampling])
         sampled = self.sampler.sample(logits, [sequence.sample_row for sequence, _ in sampling])
-        return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors)
+        return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, decided)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start, and bytes of the cache now; see `LLM.stats`."""
@@ -350,8 +355,31 @@ class Engine:
             outputs.append(self._output(request, [self._end(sequence, "error", NOT_FINITE) for sequence in live]))
         return outputs
 
+    def _decide(self, batch: Batch, plan: AttentionPlan) -> dict[Sequence, Decided]:
+        """What sequences keep of the prompts whose last rows are computed now."""
+        manager = self.scheduler.manager
+        found: dict[Sequence, Decided] = {}
+        for index, piece in enumerate(batch.slices):
+            if piece.last_rows:
+                assert manager.retainer is not None
+                sequence = piece.sequence
+                found[sequence] = manager.retainer.retention.decide(
+                    sequence.request.prompt_ids,
+                    manager.sums_of(sequence),
+                    functools.partial(plan.recovered, index),
+                    manager.table.page_sizes(manager.table.sealed_codec),
+                )
+                if log.isEnabledFor(logging.DEBUG):
+                    log.debug("request %s: %s", sequence.name, found[sequence].summary())
+        return found
+
     def _deliver(
-        self, batch: Batch, token_ids: list[int], logprobs: list[dict[int, Any] | None], errors: dict[int, str]
+        self,
+        batch: Batch,
+        token_ids: list[int],
+        logprobs: list[dict[int, Any] | None],
+        errors: dict[int, str],
+        decided: dict[Sequence, Decided],
     ) -> list[RequestOutput]:
         """Commits the step and turns its tokens into deltas."""
         deltas: dict[Request, list[CompletionOutput]] = {}
@@ -365,7 +393,7 @@ class Engine:
             for piece, entry in zip((p for p in batch.slices if p.samples), logprobs, strict=True)
             if entry
         }
-        for sampled in self.scheduler.commit(batch, token_ids):
+        for sampled in self.scheduler.commit(batch, token_ids, decided):
             sequence = sampled.sequence
             request = sequence.request
             sequence.output_ids.append(sampled.token_id)
@@ -395,4 +423,5 @@ class Engine:
             finished,
             request.sequences[0].num_cached_tokens,
             request.num_pinned_tokens,
+            request.sequences[0].kept_fraction,
         )

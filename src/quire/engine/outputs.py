@@ -57,3 +57,5 @@ class RequestOutput:
     """Prompt tokens whose keys and values were already in the cache."""
     num_pinned_tokens: int | None = None
     """Prompt tokens that its own pin keeps, 0 where there was no room or it ended pins; None without cache_pin."""
+    kept_fraction: float | None = None
+    """Of the prompt's tokens in all heads, what retention kept; None before it has decided, and without retention."""

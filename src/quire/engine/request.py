@@ -35,6 +35,7 @@ class Sequence:
     max_tokens  generated tokens at which it ends by length
     order       when it was queued; the largest is the youngest
     high_water  most tokens ever computed; below it, after a preemption, they are computed again
+    kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
     """
 
     request: Request
@@ -50,6 +51,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     high_water: int = 0
+    kept_fraction: float | None = None
 
     @property
     def name(self) -> str:
@@ -66,6 +68,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.path.num_tokens
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.page import PAGE_TOKENS
+from quire.cache.retention import Decided
 from quire.engine.request import Sequence, State
 from quire.errors import ConfigError, QueueFullError
 
@@ -23,12 +25,16 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token."""
+    """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token.
+
+    last_rows  rows at its end over which retention is decided once they are computed; 0 if it is not yet, or was
+    """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    last_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,9 @@ class Batch:
     """One step's work, decode rows first. Valid until commit."""
 
     slices: list[Slice]
+
+
+_NOTHING_DECIDED: Mapping[Sequence, Decided] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ class Scheduler:
         num_preempted = self.counters.preemptions
         for decoding in (True, False):
             for sequence in list(self.running):
-                if sequence.state is not State.RUNNING or (sequence.num_pending == 1) is not decoding:
+                if sequence.state is not State.RUNNING or self._decodes(sequence) is not decoding:
                     continue
                 if not decoding and not self._ready(sequence, underway):
                     continue
@@ -154,16 +163,20 @@ class Scheduler:
                 budget -= count
         # A sequence may have been preempted after its slice was made: its pages are gone.
         slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
-        if self.manager.tree is not None:
+        if self.manager.tree is not None or self.manager.retainer is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
             slices.sort(
                 key=lambda piece: (piece.count > 1, self.manager.shared(piece.sequence) if piece.count == 1 else ())
             )
         return Batch(slices) if slices else None
 
-    def commit(self, batch: Batch, token_ids: SequenceOf[int]) -> list[Sampled]:
+    def commit(
+        self, batch: Batch, token_ids: SequenceOf[int], decided: Mapping[Sequence, Decided] = _NOTHING_DECIDED
+    ) -> list[Sampled]:
         """Takes the tokens of the slices that sample, in order; seals chunks; ends what reached its length. Aborted
         sequences are passed over.
+
+        decided  what sequences whose prompts are computed now keep of them
         """
         self.counters.steps += 1
         sampled: list[Sampled] = []
@@ -175,9 +188,12 @@ class Scheduler:
                 continue
             self._count(sequence, piece.start + piece.count, piece.count)
             self.manager.commit(sequence, piece.start + piece.count)
+            if token_id is not None and not sequence.num_generated:
+                self._pin(sequence)
+            if sequence in decided:
+                sequence.kept_fraction = decided[sequence].kept_fraction
+                self.manager.retain(sequence, decided[sequence])
             if token_id is not None:
-                if not sequence.num_generated:
-                    self._pin(sequence)
                 sequence.token_ids.append(token_id)
                 ended = sequence.num_generated >= sequence.max_tokens
                 sampled.append(Sampled(sequence, token_id, ended))
@@ -244,6 +260,8 @@ class Scheduler:
         self._count_found(sequence, found)
         if found:
             log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)
+        if self.manager.is_coming(sequence):
+            return False
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
             return True
@@ -253,13 +271,23 @@ class Scheduler:
         return True
 
     def _slice_rows(self, sequence: Sequence, budget: int) -> int:
-        """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows."""
-        if sequence.num_pending <= budget:
-            return sequence.num_pending
-        return max(0, (sequence.num_computed + budget) // PAGE_TOKENS * PAGE_TOKENS - sequence.num_computed)
+        """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows, and
+        together those that retention is decided over.
+        """
+        start, end = sequence.num_computed, self.manager.slice_end(sequence)
+        if end - start <= budget:
+            return end - start
+        end = min(end, self.manager.undivided(sequence))
+        return max(0, min(end, (start + budget) // PAGE_TOKENS * PAGE_TOKENS) - start)
 
     def _slice(self, sequence: Sequence, count: int) -> Slice:
-        return Slice(sequence, sequence.num_computed, count, samples=count == sequence.num_pending)
+        end = sequence.num_computed + count
+        last_rows = self.manager.last_rows(sequence, end)
+        return Slice(sequence, sequence.num_computed, count, count == sequence.num_pending, last_rows)
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Whether its next slice is one row that the whole of what it holds precedes."""
+        return sequence.num_pending == 1 or sequence.path.is_decided
 
     def _count(self, sequence: Sequence, end: int, count: int) -> None:
         new = max(0, end - sequence.high_water)

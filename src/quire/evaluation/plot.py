@@ -44,6 +44,11 @@ def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.margins(0.1)
+    save_figure(figure, file)
+
+
+def save_figure(figure: Any, file: Path) -> None:
+    """Writes a figure in the format that the file's ending says. Raises ConfigError for one that is not known."""
     try:
         figure.savefig(file)
     except ValueError as error:

@@ -13,60 +13,16 @@
 //
 // Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
 // one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page,
-// and for very few to make no panels.
+// and for very few to make no panels. Pages that hold what was kept of others have a position for every slot; such a table is made of each of them.
 #include "encoded_rows.h"
-#include "panels.h"
+#include "queries.h"
 
 namespace quire {
 namespace {
 
-constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
-
-// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`; without tables only the scale.
-template <class T>
-inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
-    const int half = D / 2;
-    if (cos == nullptr) {
-        for (int i = 0; i < D; i++) y[i] = widen(x[i]) * scale;
-        return;
-    }
-    int i = 0;
-    for (; i + VL <= half; i += VL) {
-        const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
-        store(y + i, (a * c - b * s) * scale);
-        store(y + half + i, (b * c + a * s) * scale);
-    }
-    for (; i < half; i++) {
-        const float a = widen(x[i]), b = widen(x[half + i]);
-        y[i] = (a * cos[i] - b * sin[i]) * scale;
-        y[half + i] = (b * cos[i] + a * sin[i]) * scale;
-    }
-}
-
-template <class Math>
-inline void store_operand(const float* x, int D, uint32_t* out) {
-    if constexpr (Math::PAIR == 1) {
-        std::memcpy(out, x, D * 4);
-    } else {
-        bf16* half = reinterpret_cast<bf16*>(out);
-        int i = 0;
-        for (; i + VL <= D; i += VL) store(half + i, load(x + i));
-        for (; i < D; i++) half[i].bits = round_bf16(x[i]);
-    }
-}
-
-// Pairs (x[j], x[j + D/2]) of bf16.
-inline void store_halves(const float* x, int D, uint32_t* out) {
-    const int half = D / 2;
-    int j = 0;
-#if defined(__AVX512BF16__)
-    for (; j + VL <= half; j += VL) _mm512_storeu_si512(out + j, pairs_of(load(x + j), load(x + half + j)));
-#endif
-    for (; j < half; j++) out[j] = round_bf16(x[j]) | static_cast<uint32_t>(round_bf16(x[half + j])) << 16;
-}
 
 constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
 constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
@@ -110,34 +66,19 @@ void soften(float* scores, uint32_t* probabilities, float* top, float* total, fl
     }
 }
 
-// Hides slots outside [low, high) of a row of `slots` scores.
-inline void hide(float* s, int low, int high, int slots) {
-    for (int t = 0; t < low; t++) s[t] = -INFINITY;
-    for (int t = high; t < slots; t++) s[t] = -INFINITY;
-}
-
-// Where the page of a chunk lies, for one layer and head; staged chunks have negative names.
-inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
-    if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
-    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
-}
-
-// The exact first rows of a chunk, or null.
-inline uint8_t* sinks_of(const Plan& plan, int layer, int head, int32_t chunk) {
-    if (!plan.sinks || plan.sidecars[chunk] < 0) return nullptr;
-    const int64_t bytes = static_cast<int64_t>(2) * plan.sinks * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
-    return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (static_cast<int64_t>(layer) * plan.H + head) * bytes;
-}
-
 // Chunk c of a piece, for one layer and head.
 inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
     const int32_t chunk = plan.indices[piece.first_index + c];
-    const int written = plan.positions[piece.first_row + piece.num_rows - 1] + 1 - piece.start - c * P;
-    Page page{image_of(plan, layer, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < P ? written : P};
-    if (page.kind == NUQ) {
-        page.head = plan.heads + layer * plan.H + head;
-        page.sinks = sinks_of(plan, layer, head, chunk);
+    int base = piece.start + c * P;
+    const int32_t* positions = nullptr;
+    if (chunk >= 0) {
+        if (plan.bases[chunk] >= 0) base = plan.bases[chunk];
+        const int32_t found = plan.slot_positions[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
+        if (found >= 0) positions = reinterpret_cast<const int32_t*>(plan.arena + static_cast<int64_t>(found) * UNIT);
     }
+    const int written = plan.positions[piece.first_row + piece.num_rows - 1] + 1 - base;
+    Page page = page_at(plan, layer, head, chunk, positions ? P : written);
+    page.base = base, page.positions = positions;
     return page;
 }
 
@@ -193,13 +134,14 @@ struct Item {
     float *shift, *scale, *offset, *buffer;   // where pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
                                               // and where 32-bit panels are made from
     float *turned, *late;                     // of few rows, else null: queries as float32 [rows, D], see add_late
+    uint32_t* own;                            // see turns_of
 };
 
 // Query rows [rows, D] of the piece, rotated to as many positions behind `origin` as they are.
 template <class T>
 void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
     const int G = plan.G, D = plan.D;
-    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
+    const float scale = score_scale(D);
     for (int m = 0; m < piece.num_rows * G; m++) {
         const int row = piece.first_row + m / G;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
@@ -212,7 +154,7 @@ void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, in
 template <class Math, class T>
 void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
     const int G = plan.G, D = plan.D;
-    const float scale = LOG2E / std::sqrt(static_cast<float>(D));
+    const float scale = score_scale(D);
     for (int r = 0; r < piece.num_rows; r++) {
         const int row = piece.first_row + r;
         const int64_t angle = static_cast<int64_t>(plan.positions[row] - origin) * (D / 2);
@@ -221,27 +163,34 @@ void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, i
         for (int g = 0; g < G; g++) {
             uint32_t* out = item.query + (r * G + g) * item.steps;
             rotate(q + row * q_stride + (head * G + g) * D, cos, sin, D, scale, rotated);
-            if (Math::PAIR == 2 && plan.turns) store_halves(rotated, D, out);
-            else store_operand<Math>(rotated, D, out);
+            store_query<Math>(plan, rotated, out);
         }
     }
 }
 
-// Hides those of `slots` slots from position `start` on that rows at, ..., at + count - 1 of the item do not see.
-inline void hide_unseen(const Plan& plan, const Piece& piece, int start, int slots, int at, int count, float* scores) {
-    if (plan.positions[piece.first_row] >= start + slots - 1 && !plan.window) return;
-    for (int m = 0; m < count; m++) {
-        const int position = plan.positions[piece.first_row + (at + m) / plan.G];
-        int high = position + 1 - start;
-        high = high < 0 ? 0 : high > slots ? slots : high;
-        int low = plan.window ? position + 1 - plan.window - start : 0;
-        low = low < 0 ? 0 : low > high ? high : low;
-        hide(scores + m * slots, low, high, slots);
-    }
+// Where queries are turned back to for a page, if they are: keys are turned on from there.
+inline int origin_of(const Page& page) { return page.positions ? 0 : page.base; }
+
+// Hides those slots of a page that its mask leaves out or that rows at, ..., at + count - 1 of the item do not see; their scores are `ld` apart.
+// Slots with positions of their own come before all rows.
+inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
+    if (!page.positions && (plan.positions[piece.first_row] < page.base + P - 1 || plan.window))
+        for (int m = 0; m < count; m++) hide_unseen(plan, plan.positions[piece.first_row + (at + m) / plan.G], page.base, P, scores + m * ld);
+    for (int m = 0; m < count && page.mask != ALL_SLOTS; m++) hide_masked(page.mask, scores + m * ld);
 }
 
-inline void count_read(const Plan& plan, int head, int32_t chunk) {
-    if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+// Brings near where the slots of a page stand, if they have positions of their own ...
+inline void prefetch_positions(const Page& page) {
+    for (int t = 0; page.positions && t < P; t += LINE / 4) __builtin_prefetch(page.positions + t, 0, 3);
+}
+
+// ... and, once these have come, the angles there: a page has as many lines of them as of codes, from all over the table.
+inline void prefetch_angles(const Plan& plan, const Page& page) {
+    if (!page.positions || !plan.angles) return;
+    for (int t = 0; t < P; t++) {
+        const uint32_t* row = plan.angles + static_cast<int64_t>(page.positions[t]) * (plan.D / 2);
+        for (int j = 0; j < plan.D / 2; j += LINE / 4) __builtin_prefetch(row + j, 0, 3);
+    }
 }
 
 #if defined(__AVX512BF16__)
@@ -255,10 +204,19 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     ahead.pace = 1 + static_cast<int>((ahead.end - ahead.at) / LINE) / (plan.D / (2 * BLOCK_PAIRS) + 2);
     count_read(plan, head, plan.indices[piece.first_index + c]);
     for (int r = 0; r < COUNT; r++) store_halves(item.turned + r * plan.D, plan.D, item.query + r * item.steps);
-    nuq_scores<COUNT>(plan, page, item.query, item.steps, item.scores, ahead);
-    for (int i = 0; i < page.head->key_slots; i++)
-        score_key_slot<COUNT>(page.image + page.head->at_key_slots + i * SLOT_BYTES, plan.turns, plan.D, item.turned, item.scores);
-    hide_unseen(plan, piece, piece.start + c * P, P, 0, COUNT, item.scores);
+    prefetch_positions(after);
+    const auto score = [&](const uint32_t* turns, auto by) {
+        constexpr Turn BY = decltype(by)::value;
+        nuq_scores<COUNT, BY>(plan, page, turns, item.query, item.steps, item.scores, ahead);
+        const uint8_t* slots = page.image + page.head->at_key_slots;
+        for (int i = 0; i < page.head->key_slots; i++)
+            score_key_slot<COUNT, BY>(slots + i * SLOT_BYTES, turns, plan.D, item.turned, item.scores);
+    };
+    const Turns turns = turns_of(plan, page, 0, item.own);
+    if (turns.by == BY_SLOT) score(plan.turns, std::integral_constant<Turn, BY_SLOT>{});
+    else score(item.own, std::integral_constant<Turn, BY_POSITION>{});
+    prefetch_angles(plan, after);
+    hide_unseen(plan, piece, page, 0, COUNT, item.scores, P);
     load_ranges(page, item.scale, item.offset);
     soften<MathBf16, P, true, true, COUNT>(item.scores, item.probabilities, item.top, item.total, item.factor, item.scale, item.offset, item.shift);
     nuq_sums<COUNT>(plan, page, item.probabilities, item.acc, item.columns, item.factor, ahead);
@@ -273,30 +231,35 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
 template <class Math, class T, int PAGES>
 void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
-    const int D = plan.D, start = piece.start + c * P;
+    const int D = plan.D;
+    Page after[PAGES];
     Prefetcher keys_ahead[PAGES], values_ahead[PAGES];
     for (int i = 0; i < PAGES; i++) {
         const int coming = c + PAGES + i;
-        const Page after = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16} : next;
-        keys_ahead[i] = prefetch(after, D, 0), values_ahead[i] = prefetch(after, D, 1);
+        after[i] = coming < piece.num_chunks ? page_of(plan, layer, head, piece, coming) : i ? Page{plan.arena, DENSE_BF16} : next;
+        keys_ahead[i] = prefetch(after[i], D, 0), values_ahead[i] = prefetch(after[i], D, 1);
+        prefetch_positions(after[i]);
     }
     bool scaled = false;
+    Page pages[PAGES];
     for (int i = 0; i < PAGES; i++) {
-        const Page page = page_of(plan, layer, head, piece, c + i);
+        const Page& page = pages[i] = page_of(plan, layer, head, piece, c + i);
         count_read(plan, head, plan.indices[piece.first_index + c + i]);
         if (plan.turns) {
-            scaled = load_turned<Math, T>(plan, page, item.rows <= TURNED_ROWS ? 0 : start, item.keys, SLOTS, item.columns, item.values,
-                                          item.scale, item.offset, item.buffer, keys_ahead[0], values_ahead[0]);
+            const int start = item.rows <= TURNED_ROWS ? 0 : page.base;
+            turned_keys<Math, T>(plan, page, start, item.keys, SLOTS, item.buffer, item.own, keys_ahead[0]);
+            scaled = encoded_values<Math, T>(plan, page, item.columns, item.values, item.scale, item.offset, item.buffer, values_ahead[0]);
             continue;
         }
         load_keys<Math>(page, D, item.keys + i * P, SLOTS, keys_ahead[i]);
         load_values<Math>(page, D, item.columns, item.values + i * psteps * item.columns, values_ahead[i]);
     }
+    for (const Page& page : after) prefetch_angles(plan, page);
     for (int at = 0; at < item.rows; at += BLOCK) {
         const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
         product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
                       keys_ahead[0]);
-        hide_unseen(plan, piece, start, SLOTS, at, count, item.scores);
+        for (int i = 0; i < PAGES; i++) hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
         for (int m = 0; m < count; m += ROWS) {
             float* shift = plan.turns ? item.shift + at + m : nullptr;
             const auto soften_rows = scaled ? soften<Math, SLOTS, true> : soften<Math, SLOTS, false>;
@@ -321,20 +284,20 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     // At once: two pages' panels and a block of scores leave the first-level cache, and encoded pages have scales of their own.
     const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
-    const int block = VL * Math::PAIR;
-    const int steps = plan.turns && Math::PAIR == 2 ? D / 2 : (D + block - 1) / block * VL, columns = (D + VL - 1) / VL * VL;
-    const int buffer = !plan.turns ? 0 : Math::PAIR == 1 ? 3 * P * D : P * D;
+    const int steps = query_steps<Math>(plan), columns = (D + VL - 1) / VL * VL;
+    const int buffer = plan.turns ? panel_buffer<Math>(D) : 0;
 
     const bool turns_rows = plan.turns && rows <= TURNED_ROWS;
 #if defined(__AVX512BF16__)
     const bool few = turns_rows && Math::PAIR == 2 && rows <= FEW_ROWS;
     const int turned = few ? rows * D + 2 * VL : 0, late = few ? FEW_ROWS * FEW_ROWS * columns : 0;
+    const int own = plan.turns && Math::PAIR == 2 ? P * D : 0;
 #else
-    constexpr int turned = 0, late = 0;
+    constexpr int turned = 0, late = 0, own = 0;
 #endif
 
     auto* cursor = static_cast<uint8_t*>(thread_scratch(
-        (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer + turned + late) * 4 + 64 * 16));
+        (static_cast<size_t>(padded) * (steps + columns + 3) + static_cast<size_t>(held) * (slots + width + 1) + static_cast<size_t>(steps) * slots + static_cast<size_t>(width) * columns + D + 2 * P + buffer + turned + late + own) * 4 + 64 * 17));
     auto carve = [&](size_t elements) {
         uint8_t* at = cursor;
         cursor += (elements * 4 + 63) / 64 * 64;
@@ -357,6 +320,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     item.turned = turned ? reinterpret_cast<float*>(carve(turned)) : nullptr;
     item.late = late ? reinterpret_cast<float*>(carve(late)) : nullptr;
     auto* rotated = reinterpret_cast<float*>(carve(D));
+    item.own = own ? reinterpret_cast<uint32_t*>(carve(own)) : nullptr;
 
     if (steps * Math::PAIR > D) std::memset(item.query, 0, static_cast<size_t>(rows) * steps * 4);
     if (!turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, 0, rotated, item);
@@ -366,15 +330,17 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
     std::memset(item.scores, 0, static_cast<size_t>(held) * slots * 4);
     if (late) std::memset(item.late, 0, static_cast<size_t>(late) * 4);
 
-    int c = 0;
+    int c = 0, turned_to = -1;
     for (; pages == 2 && c + 2 <= piece.num_chunks; c += 2) attend_pages<Math, T, 2>(plan, layer, piece, head, c, next, item);
+    Page after = c < piece.num_chunks ? page_of(plan, layer, head, piece, c) : next;
     for (; c < piece.num_chunks; c++) {
+        const Page page = after;
+        after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
+        if (!page.mask) continue;
 #if defined(__AVX512BF16__)
         if constexpr (Math::PAIR == 2) {
-            const Page page = page_of(plan, layer, head, piece, c);
             if (few && page.kind == NUQ && !page.sinks) {
-                const Page after = c + 1 < piece.num_chunks ? page_of(plan, layer, head, piece, c + 1) : next;
-                turn_queries(plan, piece, head, q, q_stride, piece.start + c * P, item.turned);
+                if (turned_to != origin_of(page)) turn_queries(plan, piece, head, q, q_stride, turned_to = origin_of(page), item.turned);
                 switch (rows) {
                     case 1: attend_codes<1>(plan, piece, head, c, page, after, item); break;
                     case 2: attend_codes<2>(plan, piece, head, c, page, after, item); break;
@@ -385,7 +351,7 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
             }
         }
 #endif
-        if (turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, piece.start + c * P, rotated, item);
+        if (turns_rows) place_queries<Math>(plan, piece, head, q, q_stride, origin_of(page), rotated, item);
         attend_pages<Math, T, 1>(plan, layer, piece, head, c, next, item);
     }
 
@@ -399,15 +365,17 @@ void attend_item(const Plan& plan, int layer, const Piece& piece, int head, cons
         float* o = item.acc + m * columns;
         if (item.shift[m] != 0)
             for (int d = 0; d < D; d++) o[d] += item.shift[m];
+        const float lse = piece.partial < 0 && !plan.lse ? 0.0f : seen ? (item.top[m] + std::log2(item.total[m])) * LN2 : -INFINITY;
         if (piece.partial < 0) {
             T* y = out + (static_cast<int64_t>(piece.first_row + r) * H * G + head * G + g) * D;
             int d = 0;
             for (; d + VL <= D; d += VL) store(y + d, load(o + d) * inverse);
             for (; d < D; d++) narrow(y + d, o[d] * inverse);
+            if (plan.lse) plan.lse[static_cast<int64_t>(piece.first_row + r) * H * G + head * G + g] = lse;
         } else {
             const int64_t slot = static_cast<int64_t>(piece.partial + r) * H * G + head * G + g;
             for (int d = 0; d < D; d++) plan.partial_o[slot * D + d] = o[d] * inverse;
-            plan.partial_lse[slot] = seen ? (item.top[m] + std::log2(item.total[m])) * LN2 : -INFINITY;
+            plan.partial_lse[slot] = lse;
         }
     }
 }
@@ -433,6 +401,7 @@ void merge_row(const Plan& plan, const Merge& merge, int head, T* out) {
     }
     T* y = out + (static_cast<int64_t>(merge.row) * heads + head) * D;
     for (int d = 0; d < D; d++) narrow(y + d, total > 0 ? acc[d] / total : 0.0f);
+    if (plan.lse) plan.lse[static_cast<int64_t>(merge.row) * heads + head] = total > 0 ? top + std::log(total) : -INFINITY;
 }
 
 template <class Math, class T>
@@ -456,6 +425,7 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
     if (plan.num_merges)
         parallel_for(static_cast<int64_t>(plan.num_merges) * heads, heads,
                      [&](int64_t i) { merge_row(plan, plan.merges[i / heads], static_cast<int>(i % heads), out); });
+    if (plan.num_columns) profile_columns(plan, layer, q, q_stride);
 }
 
 }  // namespace
@@ -464,17 +434,10 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
 using namespace quire;
 
 QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t q_stride, void* out) {
-    if (plan->kind == DENSE_BF16) {
-#if defined(__AVX512BF16__)
-        attend<MathBf16>(*plan, layer, static_cast<const bf16*>(q), q_stride, static_cast<bf16*>(out));
-#else
-        attend<MathF32>(*plan, layer, static_cast<const bf16*>(q), q_stride, static_cast<bf16*>(out));
-#endif
-    } else if (plan->kind == DENSE_F32) {
-        attend<MathF32>(*plan, layer, static_cast<const float*>(q), q_stride, static_cast<float*>(out));
-    } else {
-        attend<MathF32>(*plan, layer, static_cast<const f16*>(q), q_stride, static_cast<f16*>(out));
-    }
+    by_kind(*plan, [&](auto math, auto number) {
+        using T = decltype(number);
+        attend<decltype(math)>(*plan, layer, static_cast<const T*>(q), q_stride, static_cast<T*>(out));
+    });
 }
 
 // Bytes of a Plan, so that the Python mirror of the struct can be checked against it.

@@ -9,7 +9,7 @@ struct Piece {
     int32_t first_row, num_rows;  // query rows of the step
     int32_t first_index;          // where its chunk ids start in Plan.indices
     int32_t num_chunks;
-    int32_t start;                // position of the first slot of the first chunk
+    int32_t start;                // position of the first slot of the first chunk, unless that has a base
     int32_t partial;              // first row of its partials, or -1: writes the output itself
 };
 
@@ -23,10 +23,32 @@ struct Merge {
     int32_t first, count;         // its entries in Plan.merge_parts
 };
 
+// A row of a prompt whose attention is summed by column, and its place among those whose queries are kept, or -1.
+struct ProfiledRow {
+    int32_t row, kept;
+};
+
+// A slice of a prompt: consecutive rows, the last num_kept of them kept from place first_kept on.
+struct Profile {
+    int32_t first_row, num_rows;
+    int32_t first_column, num_columns;   // its chunks in Plan.columns, in order of position
+    int32_t start;                       // position of the first slot of the first of them
+    int32_t first_kept, num_kept;
+};
+
+// A chunk of a profiled path.
+struct Column {
+    int32_t profile;
+    int32_t stored, computed;     // the chunk as rows behind it see it, and as its own rows do
+    int32_t sums;                 // row of the chunk table with its column sums
+    int32_t kept;                 // place of the computed keys among those kept, or -1: they stay where they are
+};
+
 struct Plan {
     uint8_t* arena;               // a page starts at id * 128
     const int32_t* table;         // [C, L, H] page ids
     const uint8_t* kinds;         // [C] format of a chunk's pages
+    const uint64_t* masks;        // [C, L, H] bit t: slot t of a page is seen; 0: there is no page. Null: all of every page
     const float* cos;             // [positions, D/2], or null: no rotation
     const float* sin;
     const int32_t* positions;     // [R]
@@ -43,11 +65,25 @@ struct Plan {
     const NuqHead* heads;         // [L, H] of a sealed codec of non-uniform codes, or null
     const uint32_t* turns;        // bf16 pairs [D/2, 2, 64] for each pair of channels and slot: (cos, -sin), then (sin, cos);
                                   // null: sealed chunks stay dense, and keys lie rotated
+    const uint32_t* angles;       // bf16 pairs (cos, sin) [positions, D/2] where keys of bf16 are rotated on read, else null
     const int32_t* sidecars;      // [C] extents of exact first rows T [L, H, 2, sinks, D], or -1
+    const int32_t* slot_positions; // [C, L, H] pages of int32 [64], the positions of a page's slots where these are not consecutive, or -1
+    const int32_t* bases;         // [C] position of a chunk's first slot, or -1: follows from its place in the piece
     const Seal* seals;
+    float* lse;                   // [R, H * G] of the layer at hand, natural log; or null: nothing is profiled
+    const ProfiledRow* profiled_rows;
+    const Profile* profiles;
+    const Column* columns;
+    const int32_t* kept_chunks;   // [kept pages] whose computed keys are kept
+    uint32_t* queries;            // [H, R * G, steps], see query_steps: profiled rows of the layer at hand; padding is zero
+    float* limits;                // [H, R * G] their lse in base 2
+    uint32_t* kept_queries;       // [L, H, kept rows * G, steps]
+    float* kept_limits;           // [L, H, kept rows * G]
+    uint8_t* kept_keys;           // [L, H, kept pages, 64, D] as in dense pages
     uint8_t* staged;              // dense pages [staged chunks, H] of the layer at hand; a chunk named ~i is staged chunk i
     int64_t k_stride, v_stride;
     int32_t num_pieces, num_merges, num_rows, num_seals;
+    int32_t num_profiled_rows, num_columns, num_kept_rows, num_kept_pages;
     int32_t L, H, G, D;
     int32_t window;               // 0: none
     int32_t sinks;                // exact first tokens of a sequence
@@ -56,7 +92,14 @@ struct Plan {
     int32_t decode;               // every sequence has one row: its pieces read no other row's keys, so they write their own; nothing is encoded
 };
 
+// Adds the attention of a layer's profiled rows to the column sums, after it is done; keeps what quire_recover looks at. q as of quire_attend.
+void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride);
+
 }  // namespace quire
 
 // Writes the plan's keys and values, then attends. q: [R, H * G, D] with a row stride in elements; out: [R, H * G, D], dense.
 QUIRE_API void quire_attend(const quire::Plan* plan, int layer, const void* q, int64_t q_stride, void* out);
+
+// What the kept rows of a profile look at of columns that a policy keeps, after all layers: a mean over these rows, out [L, H].
+// kept: [L, H, words] bits of positions, bit t of word c is c * 64 + t; local [L, H]: so many last tokens of each row, itself among them.
+QUIRE_API void quire_recover(const quire::Plan* plan, int profile, const uint64_t* kept, int64_t words, const int64_t* local, double* out);

@@ -36,7 +36,7 @@ struct bf16 { uint16_t bits; };
 typedef _Float16 f16;
 
 // Numbers of the page formats; quire/cache/codecs has the same.
-enum Kind : uint8_t { DENSE_BF16 = 0, DENSE_F32 = 1, DENSE_F16 = 2, NUQ = 3, GROUP = 4 };
+enum Kind : uint8_t { DENSE_BF16 = 0, DENSE_F32 = 1, DENSE_F16 = 2, NUQ = 3, GROUP = 4, SUMS = 5 };
 
 inline vf splat(float x) { return x - vf{}; }
 inline vf load(const float* p) { return *reinterpret_cast<const vf_loose*>(p); }

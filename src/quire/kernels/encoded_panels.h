@@ -3,6 +3,7 @@
 // A key panel holds pairs of channels that rotation mixes, j and j + D/2, where two bf16 share an element; so do queries. An encoded page's value
 // panel holds its centroids: each slot's scale goes into the probabilities, and its offset into one sum a row.
 #pragma once
+#include <type_traits>
 #include "panels.h"
 
 namespace quire {
@@ -67,33 +68,73 @@ inline lanes pairs_of(vf first, vf second) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), both);
 }
 
-// bf16 pairs (x1, x2) of VL slots from slot t on -> rotated pairs; turns is that of their two channels. FAR: by the page's own angle as well,
-// whose cosine and sine are c and s.
-template <bool FAR>
-inline lanes turned(lanes pairs, const uint32_t* turns, int t, float c, float s) {
-    const auto dot = [&](const uint32_t* at) { return (vf)_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)pairs, (__m512bh)load_lanes(at)); };
-    const vf x = dot(turns + t), y = dot(turns + P + t);
-    if constexpr (FAR) return pairs_of(x * c - y * s, y * c + x * s);
-    return pairs_of(x, y);
-}
+// What turns the keys of a page: their slots, these and the page's own angle, or positions of their own.
+enum Turn { BY_SLOT, BY_PAGE, BY_POSITION };
 
-// Cosines and sines of the angle at a page's first slot, [D/2] each; null where keys are turned by their slot alone.
-struct Origin {
+// Of slots bf16 pairs [D/2, 2, P] as in Plan.turns, of positions [D/2, P], the first ones; cosines and sines [D/2] of the page's angle.
+struct Turns {
+    Turn by;
+    const uint32_t* pairs;
     const float *cos, *sin;
 };
 
-template <int BITS, bool FAR>
-void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns, Origin origin, uint32_t* out,
-                int ld) {
+// Of a pair of channels.
+template <Turn BY>
+constexpr int TURNS = BY == BY_POSITION ? P : 2 * P;
+
+// Calls body(by) with a number known to the compiler.
+template <class Body>
+inline void with_turn(Turn by, const Body& body) {
+    if (by == BY_SLOT) body(std::integral_constant<Turn, BY_SLOT>{});
+    else if (by == BY_PAGE) body(std::integral_constant<Turn, BY_PAGE>{});
+    else body(std::integral_constant<Turn, BY_POSITION>{});
+}
+
+// Of a page whose first slot is to be at position `start`; own [D/2, P] is where turns by position are made.
+inline Turns turns_of(const Plan& plan, const Page& page, int start, uint32_t* own) {
+    const int half = plan.D / 2;
+    const int64_t angle = static_cast<int64_t>(start) * half;
+    if (!plan.cos || (!page.positions && !start)) return {BY_SLOT, plan.turns};
+    if (!page.positions) return {BY_PAGE, plan.turns, plan.cos + angle, plan.sin + angle};
+    const lanes minus = _mm512_set1_epi32(static_cast<int>(0x80000000));
+    for (int j = 0; j < half; j += VL) {
+        const int count = half - j < VL ? half - j : VL;
+        const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
+        for (int t = 0; t < P; t += VL) {
+            vu block[VL];
+            for (int i = 0; i < VL; i++)
+                block[i] = (vu)_mm512_maskz_loadu_epi32(some, plan.angles + static_cast<int64_t>(page.positions[t + i]) * half + j);
+            transpose(block);
+            for (int i = 0; i < count; i++) _mm512_storeu_si512(own + (j + i) * P + t, _mm512_xor_si512((lanes)block[i], minus));
+        }
+    }
+    return {BY_POSITION, own};
+}
+
+// bf16 pairs (x1, x2) of VL slots from slot t on -> rotated pairs; turns is that of their two channels, c and s the cosine and sine of the page's
+// angle.
+template <Turn BY>
+inline lanes turned(lanes pairs, const uint32_t* turns, int t, float c, float s) {
+    const auto dot = [&](lanes turn) { return (vf)_mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)pairs, (__m512bh)turn); };
+    const lanes first = load_lanes(turns + t);   // (cos, -sin)
+    const vf x = dot(first);
+    if constexpr (BY == BY_POSITION) return pairs_of(x, dot(_mm512_xor_si512(_mm512_rol_epi32(first, 16), _mm512_set1_epi32(0x8000))));
+    const vf y = dot(load_lanes(turns + P + t));
+    if constexpr (BY == BY_PAGE) return pairs_of(x * c - y * s, y * c + x * s);
+    return pairs_of(x, y);
+}
+
+template <int BITS, Turn BY>
+void block_keys(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const Turns& turns, uint32_t* out, int ld) {
 #pragma GCC unroll 4
     for (int p = 0; p < BLOCK_PAIRS; p++) {
         const int j = order[p];
-        const float c = FAR ? origin.cos[j] : 1.0f, s = FAR ? origin.sin[j] : 0.0f;
+        const float c = BY == BY_PAGE ? turns.cos[j] : 1.0f, s = BY == BY_PAGE ? turns.sin[j] : 0.0f;
         const PairBook<BITS> book(head.key_lookup + j * BOOK, head.key_lookup + (j + half) * BOOK);
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < 4; quarter++) {
             const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
-            _mm512_storeu_si512(out + j * ld + quarter * VL, turned<FAR>(pairs, turns + j * 2 * P, quarter * VL, c, s));
+            _mm512_storeu_si512(out + j * ld + quarter * VL, turned<BY>(pairs, turns.pairs + j * TURNS<BY>, quarter * VL, c, s));
         }
     }
 }
@@ -112,23 +153,23 @@ inline vf lower(lanes pairs) { return (vf)_mm512_slli_epi32(pairs, 16); }
 inline vf upper(lanes pairs) { return (vf)_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))); }
 
 // Adds to rotated keys what their slot holds: one element of each vector before rotation, so two after it.
-template <bool FAR>
-void add_key_slot(const uint8_t* slot, const uint32_t* turns, int half, Origin origin, uint32_t* out, int ld) {
+template <Turn BY>
+void add_key_slot(const uint8_t* slot, const Turns& turns, int half, uint32_t* out, int ld) {
     const lanes count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (int t = 0; t < P; t += VL) {
         const lanes channel = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(slot + t)));
         const __mmask16 second = _mm512_cmpge_epi32_mask(channel, _mm512_set1_epi32(half));
         const lanes pair = _mm512_mask_sub_epi32(channel, second, channel, _mm512_set1_epi32(half));
         const lanes at = _mm512_add_epi32(count, _mm512_set1_epi32(t));
-        const lanes turn = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_mullo_epi32(pair, _mm512_set1_epi32(2 * P)), at), turns, 4);
+        const lanes turn = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_mullo_epi32(pair, _mm512_set1_epi32(TURNS<BY>)), at), turns.pairs, 4);
         const lanes where = _mm512_add_epi32(_mm512_mullo_epi32(pair, _mm512_set1_epi32(ld)), at);
         const lanes old = _mm512_i32gather_epi32(where, out, 4);
         const vf missing = halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + P + 2 * t)));
         const vf along = missing * lower(turn), across = missing * upper(turn);   // times cos, times -sin
         vf first = (vf)_mm512_mask_blend_ps(second, (__m512)along, (__m512)across);
         vf other = (vf)_mm512_mask_blend_ps(second, (__m512)-across, (__m512)along);
-        if constexpr (FAR) {
-            const vf c = (vf)_mm512_i32gather_ps(pair, origin.cos, 4), s = (vf)_mm512_i32gather_ps(pair, origin.sin, 4);
+        if constexpr (BY == BY_PAGE) {
+            const vf c = (vf)_mm512_i32gather_ps(pair, turns.cos, 4), s = (vf)_mm512_i32gather_ps(pair, turns.sin, 4);
             const vf x = first;
             first = x * c - other * s, other = other * c + x * s;
         }
@@ -156,21 +197,21 @@ inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t*
 }
 
 // K of an encoded page -> out [D/2, P] of bf16 pairs, rotated.
-template <bool FAR>
-void nuq_keys(const Plan& plan, const Page& page, Origin origin, uint32_t* out, int ld, Prefetcher& ahead) {
+template <Turn BY>
+void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* out, int ld, Prefetcher& ahead) {
     const NuqHead& head = *page.head;
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
     for (int block = 0; block < half / BLOCK_PAIRS; block++) {
         ahead.step(4);
-        const auto run = [&](auto unpack) { unpack(head, half, lines, head.order + block * BLOCK_PAIRS, plan.turns, origin, out, ld); };
+        const auto run = [&](auto unpack) { unpack(head, half, lines, head.order + block * BLOCK_PAIRS, turns, out, ld); };
         switch (head.bits[block]) {
-            case 0: run(block_keys<0, FAR>); break;
-            case 1: run(block_keys<1, FAR>); break;
-            case 2: run(block_keys<2, FAR>); break;
-            case 3: run(block_keys<3, FAR>); break;
-            case 4: run(block_keys<4, FAR>); break;
-            default: run(block_keys<5, FAR>);
+            case 0: run(block_keys<0, BY>); break;
+            case 1: run(block_keys<1, BY>); break;
+            case 2: run(block_keys<2, BY>); break;
+            case 3: run(block_keys<3, BY>); break;
+            case 4: run(block_keys<4, BY>); break;
+            default: run(block_keys<5, BY>);
         }
         lines += LINE * head.bits[block];
     }
@@ -204,9 +245,9 @@ inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int co
 }
 
 // K bf16 [P, D], not rotated -> out [D/2, P] of pairs, rotated; slots at and past `valid` are garbage.
-template <bool FAR>
-void plain_keys(const bf16* k, const Plan& plan, Origin origin, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
-    const int D = plan.D, half = D / 2;
+template <Turn BY>
+void plain_keys(const bf16* k, int D, const Turns& turns, int valid, uint32_t* out, int ld, Prefetcher& ahead) {
+    const int half = D / 2;
     for (int t = 0; t < valid; t += VL)
         for (int j = 0; j < half; j += VL) {
             ahead.step(VL / 2);
@@ -220,82 +261,114 @@ void plain_keys(const bf16* k, const Plan& plan, Origin origin, int valid, uint3
             }
             transpose(block);
             for (int i = 0; i < count; i++) {
-                const float c = FAR ? origin.cos[j + i] : 1.0f, s = FAR ? origin.sin[j + i] : 0.0f;
-                _mm512_storeu_si512(out + (j + i) * ld + t, turned<FAR>((lanes)block[i], plan.turns + (j + i) * 2 * P, t, c, s));
+                const float c = BY == BY_PAGE ? turns.cos[j + i] : 1.0f, s = BY == BY_PAGE ? turns.sin[j + i] : 0.0f;
+                _mm512_storeu_si512(out + (j + i) * ld + t, turned<BY>((lanes)block[i], turns.pairs + (j + i) * TURNS<BY>, t, c, s));
             }
         }
 }
 #endif
 
-// Rows of T, not rotated, at positions from `start` on -> float32, rotated.
+// Rows of T, not rotated, at their own positions, or without them from `start` on -> float32, rotated.
 template <class T>
-inline void turn_rows(const Plan& plan, const T* x, int start, int rows, float* out) {
+inline void turn_rows(const Plan& plan, const T* x, const int32_t* positions, int start, int rows, float* out) {
     const int D = plan.D, half = D / 2;
     for (int t = 0; t < rows; t++)
         for (int j = 0; j < half; j++) {
             const float a = widen(x[t * D + j]), b = widen(x[t * D + half + j]);
-            const int64_t at = static_cast<int64_t>(start + t) * half + j;
+            const int64_t at = static_cast<int64_t>(positions ? positions[t] : start + t) * half + j;
             const float c = plan.cos ? plan.cos[at] : 1.0f, s = plan.cos ? plan.sin[at] : 0.0f;
             out[t * D + j] = a * c - b * s;
             out[t * D + half + j] = b * c + a * s;
         }
 }
 
-// The panels of a page of either kind; T is the type of the step. Keys are rotated as if the page's first slot were at position `start`.
-// buffer [3, P, D] is where 32-bit panels are made from, and bf16 ones of group codes. Returns whether scale and offset were set: else the value panel holds the values.
+// Floats of the buffer that panels of such pages are made from: 32-bit ones of rows, bf16 ones of group codes.
+template <class Math>
+inline int panel_buffer(int D) { return Math::PAIR == 1 ? 2 * P * D : P * D / 2; }
+
+// The key panel of a page of either kind, rotated as if the page's first slot were at position `start`, or all by their own positions; T is the type
+// of the step. own: see turns_of; unused where no slots have positions.
 template <class Math, class T>
-bool load_turned(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, int columns, uint32_t* values, float* scale, float* offset,
-                 float* buffer, Prefetcher& keys_ahead, Prefetcher& values_ahead) {
+void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, int ld, float* buffer, uint32_t* own, Prefetcher& ahead) {
     const int D = plan.D, half = D / 2;
-    const T* sink_keys = reinterpret_cast<const T*>(page.sinks);
-    const T* sink_values = sink_keys + plan.sinks * D;
+    const T* sinks = reinterpret_cast<const T*>(page.sinks);
 #if defined(__AVX512BF16__)
     if constexpr (Math::PAIR == 2) {
-        const bool far = start && plan.cos;
-        const int64_t angle = static_cast<int64_t>(start) * half;
-        const Origin origin = far ? Origin{plan.cos + angle, plan.sin + angle} : Origin{nullptr, nullptr};
+        const Turns turns = turns_of(plan, page, start, own);
         if (page.kind != NUQ) {
             const bf16* k = reinterpret_cast<const bf16*>(page.image);
             if (page.kind == GROUP) {
                 bf16* decoded = reinterpret_cast<bf16*>(buffer);
-                decode_groups(D, page.image, decoded, decoded + P * D);
+                decode_groups<bf16>(D, page.image, decoded, nullptr);
                 k = decoded;
             }
-            (far ? plain_keys<true> : plain_keys<false>)(k, plan, origin, page.valid, keys, ld, keys_ahead);
-            values_bf16(k + P * D, D, columns, page.valid, values, values_ahead);
-            return false;
+            with_turn(turns.by, [&](auto by) { plain_keys<decltype(by)::value>(k, D, turns, page.valid, keys, ld, ahead); });
+            return;
         }
-        (far ? nuq_keys<true> : nuq_keys<false>)(plan, page, origin, keys, ld, keys_ahead);
-        for (int i = 0; i < page.head->key_slots; i++)
-            (far ? add_key_slot<true> : add_key_slot<false>)(page.image + page.head->at_key_slots + i * SLOT_BYTES, plan.turns, half, origin, keys, ld);
-        nuq_values(plan, page, values, columns, scale, offset, values_ahead);
-        // They are at the start of a sequence: start is 0, or the page's own.
-        for (int t = 0; page.sinks && t < plan.sinks; t++) {
+        with_turn(turns.by, [&](auto by) {
+            constexpr Turn BY = decltype(by)::value;
+            nuq_keys<BY>(plan, page, turns, keys, ld, ahead);
+            const uint8_t* slots = page.image + page.head->at_key_slots;
+            for (int i = 0; i < page.head->key_slots; i++) add_key_slot<BY>(slots + i * SLOT_BYTES, turns, half, keys, ld);
+        });
+        // They are at the start of a sequence: start is 0, or the page's own, or they have the positions they had.
+        for (int t = 0; sinks && t < plan.sinks; t++)
             for (int j = 0; j < half; j++) {
-                const float a = widen(sink_keys[t * D + j]), b = widen(sink_keys[t * D + half + j]);
+                const float a = widen(sinks[t * D + j]), b = widen(sinks[t * D + half + j]);
                 const float c = plan.cos ? plan.cos[t * half + j] : 1.0f, s = plan.cos ? plan.sin[t * half + j] : 0.0f;
                 keys[j * ld + t] = round_bf16(a * c - b * s) | static_cast<uint32_t>(round_bf16(b * c + a * s)) << 16;
             }
-            for (int d = 0; d < D; d++) reinterpret_cast<bf16*>(values + t / 2 * columns + d)[t % 2] = sink_values[t * D + d];
+    }
+#endif
+    if constexpr (Math::PAIR == 1) {
+        float *turned_rows = buffer, *k = buffer + P * D;
+        if (page.kind == NUQ || page.kind == GROUP) {
+            if (page.kind == GROUP) decode_groups<float>(D, page.image, k, nullptr);
+            else decode_page(*page.head, D, page.image, k, nullptr);
+            for (int i = 0; sinks && i < plan.sinks * D; i++) k[i] = widen(sinks[i]);
+            turn_rows(plan, k, page.positions, start, P, turned_rows);
+        } else {
+            turn_rows(plan, reinterpret_cast<const T*>(page.image), page.positions, start, page.valid, turned_rows);
+        }
+        keys_from<Math>(turned_rows, D, page.valid, keys, ld, ahead);
+    }
+}
+
+// The value panel of such a page. Returns whether scale and offset were set: else the panel holds the values.
+template <class Math, class T>
+bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* values, float* scale, float* offset, float* buffer,
+                    Prefetcher& ahead) {
+    const int D = plan.D;
+    const T* sinks = reinterpret_cast<const T*>(page.sinks) + plan.sinks * D;
+#if defined(__AVX512BF16__)
+    if constexpr (Math::PAIR == 2) {
+        if (page.kind != NUQ) {
+            const bf16* v = reinterpret_cast<const bf16*>(page.image) + P * D;
+            if (page.kind == GROUP) {
+                bf16* decoded = reinterpret_cast<bf16*>(buffer);
+                decode_groups<bf16>(D, page.image, nullptr, decoded);
+                v = decoded;
+            }
+            values_bf16(v, D, columns, page.valid, values, ahead);
+            return false;
+        }
+        nuq_values(plan, page, values, columns, scale, offset, ahead);
+        for (int t = 0; page.sinks && t < plan.sinks; t++) {
+            for (int d = 0; d < D; d++) reinterpret_cast<bf16*>(values + t / 2 * columns + d)[t % 2] = sinks[t * D + d];
             scale[t] = 1, offset[t] = 0;
         }
         return true;
     }
 #endif
     if constexpr (Math::PAIR == 1) {
-        float *k = buffer, *v = k + P * D, *turned_keys = v + P * D;
         if (page.kind == NUQ || page.kind == GROUP) {
-            if (page.kind == GROUP) decode_groups(D, page.image, k, v);
-            else decode_page(*page.head, D, page.image, k, v);
-            for (int i = 0; page.sinks && i < plan.sinks * D; i++) k[i] = widen(sink_keys[i]), v[i] = widen(sink_values[i]);
-            turn_rows(plan, k, start, P, turned_keys);
-            values_f32(v, D, columns, P, values, values_ahead);
+            if (page.kind == GROUP) decode_groups<float>(D, page.image, nullptr, buffer);
+            else decode_page(*page.head, D, page.image, nullptr, buffer);
+            for (int i = 0; page.sinks && i < plan.sinks * D; i++) buffer[i] = widen(sinks[i]);
+            values_f32(buffer, D, columns, P, values, ahead);
         } else {
-            const T* image = reinterpret_cast<const T*>(page.image);
-            turn_rows(plan, image, start, page.valid, turned_keys);
-            values_f32(image + P * D, D, columns, page.valid, values, values_ahead);
+            values_f32(reinterpret_cast<const T*>(page.image) + P * D, D, columns, page.valid, values, ahead);
         }
-        keys_from<Math>(turned_keys, D, page.valid, keys, ld, keys_ahead);
     }
     return false;
 }

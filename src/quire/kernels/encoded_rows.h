@@ -1,7 +1,6 @@
 // Few query rows over a page of non-uniform codes: keys are scored and values summed straight from their codes, with no panels in between, and what
 // slots hold is added to scores and sums rather than to keys and values.
 #pragma once
-#include <type_traits>
 #include "encoded_panels.h"
 
 #if defined(__AVX512BF16__)
@@ -25,7 +24,7 @@ __attribute__((always_inline)) inline void each(F&& f) {
 }
 
 // Adds to the scores of a page's slots, sixteen at a time, those of a block of pairs.
-template <int BITS, int ROWS>
+template <int BITS, Turn BY, int ROWS>
 __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int half, const uint8_t* lines, const uint8_t* order, const uint32_t* turns,
                                                         const uint32_t* query, int steps, vf (&acc)[ROWS][P / VL]) {
     each<BLOCK_PAIRS>([&](auto p) __attribute__((always_inline)) {
@@ -36,15 +35,15 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
         each<P / VL>([&](auto quarter) __attribute__((always_inline)) {
             asm volatile("" ::: "memory");   // or the compiler reads all angles first, and spills them
             const lanes pairs = book(joined<BITS>(lines, 4 * BLOCK_PAIRS, 4 * p + quarter));
-            const __m512bh key = (__m512bh)turned<false>(pairs, turns + j * 2 * P, quarter * VL, 1.0f, 0.0f);
+            const __m512bh key = (__m512bh)turned<BY>(pairs, turns + j * TURNS<BY>, quarter * VL, 1.0f, 0.0f);
             each<ROWS>([&](auto r) __attribute__((always_inline)) { acc[r][quarter] = (vf)_mm512_dpbf16_ps((__m512)acc[r][quarter], row[r], key); });
         });
     });
 }
 
-// Scores [ROWS, P] of queries [ROWS, steps], bf16 pairs turned to the page's first slot, with the keys of an encoded page, its slots apart.
-template <int ROWS>
-void nuq_scores(const Plan& plan, const Page& page, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
+// Scores [ROWS, P] of queries [ROWS, steps], bf16 pairs turned to where the turns begin, with the keys of an encoded page, its slots apart.
+template <int ROWS, Turn BY>
+void nuq_scores(const Plan& plan, const Page& page, const uint32_t* turns, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
     const NuqHead& head = *page.head;
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
@@ -54,12 +53,12 @@ void nuq_scores(const Plan& plan, const Page& page, const uint32_t* query, int s
         ahead.step(ahead.pace);
         const uint8_t* order = head.order + block * BLOCK_PAIRS;
         switch (head.bits[block]) {
-            case 0: block_scores<0>(head, half, lines, order, plan.turns, query, steps, acc); break;
-            case 1: block_scores<1>(head, half, lines, order, plan.turns, query, steps, acc); break;
-            case 2: block_scores<2>(head, half, lines, order, plan.turns, query, steps, acc); break;
-            case 3: block_scores<3>(head, half, lines, order, plan.turns, query, steps, acc); break;
-            case 4: block_scores<4>(head, half, lines, order, plan.turns, query, steps, acc); break;
-            default: block_scores<5>(head, half, lines, order, plan.turns, query, steps, acc);
+            case 0: block_scores<0, BY>(head, half, lines, order, turns, query, steps, acc); break;
+            case 1: block_scores<1, BY>(head, half, lines, order, turns, query, steps, acc); break;
+            case 2: block_scores<2, BY>(head, half, lines, order, turns, query, steps, acc); break;
+            case 3: block_scores<3, BY>(head, half, lines, order, turns, query, steps, acc); break;
+            case 4: block_scores<4, BY>(head, half, lines, order, turns, query, steps, acc); break;
+            default: block_scores<5, BY>(head, half, lines, order, turns, query, steps, acc);
         }
         lines += LINE * head.bits[block];
     }
@@ -67,9 +66,10 @@ void nuq_scores(const Plan& plan, const Page& page, const uint32_t* query, int s
 }
 
 // Adds to scores [ROWS, P] what a slot of each key holds. What follows the queries, float32 [ROWS, D], may be read, and is not used.
-template <int ROWS>
+template <int ROWS, Turn BY>
 inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, const float* query, float* scores) {
-    static_assert(2 * P == 1 << 7, "slots of a pair's turns");
+    constexpr int SHIFT = TURNS<BY> == P ? 6 : 7;
+    static_assert(TURNS<BY> == 1 << SHIFT, "elements of a pair's turns");
     const int half = D / 2;
     const lanes count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
@@ -77,7 +77,7 @@ inline void score_key_slot(const uint8_t* slot, const uint32_t* turns, int D, co
         const lanes channel = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(slot + quarter * VL)));
         const __mmask16 is_second = _mm512_cmpge_epi32_mask(channel, _mm512_set1_epi32(half));
         const lanes pair = _mm512_mask_sub_epi32(channel, is_second, channel, _mm512_set1_epi32(half));
-        const lanes at = _mm512_add_epi32(_mm512_slli_epi32(pair, 7), _mm512_add_epi32(count, _mm512_set1_epi32(quarter * VL)));
+        const lanes at = _mm512_add_epi32(_mm512_slli_epi32(pair, SHIFT), _mm512_add_epi32(count, _mm512_set1_epi32(quarter * VL)));
         const lanes turn = _mm512_i32gather_epi32(at, turns, 4);
         const vf missing = halves(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(slot + P + 2 * quarter * VL)));
         const vf along = missing * lower(turn), across = missing * upper(turn);   // times cos, times -sin

@@ -109,8 +109,8 @@ void encode_groups(int D, Kind kind, const void* k, const void* v, int64_t strid
 template <class T>
 void decode_groups(int D, const uint8_t* page, T* k, T* v) {
     const GroupLayout at = group_layout(D);
-    decode_rows(D, page, page + at.key_ranges, k);
-    decode_rows(D, page + at.values, page + at.value_ranges, v);
+    if (k) decode_rows(D, page, page + at.key_ranges, k);
+    if (v) decode_rows(D, page + at.values, page + at.value_ranges, v);
 }
 
 template void decode_groups(int, const uint8_t*, float*, float*);

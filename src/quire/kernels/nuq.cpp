@@ -229,29 +229,32 @@ void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const voi
 
 void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v) {
     const int half = D / 2;
-    std::memset(k, 0, sizeof(float) * PAGE * D);
-    std::memset(v, 0, sizeof(float) * PAGE * D);
     // Codes first, as numbers, then what they stand for: a code's parts come one after the other.
-    const uint8_t* in = page;
-    for (int block = 0; block < half / BLOCK_PAIRS; block++)
-        unpack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane, int part) {
-            const int pair = head.order[block * BLOCK_PAIRS + field / 4];
-            k[(field % 4 * 16 + lane / 2) * D + pair + lane % 2 * half] += static_cast<float>(part);
-        }, in);
-    in = page + head.at_values;
-    for (int first = 0; first < D; first += 16)
-        unpack(PAGE / 2, head.value_bits, [&](int field, int lane, int part) {
-            v[(2 * field + lane % 2) * D + first + lane / 2] += static_cast<float>(part);
-        }, in);
-    for (int t = 0; t < PAGE; t++) {
-        const float s = half_value(page + head.at_ranges + 2 * t), z = half_value(page + head.at_ranges + 2 * (PAGE + t));
-        for (int d = 0; d < D; d++) {
-            k[t * D + d] = head.key_books[d * BOOK + static_cast<int>(k[t * D + d])];
-            v[t * D + d] = head.value_books[static_cast<int>(v[t * D + d])] * s + z;
-        }
+    if (k) {
+        std::memset(k, 0, sizeof(float) * PAGE * D);
+        const uint8_t* in = page;
+        for (int block = 0; block < half / BLOCK_PAIRS; block++)
+            unpack(4 * BLOCK_PAIRS, head.bits[block], [&](int field, int lane, int part) {
+                const int pair = head.order[block * BLOCK_PAIRS + field / 4];
+                k[(field % 4 * 16 + lane / 2) * D + pair + lane % 2 * half] += static_cast<float>(part);
+            }, in);
+        for (int t = 0; t < PAGE; t++)
+            for (int d = 0; d < D; d++) k[t * D + d] = head.key_books[d * BOOK + static_cast<int>(k[t * D + d])];
+        add_slots(page + head.at_key_slots, head.key_slots, D, k);
     }
-    add_slots(page + head.at_key_slots, head.key_slots, D, k);
-    add_slots(page + head.at_value_slots, head.value_slots, D, v);
+    if (v) {
+        std::memset(v, 0, sizeof(float) * PAGE * D);
+        const uint8_t* in = page + head.at_values;
+        for (int first = 0; first < D; first += 16)
+            unpack(PAGE / 2, head.value_bits, [&](int field, int lane, int part) {
+                v[(2 * field + lane % 2) * D + first + lane / 2] += static_cast<float>(part);
+            }, in);
+        for (int t = 0; t < PAGE; t++) {
+            const float s = half_value(page + head.at_ranges + 2 * t), z = half_value(page + head.at_ranges + 2 * (PAGE + t));
+            for (int d = 0; d < D; d++) v[t * D + d] = head.value_books[static_cast<int>(v[t * D + d])] * s + z;
+        }
+        add_slots(page + head.at_value_slots, head.value_slots, D, v);
+    }
 }
 
 }  // namespace quire

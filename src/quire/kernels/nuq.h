@@ -36,7 +36,7 @@ inline void for_parts(int bits, const Body& body) {
 // Encodes keys and values T [64, D], rows `stride` elements apart; the first `zeros` rows as if they were zero.
 void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const void* v, int64_t stride, int zeros, uint8_t* page);
 
-// The other way round: float32 [64, D] each.
+// The other way round: float32 [64, D] each, or null for one that is not wanted.
 void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v);
 
 }  // namespace quire

@@ -8,15 +8,54 @@ namespace quire {
 
 constexpr int P = PAGE;           // page tokens
 constexpr int UNIT = 128;         // bytes a page id counts by
+constexpr uint64_t ALL_SLOTS = ~0ull;
 
-// A page a thread will read: its image, its format, and how many of its slots are written. Of an encoded page also what its head is made with,
-// and the exact rows T [2, sinks, D] of its first slots or null.
+// A page a thread will read: its image, its format, how many of its first slots are written, and which are seen; the position of its first slot, or
+// those of all slots if they are not consecutive, else null. Of an encoded page also what its head is made with, and the exact rows T [2, sinks, D]
+// of its first slots or null.
 struct Page {
     const uint8_t* image;
     int kind, valid;
+    uint64_t mask;
+    int base;
+    const int32_t* positions;
     const NuqHead* head;
     const uint8_t* sinks;
 };
+
+// Which slots of a chunk's page are seen; 0 if it has none.
+inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    return plan.masks && chunk >= 0 ? plan.masks[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head] : ALL_SLOTS;
+}
+
+// Where the page of a chunk lies, for one layer and head; staged chunks have negative names.
+inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
+    return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+}
+
+// The exact first rows of a chunk, or null.
+inline uint8_t* sinks_of(const Plan& plan, int layer, int head, int32_t chunk) {
+    if (!plan.sinks || plan.sidecars[chunk] < 0) return nullptr;
+    const int64_t bytes = static_cast<int64_t>(2) * plan.sinks * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
+    return plan.arena + static_cast<int64_t>(plan.sidecars[chunk]) * UNIT + (static_cast<int64_t>(layer) * plan.H + head) * bytes;
+}
+
+// The page of a chunk of which so many slots, or all, are written, for one layer and head.
+inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int written) {
+    const uint64_t mask = mask_of(plan, layer, head, chunk);
+    const int used = mask ? P - __builtin_clzll(mask) : 0;
+    Page page{image_of(plan, layer, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < used ? written : used, mask};
+    if (page.kind == NUQ) {
+        page.head = plan.heads + layer * plan.H + head;
+        page.sinks = sinks_of(plan, layer, head, chunk);
+    }
+    return page;
+}
+
+inline void count_read(const Plan& plan, int head, int32_t chunk) {
+    if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
+}
 
 // The written keys (which = 0) or values (1) of a page.
 inline Prefetcher prefetch(const Page& page, int D, int which) {
@@ -127,7 +166,7 @@ void values_f32(const T* v, int D, int columns, int valid, uint32_t* out, Prefet
 }
 
 #if defined(__AVX512BF16__)
-void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
+inline void values_bf16(const bf16* v, int D, int columns, int valid, uint32_t* out, Prefetcher& ahead) {
     typedef uint16_t v32h __attribute__((vector_size(64)));
     typedef uint16_t v32h_loose __attribute__((vector_size(64), aligned(2), may_alias));
     for (int t = 0; t < P; t += 2) {

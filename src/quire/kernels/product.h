@@ -107,6 +107,7 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
             step(k);
         }
     }
+#pragma GCC unroll 16   // or a `put` that is long has acc in memory
     for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
 

@@ -24,6 +24,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _PTR, _I32],
     "quire_stack": [_PTR, _I64, _F32, _PTR, _PTR, _I64],
     "quire_attend": [_PTR, _I32, _PTR, _I64, _PTR],
+    "quire_recover": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
     "quire_pack_linear": [_PTR, _I64, _I64, _I32, _PTR],
     "quire_packed_rows": [_PTR, _I64, _PTR, _I64, _PTR],
@@ -33,6 +34,7 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_nuq_decode": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_group_encode": [_I32, _I32, _PTR, _PTR, _I64, _PTR],
     "quire_group_decode": [_I32, _PTR, _I64, _PTR, _PTR],
+    "quire_move_slots": [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64],
     "quire_gated": [_I32, _PTR, _I64, _I64, _PTR],
 }
 
@@ -43,6 +45,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
+    library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
     library.quire_nuq_bytes.restype = library.quire_has_linear.restype = _I64
     library.quire_threads(*_openmp(), num_threads())
     return library

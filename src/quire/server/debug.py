@@ -27,6 +27,9 @@ LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "d
 """How many prefixes are told of."""
 
 TEXT_CHARS = 80
+_WHOLE = ("total", "used", "cached", "free", "evicted", "retention_freed")
+"""Bytes that are told of the whole cache, whoever asks."""
+
 # No character takes more than the four bytes of UTF-8, nor fewer than a byte a token.
 TEXT_TOKENS = 4 * TEXT_CHARS
 
@@ -141,7 +144,7 @@ def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str,
     else:
         tokens = Found(stats["prefill_tokens_cached"], stats["prefill_tokens_computed"])
     return {
-        **{f"bytes_{name}": cache[f"bytes_{name}"] for name in ("total", "used", "cached", "free", "evicted")},
+        **{f"bytes_{name}": cache[f"bytes_{name}"] for name in _WHOLE},
         "bytes_pinned": _pinned_bytes(found),
         "bytes_saved": sum(prefix.num_bytes * max(0, prefix.sharers - 1) for prefix in found),
         "cached_tokens": tokens.cached,

@@ -151,3 +151,8 @@ class _EngineCollector(Collector):
             "Bytes of cached prefixes dropped because their memory was wanted.",
             cache["bytes_evicted"],
         )
+        yield CounterMetricFamily(
+            "quire_retention_freed_bytes",
+            "Bytes that running requests gave up because their heads did not keep them.",
+            cache["bytes_retention_freed"],
+        )

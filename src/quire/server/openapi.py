@@ -95,6 +95,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
             bytes_pinned=_COUNT,
             bytes_saved=_COUNT,
             bytes_evicted=_COUNT,
+            bytes_retention_freed=_COUNT,
             cached_tokens=_COUNT,
             computed_tokens=_COUNT,
             hit_rate=_RATE,

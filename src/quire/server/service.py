@@ -64,18 +64,23 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     pinned_tokens: int | None = None
+    kept_tokens: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
         """Counts what the first item of a prompt tells of the cache."""
         self.cached_tokens += item.num_cached_tokens or 0
         if item.num_pinned_tokens is not None:
             self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
+        if item.kept_fraction is not None:
+            self.kept_tokens = (self.kept_tokens or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
     def as_dict(self) -> dict[str, Any]:
         """The `usage` object of an answer."""
-        details = {"cached_tokens": self.cached_tokens}
+        details: dict[str, float] = {"cached_tokens": self.cached_tokens}
         if self.pinned_tokens is not None:
             details["pinned_tokens"] = self.pinned_tokens
+        if self.kept_tokens is not None:
+            details["kept_fraction"] = round(self.kept_tokens / self.prompt_tokens, 4)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

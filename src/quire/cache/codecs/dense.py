@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.cache.codecs.slots import RUN, Moves, SlotMap
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.kernels.runtime import DTYPE_IDS
 
@@ -25,6 +26,8 @@ class DenseCodec:
         self.dtype = dtype
         self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
         self.page_bytes = -(-self.data_bytes // UNIT) * UNIT
+        row = head_dim * dtype.itemsize
+        self.slots = SlotMap([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row)]])
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Copies; layer and head do not matter."""
@@ -38,3 +41,7 @@ class DenseCodec:
         """The stored values, widened to float32 [n, P, D]."""
         body = pages[:, : self.data_bytes].contiguous().view(self.dtype).view(-1, 2, PAGE_TOKENS, self.head_dim).float()
         return body[:, 0], body[:, 1]
+
+    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+        """Overwrites slots of pages with other ones; see Codec."""
+        self.slots.move(arena, moves)

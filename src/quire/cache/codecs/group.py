@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from quire.cache.codecs.packing import to_half
+from quire.cache.codecs.slots import RUN, Moves, SlotMap
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
@@ -51,6 +52,9 @@ class GroupCodec:
         self._starts = range(0, head_dim, GROUP_CHANNELS)
         self.page_bytes = PAGE_TOKENS * head_dim + 2 * _RANGE_BYTES * len(self._starts)
         assert self.page_bytes % UNIT == 0
+        row = head_dim // 2
+        ranges = range(PAGE_TOKENS * head_dim, self.page_bytes, 2 * PAGE_TOKENS)
+        self.slots = SlotMap([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row), *((RUN, start, 2) for start in ranges)]])
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys, not rotated, and values, [n, P, D] each, as page images; layer and head do not matter."""
@@ -64,6 +68,10 @@ class GroupCodec:
         ranges = pages[:, PAGE_TOKENS * self.head_dim :].contiguous().view(torch.float16).float()
         ranges = ranges.view(len(pages), 2, len(self._starts), 2, PAGE_TOKENS)
         return self._decode(codes[:, 0], ranges[:, 0]), self._decode(codes[:, 1], ranges[:, 1])
+
+    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+        """Overwrites slots of pages with other ones; see Codec."""
+        self.slots.move(arena, moves)
 
     def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and ranges of vectors [n, P, D], as bytes [n, -1] each."""

@@ -15,13 +15,15 @@ tables.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, to_half, unpack
+from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, parts, to_half, unpack
+from quire.cache.codecs.slots import KEY_LINE, RUN, VALUE_LINES, Moves, Part, SlotMap
 from quire.cache.page import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
@@ -195,6 +197,7 @@ class NuqCodec:
         self.page_bytes: NDArray[np.int32] = np.array(
             [[layout.page_bytes for layout in heads] for heads in self.layouts], np.int32
         )
+        self.slots = self._slot_map()
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys, not rotated, and values, [n, P, D] each, as page images, uint8 [n, page_bytes[layer, head]].
@@ -232,6 +235,37 @@ class NuqCodec:
         v = tables.value_books[layer, head][codes] * s + z
         v = _add_slots(v, pages[:, layout.value_slots : layout.end])
         return k.to(device), v.to(device)
+
+    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+        """Overwrites slots of pages with other ones; see Codec."""
+        self.slots.move(arena, moves)
+
+    def _slot_map(self) -> SlotMap:
+        found: dict[tuple[Part, ...], int] = {}
+        of = np.zeros(self.page_bytes.shape, np.int32)
+        for layer, head in np.ndindex(*of.shape):
+            of[layer, head] = found.setdefault(tuple(self._parts(layer, head)), len(found))
+        return SlotMap(list(found), of)
+
+    def _parts(self, layer: int, head: int) -> Iterator[Part]:
+        """Where slots have their bits in the pages of a head."""
+        layout, start = self.layouts[layer][head], 0
+        for bits in self.tables.key_bits[layer, head].tolist():
+            for width, _ in parts(bits):
+                for _ in range(num_lines(_KEY_FIELDS, width)):
+                    yield KEY_LINE, start, width
+                    start += LINE_BYTES
+        start = layout.values
+        for _ in range(self.head_dim // _VALUE_COLUMNS):
+            for width, _ in parts(int(self.tables.value_bits[layer, head])):
+                yield VALUE_LINES, start, width
+                start += num_lines(_VALUE_FIELDS, width) * LINE_BYTES
+        for start in (layout.ranges, layout.ranges + 2 * PAGE_TOKENS):
+            yield RUN, start, 2
+        for first, end in ((layout.key_slots, layout.values), (layout.value_slots, layout.end)):
+            for start in range(first, end, SLOT_BYTES):
+                yield RUN, start, 1
+                yield RUN, start + PAGE_TOKENS, 2
 
     def _encode_values(
         self, layer: int, head: int, v: torch.Tensor

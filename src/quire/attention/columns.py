@@ -1,0 +1,92 @@
+"""Where a step's profiled slices find their keys, and where what they add goes: arrays for kernels. Knows chunk ids,
+not pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.attention.plan import RowSlice, Sources
+from quire.cache.page import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the profiled slices of a step look at, as int32 arrays.
+
+    rows         [r, 2]: query row, its place among those whose queries are kept or -1
+    profiles     [n, 7], a slice each: first row, rows, first of its columns, columns, position of the first slot of the
+                 first one, place of the first row that is kept, rows that are kept
+    columns      [c, 5], a chunk of a path each: profile, chunk as rows behind it see it, as its own rows do, row of the
+                 chunk table with its sums, place among the chunks whose keys are kept or -1
+    kept_chunks  chunks that exist in this step, one layer at a time, whose keys `recovered` needs later
+    num_kept     rows whose queries are kept
+    index        of each slice, its profile
+    """
+
+    rows: NDArray[np.int32]
+    profiles: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    kept_chunks: NDArray[np.int32]
+    num_kept: int
+    index: dict[int, int]
+
+
+def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes: bool, strict: bool) -> Columns:
+    """The columns of a step's profiled slices. Arguments as of `plan.lay_out`, which names staged chunks alike."""
+    sources = Sources(encodes)
+    rows: list[NDArray[np.int32]] = []
+    profiles: list[tuple[int, ...]] = []
+    columns: list[NDArray[np.int32]] = []
+    kept_chunks: list[int] = []
+    index: dict[int, int] = {}
+    first_row = num_columns = num_kept = 0
+    for number, piece in enumerate(slices):
+        own = sources.of(piece)
+        profiled = piece.profiled
+        if profiled is not None:
+            end, first_own = piece.start + piece.num_rows, piece.start // PAGE_TOKENS - piece.num_gone
+            low = 0 if window is None else max(0, piece.start + 1 - window) // PAGE_TOKENS
+            high = -(-end // PAGE_TOKENS) - piece.num_gone
+            found = np.empty((high - low, 5), np.int32)
+            found[:, 0] = len(profiles)
+            found[:, 1] = found[:, 2] = piece.chunks[low:high]
+            found[first_own - low :, 2] = own
+            if not strict:
+                found[:, 1] = found[:, 2]
+            found[:, 3] = profiled.sums[low:high]
+            found[:, 4] = -1
+            # What is encoded in this step is there as it was computed for one layer only; the last rows see it so if
+            # they are in it, or all of the slice's if they see all of it as computed.
+            first_seen = first_own if not strict else max(first_own, (end - profiled.last_rows) // PAGE_TOKENS)
+            for at in range(first_seen, high) if profiled.last_rows else ():
+                if own[at - first_own] != piece.chunks[at]:
+                    found[at - low, 4] = len(kept_chunks)
+                    kept_chunks.append(int(own[at - first_own]))
+            places = np.arange(piece.num_rows, dtype=np.int32) + np.int32(
+                num_kept + profiled.last_rows - piece.num_rows
+            )
+            places[: piece.num_rows - profiled.last_rows] = -1
+            rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), places), 1))
+            index[number] = len(profiles)
+            start = (low + piece.num_gone) * PAGE_TOKENS
+            profiles.append((first_row, piece.num_rows, num_columns, high - low, start, num_kept, profiled.last_rows))
+            columns.append(found)
+            num_columns += high - low
+            num_kept += profiled.last_rows
+        first_row += piece.num_rows
+    return Columns(
+        np.concatenate(rows),
+        np.array(profiles, np.int32),
+        np.concatenate(columns),
+        np.array(kept_chunks, np.int32),
+        num_kept,
+        index,
+    )

@@ -1,0 +1,23 @@
+"""Scores by their definition: what the reference's attention and the profile of a prompt begin with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def visible_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of some rows for some tokens, float32 [R, H, G, T], -inf where a row does not see the token; and where
+    it does, bool [R, H, T]. Arguments as of `reference.attend_dense`.
+    """
+    scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
+    distance = query_positions[:, None, None] - key_positions.expand(k.shape[0], k.shape[1])[None]
+    visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return scores.masked_fill(~visible[:, :, None, :], -torch.inf), visible

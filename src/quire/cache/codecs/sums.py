@@ -1,0 +1,52 @@
+"""Pages of column sums: the attention that the tokens of a chunk got, a float32 for each slot. No keys, no values.
+
+A row of the chunk table with such pages stands beside a chunk and holds, for each layer and head, what `attention/`
+adds up while a prompt is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quire.cache.page import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from quire.cache.segment import ChunkTable
+
+KERNEL_ID = 5
+"""SUMS in kernels/common.h."""
+
+
+class SumsCodec:
+    """A page is float32 [P], little-endian."""
+
+    name = "sums"
+    kernel_id = KERNEL_ID
+    page_bytes = 4 * PAGE_TOKENS
+
+    def load(self, table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The sums in some rows of the table, one after the other, [L, H, n * P]; 0 where a row has no page."""
+        held = _held(table, rows)
+        found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
+        ids = table.pages[rows].transpose(1, 2, 0)[held]
+        found[held] = table.pool.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
+        return found.reshape(*held.shape[:2], -1)
+
+    def store(self, table: ChunkTable, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
+        """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
+        held = _held(table, rows)
+        images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
+        if len(images):
+            ids = table.pages[rows].transpose(1, 2, 0)[held]
+            table.pool.store(ids, self.page_bytes, torch.from_numpy(images.view(np.uint8)))
+
+
+def _held(table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Of which heads rows have pages, [L, H, n]."""
+    assert table.masks is not None
+    return np.not_equal(table.masks[rows], 0).transpose(1, 2, 0)

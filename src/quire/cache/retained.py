@@ -1,0 +1,230 @@
+"""What retention has left of a path: which token is in which slot, and how tokens are packed into fewer pages. Knows
+the chunk table and paths; neither policies' rules nor requests.
+
+Each row of a path that is not open holds, of every layer and head, a page or nothing, and of the page the slots that
+its mask says. Tokens that a head drops leave holes. These are filled with the last tokens of the same head, so that
+
+    pages of a head = ceil(tokens it keeps / 64)
+
+and so few slots move that it costs nothing beside the 64 steps between two seals. The order of slots means nothing:
+dense keys are stored rotated, and encoded pages carry positions.
+
+Pages that others may read too stay as they are, and are read through their mask, where that takes fewer bytes than a
+copy (`in_place`): tokens move only between pages that this path alone holds.
+
+Source: FastGen, arXiv 2310.01801, algorithm 2, which keeps full-length buffers; its text frees no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.codecs.slots import Moves
+from quire.cache.page import PAGE_TOKENS
+from quire.cache.policies import Chain
+from quire.cache.segment import ChunkTable, Path, Places
+
+_BITS = np.uint64(1) << np.arange(PAGE_TOKENS, dtype=np.uint64)
+
+
+@dataclass
+class Retained:
+    """Tokens of the sealed rows of a path, by slot. Rows are the path's, in their order.
+
+    chain      what was decided by: policies go by it for as long as the sequence lives
+    policies   uint8 [L, H]
+    num_prompt tokens of the prompt
+    positions  int32 [L, H, rows * 64], of the token in each slot; -1 where there is none that is kept
+    in_place   bool [L, H, rows]: pages that are not written, for others may read them
+    origins    int32 [rows]: which chunk of the sequence the row was
+    """
+
+    chain: Chain
+    policies: NDArray[np.uint8]
+    num_prompt: int
+    positions: NDArray[np.int32]
+    in_place: NDArray[np.bool_]
+    origins: NDArray[np.int32]
+
+    @classmethod
+    def whole(cls, chain: Chain, policies: NDArray[np.uint8], num_prompt: int, num_rows: int) -> Retained:
+        """Nothing is dropped yet."""
+        positions = np.arange(num_rows * PAGE_TOKENS, dtype=np.int32)
+        return cls(
+            chain,
+            policies,
+            num_prompt,
+            np.broadcast_to(positions, (*policies.shape, len(positions))).copy(),
+            np.zeros((*policies.shape, num_rows), bool),
+            np.arange(num_rows, dtype=np.int32),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the path that are sealed."""
+        return len(self.origins)
+
+    @property
+    def kept(self) -> NDArray[np.intp]:
+        """Tokens kept in sealed rows, [L, H]."""
+        return np.asarray(np.count_nonzero(self.positions >= 0, axis=-1))
+
+    def seal(self, origin: int) -> None:
+        """One row more is sealed, the chunk `origin` of the sequence: all its tokens are there."""
+        first = origin * PAGE_TOKENS
+        new = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
+        shape = self.policies.shape
+        self.positions = np.concatenate((self.positions, np.broadcast_to(new, (*shape, PAGE_TOKENS))), -1)
+        self.in_place = np.concatenate((self.in_place, np.zeros((*shape, 1), bool)), -1)
+        self.origins = np.append(self.origins, np.int32(origin))
+
+    def drop(self, kept: NDArray[np.bool_]) -> None:
+        """Tokens outside `kept`, bool [L, H, rows * 64], are kept no longer."""
+        self.positions = np.where(kept, self.positions, -1)
+
+    def by_row(self, slots: NDArray[Any]) -> NDArray[Any]:
+        """An array [L, H, rows * 64] as [L, H, rows, 64]."""
+        return slots.reshape(*slots.shape[:-1], self.num_rows, PAGE_TOKENS)
+
+
+def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Moves tokens into holes, drops pages that hold none, and rows that hold no page. The pages that are written
+    (`targets`) are the path's alone.
+
+    sums     float32 [L, H, rows * 64] of the slots
+    returns  them in their new slots
+    """
+    retained = path.retained
+    assert retained is not None and table.masks is not None
+    rows = path.chunks[: retained.num_rows]
+    alive = retained.positions >= 0
+    is_target = np.repeat(targets(table, path), PAGE_TOKENS, -1)
+    writable = np.repeat(~retained.in_place, PAGE_TOKENS, -1)
+    # Of the slots of target pages the first ones are filled, as many as there are tokens.
+    count = (alive & writable).sum(-1)
+    filled = is_target & (np.cumsum(is_target, -1) <= count[..., None])
+    holes, sources = np.nonzero(filled & ~alive), np.nonzero(alive & writable & ~filled)
+    assert all(np.array_equal(*both) for both in zip(holes[:2], sources[:2], strict=True)), (
+        "not as many holes as tokens"
+    )
+    if len(holes[0]):
+        _move(table, rows, sources, holes)
+        retained.positions[holes] = retained.positions[sources]
+        retained.positions[sources] = -1
+        sums[holes] = sums[sources]
+    masks = (retained.by_row(retained.positions >= 0) * _BITS).sum(-1, dtype=np.uint64)  # [L, H, rows]
+    table.drop(places_of(rows, (masks == 0) & has_page(table, rows)))
+    table.masks[rows] = masks.transpose(2, 0, 1)
+    sums = _close_ranks(table, path, masks, sums)
+    if table.encodes:
+        _say_where(table, path)
+    return sums
+
+
+def targets(table: ChunkTable, path: Path) -> NDArray[np.bool_]:
+    """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those in place left out."""
+    retained = path.retained
+    assert retained is not None
+    writable: NDArray[np.bool_] = ~retained.in_place & has_page(table, path.chunks[: retained.num_rows])
+    alive = retained.by_row(retained.positions >= 0).sum(-1)
+    need = -(-(alive * ~retained.in_place).sum(-1) // PAGE_TOKENS)
+    return np.asarray(writable & (np.cumsum(writable, -1) <= need[..., None]))
+
+
+def to_own(table: ChunkTable, path: Path) -> Places:
+    """Pages that are to be written and that others hold too."""
+    retained = path.retained
+    assert retained is not None
+    places = places_of(path.chunks[: retained.num_rows], targets(table, path))
+    shared = table.is_shared(places)
+    return places[0][shared], places[1][shared], places[2][shared]
+
+
+def _move(
+    table: ChunkTable,
+    rows: NDArray[np.int32],
+    sources: tuple[NDArray[np.intp], ...],
+    holes: tuple[NDArray[np.intp], ...],
+) -> None:
+    """Copies tokens between slots, named by layer, head and slot among those of the rows."""
+    layers, heads, slots = sources
+    targets = holes[2]
+    table.sealed_codec.move(
+        table.pool.arena,
+        Moves(
+            layers.astype(np.int32),
+            heads.astype(np.int32),
+            table.pages[rows[slots // PAGE_TOKENS], layers, heads],
+            (slots % PAGE_TOKENS).astype(np.int32),
+            table.pages[rows[targets // PAGE_TOKENS], layers, heads],
+            (targets % PAGE_TOKENS).astype(np.int32),
+        ),
+    )
+
+
+def has_page(table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Of which heads rows hold pages, bool [L, H, rows]."""
+    assert table.masks is not None
+    return np.asarray(np.not_equal(table.masks[rows], 0).transpose(1, 2, 0))
+
+
+def places_of(rows: NDArray[np.int32], chosen: NDArray[np.bool_]) -> Places:
+    """Places of the rows, where bool [L, H, rows] says so."""
+    layers, heads, at = np.nonzero(chosen)
+    return rows[at], layers, heads
+
+
+def _close_ranks(
+    table: ChunkTable, path: Path, masks: NDArray[np.uint64], sums: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Lets each head have its pages in the first rows, but for those in place, which stay in theirs, and gives rows
+    back that hold none. Moves names of pages, not their bytes.
+    """
+    retained = path.retained
+    assert retained is not None and table.masks is not None
+    rows, num_rows = path.chunks[: retained.num_rows], retained.num_rows
+    free, numbers = ~retained.in_place, np.arange(num_rows)
+    held = free & (masks != 0)
+    # The i-th page that may move goes into the i-th row that is free for it; the rest of these stay empty.
+    to, source = (np.argsort(np.where(chosen, numbers, num_rows), -1, kind="stable") for chosen in (free, held))
+    order = np.broadcast_to(numbers, masks.shape).copy()
+    np.put_along_axis(order, to, np.where(np.arange(num_rows) < free.sum(-1, keepdims=True), source, to), -1)
+    if (order != numbers).any():
+        is_empty = free & (np.cumsum(free, -1) > held.sum(-1, keepdims=True))
+        for array in (table.pages, table.masks, table.positions):
+            array[rows] = np.take_along_axis(array[rows].transpose(1, 2, 0), order, -1).transpose(2, 0, 1)
+        masks = np.where(is_empty, 0, np.take_along_axis(masks, order, -1))
+        table.masks[rows] = masks.transpose(2, 0, 1)
+        table.positions[rows] = np.where(is_empty.transpose(2, 0, 1), -1, table.positions[rows])
+        table.takes[rows] += 1
+        slots = order[..., None]
+        moved = np.take_along_axis(retained.by_row(retained.positions), slots, 2)
+        retained.positions = np.where(is_empty[..., None], -1, moved).reshape(retained.positions.shape)
+        sums = np.take_along_axis(retained.by_row(sums), slots, 2).reshape(sums.shape)
+    any_held = masks.any((0, 1))
+    if not any_held.all():
+        table.give(path.forget(np.flatnonzero(~any_held)))
+        slots_held = np.repeat(any_held, PAGE_TOKENS)
+        retained.positions = np.ascontiguousarray(retained.positions[..., slots_held])
+        retained.in_place = np.ascontiguousarray(retained.in_place[..., any_held])
+        retained.origins = retained.origins[any_held]
+        sums = np.ascontiguousarray(sums[..., slots_held])
+    return sums
+
+
+def _say_where(table: ChunkTable, path: Path) -> None:
+    """Writes down where the slots of encoded pages stand, whose keys are rotated on read: pages in place stand where
+    their row's chunk does, others may hold tokens from anywhere.
+    """
+    retained = path.retained
+    assert retained is not None
+    rows = path.chunks[: retained.num_rows]
+    table.bases[rows] = retained.origins * PAGE_TOKENS
+    packed = (retained.policies < retained.chain.full)[..., None]
+    moved = has_page(table, rows) & ~retained.in_place & packed
+    positions = retained.by_row(retained.positions)
+    table.place(places_of(rows, moved), np.maximum(positions[moved], 0))

@@ -1,0 +1,97 @@
+"""What the heads of one prompt keep, as numbers to print, to draw and to write down. Knows arrays; decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class RetentionReport:
+    """What each head of a prompt keeps and why.
+
+    num_tokens  of the prompt
+    members     the chain, in its order; policy p keeps them up to and with number p, policy len(members) keeps all
+    threshold   T: the share of its attention that a head must recover
+    frequent    tokens that member keeps, by the current length
+    local       tokens that member keeps, by the prompt's length
+    policies    uint8 [L, H]
+    kept        int64 [L, H] tokens kept
+    recovery    float64 [L, H, len(members) + 1] of every policy, nan where it was not tried
+    bytes_full  that the prompt's keys and values take without retention, as the allocator counts them
+    bytes_kept  and with it
+
+    H are kv heads.
+    """
+
+    num_tokens: int
+    members: tuple[str, ...]
+    threshold: float
+    frequent: float
+    local: float
+    policies: NDArray[np.uint8]
+    kept: NDArray[np.int64]
+    recovery: NDArray[np.float64]
+    bytes_full: int
+    bytes_kept: int
+
+    def __post_init__(self) -> None:
+        heads = self.policies.shape
+        assert self.kept.shape == heads and self.recovery.shape == (*heads, len(self.members) + 1), (
+            f"policies of {heads} heads, kept of {self.kept.shape}, recovery of {self.recovery.shape}"
+        )
+
+    @property
+    def kept_fraction(self) -> float:
+        """Tokens kept by the tokens of all heads."""
+        return float(self.kept.sum() / (self.num_tokens * self.kept.size))
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """A name for each policy: what it adds to the one before it, the last one `full`."""
+        return (*self.members[:1], *(f"+ {member}" for member in self.members[1:]), "full")
+
+    @property
+    def num_heads(self) -> NDArray[np.int64]:
+        """Heads of all layers that have each policy, int64 [len(members) + 1]."""
+        return np.bincount(self.policies.ravel(), minlength=len(self.members) + 1).astype(np.int64)
+
+    @property
+    def num_tried(self) -> NDArray[np.int64]:
+        """Heads for which each policy was tried, int64 [len(members) + 1]."""
+        tried: NDArray[np.int64] = (~np.isnan(self.recovery)).sum((0, 1), dtype=np.int64)
+        return tried
+
+    @property
+    def mean_recovery(self) -> NDArray[np.float64]:
+        """Over the heads for which each policy was tried, float64 [len(members) + 1]; nan if it was for none."""
+        tried = self.num_tried
+        return np.where(tried > 0, np.nansum(self.recovery, (0, 1)) / np.maximum(tried, 1), np.nan)
+
+
+def as_json(report: RetentionReport) -> dict[str, Any]:
+    """A report as what JSON has: lists of layers of heads, policies by number, null where a policy was not tried."""
+    return {
+        "num_tokens": report.num_tokens,
+        "threshold": report.threshold,
+        "frequent": report.frequent,
+        "local": report.local,
+        "policy_names": list(report.policy_names),
+        "policies": report.policies.tolist(),
+        "kept": report.kept.tolist(),
+        "kept_fraction": report.kept_fraction,
+        "recovery": _without_nan(report.recovery.tolist()),
+        "mean_recovery": _without_nan(report.mean_recovery.tolist()),
+        "bytes_full": report.bytes_full,
+        "bytes_kept": report.bytes_kept,
+    }
+
+
+def _without_nan(values: Any) -> Any:
+    """Lists of numbers, however deep, with None for nan."""
+    if isinstance(values, list):
+        return [_without_nan(value) for value in values]
+    return None if np.isnan(values) else values

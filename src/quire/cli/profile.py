@@ -1,0 +1,191 @@
+"""Show what the heads of a prompt keep, and how much of their attention that recovers.
+
+quire profile MODEL --input prompt.txt --plot heads.png     one prompt: a text, or with --chat a message
+quire profile MODEL --input prompts.jsonl --json all.json   a prompt a line, as quire generate takes them
+
+Each head of each layer has the first policy that recovers enough of its attention. The table has for each policy the
+heads that have it and the share of the tokens they keep, the heads it was tried for, and what it recovers of their
+attention on average. Bytes are those that the prompt's keys and values take in the cache.
+
+Without --retain.threshold and --retain.budget the threshold is 0.95.
+
+Of several prompts each has a line, and the picture is of the first; what lines say about sampling and about sharing
+plays no part. If one of them cannot be run, none is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import EngineConfig, format_bytes, options_from
+from quire.errors import ConfigError, QuireError, RequestError
+
+if TYPE_CHECKING:
+    from quire.cache.retention_report import RetentionReport
+
+DEFAULT_THRESHOLD = 0.95
+"""Of a profile, where neither threshold nor budget is given."""
+
+HELP = "show what the heads of a prompt keep"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    shared.add_engine_arguments(parser)
+    text = "a text, - reads it from stdin; or FILE.jsonl, JSON lines with prompts"
+    parser.add_argument("--input", metavar="FILE", help=text)
+    parser.add_argument("--chat", action="store_true", help="the text is a message to answer, by the chat template")
+    text = "draw the heads of the first prompt: PNG, SVG or PDF by the file's ending"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    text = "write what every head keeps and recovers as JSON; - prints it instead of a table"
+    parser.add_argument("--json", metavar="FILE", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile the prompts; print, draw and write down what was found."""
+    if shared.printed_config(args):
+        return 0
+    if args.input is None:
+        raise ConfigError("quire profile needs --input FILE, or - for a text on stdin")
+    prompts = _read(args.input, args.chat)
+    if args.json not in (None, "-"):
+        shared.check_writable(Path(args.json))
+    if args.plot is not None:
+        from quire.evaluation.plot import load_figure
+
+        shared.check_writable(args.plot)
+        load_figure()
+    from quire.cache.retention_report import as_json
+
+    reports = _profile(args, prompts)
+    facts = {"model": args.model, "prompts": [{"id": name} | as_json(report) for name, report in reports.items()]}
+    if args.json == "-":
+        print(json.dumps(facts))
+    elif len(reports) == 1:
+        _print_one(args.model, *reports.values())
+    else:
+        _print_all(reports)
+    if args.json not in (None, "-"):
+        _write(Path(args.json), json.dumps(facts) + "\n")
+    if args.plot is not None:
+        from quire.evaluation.retention_plot import save_retention
+
+        save_retention(args.plot, next(iter(reports.values())), Path(args.model).name)
+    return 0
+
+
+_Prompts = dict[str | int, dict[str, Any]]
+"""By name, prompts as lines of the input have them."""
+
+
+def _read(name: str, is_chat: bool) -> _Prompts:
+    if name.endswith(".jsonl"):
+        from quire.cli.batch_lines import read_input
+
+        if is_chat:
+            raise ConfigError("--chat is for a text; the lines of a .jsonl file say what they are: prompt or messages")
+        lines = read_input(name, {})
+        if not lines:
+            raise ConfigError(f"{name} holds no prompts")
+        return {line.line_id: line.prompt for line in lines}
+    label = "stdin" if name == "-" else name
+    try:
+        text = (shared.read_stdin() if name == "-" else Path(name).read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text {label}: {error}") from error
+    return {label: {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}}
+
+
+def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, RetentionReport]:
+    from quire.engine.params import SamplingParams
+    from quire.llm import LLM
+
+    found: dict[str | int, RetentionReport] = {}
+    options = options_from(args, shared.ENGINE_SECTIONS)
+    if not EngineConfig.from_options(options, args.config).retain.is_on:
+        options["retain.threshold"] = DEFAULT_THRESHOLD
+    llm: Any = LLM(args.model, options, args.config)
+    with llm:
+        ids = {}
+        for name, prompt in prompts.items():
+            with _named(name, prompts):
+                ids[name] = _token_ids(llm.tokenizer, prompt)
+                llm.engine.check_request(ids[name], SamplingParams(max_tokens=1))
+        with shared.progress("prompts") as progress:
+            for name, token_ids in ids.items():
+                progress(len(found), len(ids))
+                with _named(name, prompts):
+                    found[name] = llm.profile(token_ids)
+            progress(len(found), len(ids))
+    return found
+
+
+@contextlib.contextmanager
+def _named(name: str | int, prompts: _Prompts) -> Iterator[None]:
+    """Has a refusal name its prompt, where there are several."""
+    try:
+        yield
+    except RequestError as error:
+        if len(prompts) == 1:
+            raise
+        raise RequestError(f"prompt {name!r}: {error}", error.param) from error
+
+
+def _token_ids(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
+    ids: list[int]
+    if "messages" in prompt:
+        ids = tokenizer.encode(tokenizer.chat(prompt["messages"], add_generation_prompt=True), add_special=False)
+    elif "prompt" in prompt:
+        ids = tokenizer.encode(prompt["prompt"])
+    else:
+        ids = prompt["prompt_token_ids"]
+    return ids
+
+
+def _print_one(model: str, report: RetentionReport) -> None:
+    print(
+        f"{model}: {report.num_tokens:,} tokens, threshold {report.threshold:g}, frequent {report.frequent:g},"
+        f" local {report.local:g}"
+    )
+    rows = []
+    numbers = zip(report.policy_names, report.num_heads, report.num_tried, report.mean_recovery, strict=True)
+    for policy, (name, heads, tried, recovery) in enumerate(numbers):
+        kept = report.kept[report.policies == policy].mean() / report.num_tokens if heads else None
+        shown = "" if kept is None else f"{kept:.1%}"
+        rows.append((name, f"{heads:,}", shown, f"{tried:,}", f"{recovery:.4f}" if tried else ""))
+    shared.print_table(("policy", "heads", "kept", "tried", "recovery"), rows)
+    print(
+        f"kept: {report.kept_fraction:.1%} of the tokens, in {format_bytes(report.bytes_kept)} of"
+        f" {format_bytes(report.bytes_full)}"
+    )
+
+
+def _print_all(reports: Mapping[str | int, RetentionReport]) -> None:
+    from rich.markup import escape
+
+    names = next(iter(reports.values())).policy_names
+    rows = [
+        (
+            escape(str(name) if str(name).isprintable() else ascii(name)),
+            f"{report.num_tokens:,}",
+            f"{report.kept_fraction:.1%}",
+            *(f"{heads:,}" for heads in report.num_heads),
+            format_bytes(report.bytes_kept),
+            format_bytes(report.bytes_full),
+        )
+        for name, report in reports.items()
+    ]
+    shared.print_table(("prompt", "tokens", "kept", *names, "bytes", "of"), rows)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise QuireError(f"cannot write {file}: {error.strerror or error}") from error

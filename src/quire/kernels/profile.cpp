@@ -1,0 +1,263 @@
+// What the rows of prompts look at: the sum of attention in each column, while a prompt is computed, and afterwards how much of it the last rows
+// would recover of what a policy keeps.
+//
+//     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head,      sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
+//
+// Defined by attention/profile.py; tests/kernels/test_profile_kernel.py holds the two together.
+//
+// Attention leaves the lse of every row, so a probability follows from its score alone, which is made again. A work item is a chunk of a path and
+// a kv head: one panel of keys, before which all query rows pass that see it, rotated once for all chunks. Its page of sums is its own, and rows are
+// added in order, so that sums do not depend on how many threads there are.
+#include "queries.h"
+
+namespace quire {
+namespace {
+
+constexpr int BLOCK = 48;         // query rows whose probabilities are added before they join the sum: a multiple of the register block
+
+// Where the rows of a product go that see all of its columns: as probabilities into sums of the columns.
+template <bool ROUGH>
+struct ColumnSums {
+    float* sums;
+    const float* limits;          // lse of each row, base 2
+    ColumnSums from(int m) const { return {sums, limits + m}; }
+    template <int N>
+    void put(int m, const vf (&row)[N]) const {
+        for (int n = 0; n < N; n++) store(sums + n * VL, load(sums + n * VL) + exp2<ROUGH>(row[n] - limits[m]));
+    }
+};
+
+// What an item needs: keys [steps, P], scores of a block of rows, sums [P] of a block and of all, and what panels of encoded pages are made from.
+struct Scratch {
+    uint32_t* keys;
+    float *scores, *part, *sums, *buffer;
+};
+
+template <class Math>
+Scratch scratch_of(const Plan& plan) {
+    const int keys = query_steps<Math>(plan) * P, buffer = plan.turns ? panel_buffer<Math>(plan.D) : 0;
+    auto* at = static_cast<float*>(thread_scratch(sizeof(float) * (keys + BLOCK * P + 2 * P + buffer)));
+    float* scores = at + keys;
+    float* part = scores + BLOCK * P;
+    return {reinterpret_cast<uint32_t*>(at), scores, part, part + P, part + 2 * P};
+}
+
+// The panel of a page whose first slot is at position `start`.
+template <class Math, class T>
+void make_panel(const Plan& plan, const Page& page, int start, const Scratch& item) {
+    Prefetcher none{nullptr, nullptr};
+    if (plan.turns) turned_keys<Math, T>(plan, page, start, item.keys, P, item.buffer, nullptr, none);
+    else load_keys<Math>(page, plan.D, item.keys, P, none);
+}
+
+// Query rows of one slice and head, as the product takes them.
+struct Rows {
+    const uint32_t* query;        // [rows * G, steps]
+    const float* limits;          // [rows * G]
+    int position;                 // of the first row; others follow
+};
+
+// Adds the probabilities of rows [low, high) that see all of a panel to item.sums.
+template <class Math>
+void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scratch& item) {
+    const int steps = query_steps<Math>(plan);
+    Prefetcher none{nullptr, nullptr};
+    for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
+        const int count = high * plan.G - at < BLOCK ? high * plan.G - at : BLOCK;
+        std::memset(item.part, 0, sizeof(float) * P);
+        for (int n = 0; n < P; n += NV * VL) {
+            const ColumnSums<Math::PAIR == 2> to{item.part + n, rows.limits + at};
+            product_rows<Math, NV>(rows.query + static_cast<int64_t>(at) * steps, steps, item.keys + n, P, Sums{nullptr, 0}, steps, count, nullptr, to,
+                                   none);
+        }
+        for (int t = 0; t < P; t += VL) store(item.sums + t, load(item.sums + t) + load(item.part + t));
+    }
+}
+
+// Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order; what a row does not see of a panel from position `start` on
+// has probability 0 or 2^-126.
+template <class Math, class Body>
+void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body) {
+    const int steps = query_steps<Math>(plan);
+    Prefetcher none{nullptr, nullptr};
+    for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
+        const int count = high * plan.G - at < BLOCK ? high * plan.G - at : BLOCK;
+        product<Math>(rows.query + static_cast<int64_t>(at) * steps, steps, item.keys, P, item.scores, P, steps, count, P, nullptr, none);
+        for (int m = 0; m < count; m++) {
+            float* s = item.scores + m * P;
+            hide_unseen(plan, rows.position + (at + m) / plan.G, start, P, s);
+            for (int t = 0; t < P; t += VL) store(s + t, exp2<Math::PAIR == 2>(load(s + t) - rows.limits[at + m]));
+            body((at + m) / plan.G, s);
+        }
+    }
+}
+
+// How many of `count` rows, at consecutive positions from `first` on, come before a position.
+inline int rows_before(int first, int count, int position) { return position <= first ? 0 : position - first < count ? position - first : count; }
+
+// Rows [own, later) of a profile are in the chunk at `start`, [later, end) behind it and see some of it.
+struct Lookers {
+    int own, later, end;
+};
+
+inline Lookers lookers(const Plan& plan, int position, int count, int start) {
+    const int end = plan.window ? rows_before(position, count, start + P - 1 + plan.window) : count;
+    return {rows_before(position, count, start), rows_before(position, count, start + P), end};
+}
+
+// Rotated queries and the lse of a row; once more where they are kept.
+template <class Math, class T>
+void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T* q, int64_t q_stride) {
+    const int G = plan.G, H = plan.H, D = plan.D, steps = query_steps<Math>(plan), row = profiled.row;
+    const int64_t angle = static_cast<int64_t>(plan.positions[row]) * (D / 2);
+    auto* rotated = static_cast<float*>(thread_scratch(sizeof(float) * D));
+    for (int head = 0; head < H; head++) {
+        const int64_t first = (static_cast<int64_t>(head) * plan.num_rows + row) * G;
+        uint32_t* query = plan.queries + first * steps;
+        float* limits = plan.limits + first;
+        for (int g = 0; g < G; g++) {
+            rotate(q + row * q_stride + (head * G + g) * D, plan.cos ? plan.cos + angle : nullptr, plan.cos ? plan.sin + angle : nullptr, D,
+                   score_scale(D), rotated);
+            store_query<Math>(plan, rotated, query + g * steps);
+            const float lse = plan.lse[static_cast<int64_t>(row) * H * G + head * G + g];
+            limits[g] = lse > -INFINITY ? lse * LOG2E : INFINITY;   // a row that sees nothing has no probabilities
+        }
+        if (profiled.kept < 0) continue;
+        const int64_t kept = ((static_cast<int64_t>(layer) * H + head) * plan.num_kept_rows + profiled.kept) * G;
+        std::memcpy(plan.kept_queries + kept * steps, query, sizeof(uint32_t) * G * steps);
+        std::memcpy(plan.kept_limits + kept, limits, sizeof(float) * G);
+    }
+}
+
+// Computed keys of one head that the plan keeps.
+inline uint8_t* kept_keys(const Plan& plan, int layer, int head, int place) {
+    const int64_t bytes = static_cast<int64_t>(P) * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
+    return plan.kept_keys + ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_pages + place) * bytes;
+}
+
+template <class Math, class T>
+void sum_column(const Plan& plan, int layer, int index, int head) {
+    const Column& column = plan.columns[index];
+    const Profile& profile = plan.profiles[column.profile];
+    const int start = profile.start + (index - profile.first_column) * P, steps = query_steps<Math>(plan);
+    const int64_t first = (static_cast<int64_t>(head) * plan.num_rows + profile.first_row) * plan.G;
+    const Rows rows{plan.queries + first * steps, plan.limits + first, plan.positions[profile.first_row]};
+    // A head that retention needs no sums of, or that keeps nothing of the chunk.
+    if (!mask_of(plan, layer, head, column.sums) || !mask_of(plan, layer, head, column.stored)) return;
+    const int written = rows.position + profile.num_rows - start;
+    const Lookers who = lookers(plan, rows.position, profile.num_rows, start);
+    const Scratch item = scratch_of<Math>(plan);
+    std::memset(item.sums, 0, sizeof(float) * P);
+    const auto add = [&](int, const float* p) {
+        for (int t = 0; t < P; t += VL) store(item.sums + t, load(item.sums + t) + load(p + t));
+    };
+    if (who.own < who.later) {
+        make_panel<Math, T>(plan, page_at(plan, layer, head, column.computed, written), start, item);
+        count_read(plan, head, column.computed);
+        each_row<Math>(plan, rows, who.own, who.later, start, item, add);
+    }
+    if (who.later < who.end) {
+        if (who.own == who.later || column.stored != column.computed) {
+            make_panel<Math, T>(plan, page_at(plan, layer, head, column.stored, P), start, item);
+            count_read(plan, head, column.stored);
+        }
+        // With a window, rows farther on see the last slots only.
+        const int whole = plan.window ? rows_before(rows.position, who.end, start + plan.window) : who.end;
+        const int split = whole > who.later ? whole : who.later;
+        add_seen<Math>(plan, rows, who.later, split, item);
+        each_row<Math>(plan, rows, split, who.end, start, item, add);
+    }
+    float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+    const float share = 1.0f / static_cast<float>(plan.G);
+    for (int t = 0; t < P; t += VL) store(page + t, load(page + t) + load(item.sums + t) * share);
+}
+
+template <class Math, class T>
+void profile_layer(const Plan& plan, int layer, const T* q, int64_t q_stride) {
+    const int H = plan.H;
+    const int64_t grain = (plan.num_profiled_rows + sharing_threads() - 1) / sharing_threads();
+    parallel_for(plan.num_profiled_rows, grain, [&](int64_t i) { place_row<Math>(plan, layer, plan.profiled_rows[i], q, q_stride); });
+    if (plan.num_kept_pages)
+        parallel_for(static_cast<int64_t>(plan.num_kept_pages) * H, 1, [&](int64_t i) {
+            const int place = static_cast<int>(i / H), head = static_cast<int>(i % H);
+            std::memcpy(kept_keys(plan, layer, head, place), image_of(plan, layer, head, plan.kept_chunks[place]), sizeof(T) * P * plan.D);
+        });
+    // In order of position, so that those that most rows see come first, and none that is large is waited for.
+    parallel_for(static_cast<int64_t>(plan.num_columns) * H, 1,
+                 [&](int64_t i) { sum_column<Math, T>(plan, layer, static_cast<int>(i / H), static_cast<int>(i % H)); });
+}
+
+// Recovery of one head. kept [words].
+template <class Math, class T>
+double recover(const Plan& plan, const Profile& profile, int layer, int head, const uint64_t* kept, int64_t words, int64_t local) {
+    const int steps = query_steps<Math>(plan), end = plan.positions[profile.first_row] + profile.num_rows;
+    const int64_t first = ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_rows + profile.first_kept) * plan.G;
+    const Rows rows{plan.kept_queries + first * steps, plan.kept_limits + first, end - profile.num_kept};
+    const Scratch item = scratch_of<Math>(plan);
+    alignas(64) float columns[P], weights[P];   // 1 for what is kept whichever row looks, and for what a row keeps
+    double total = 0;
+    for (int c = 0; c < profile.num_columns; c++) {
+        const Column& column = plan.columns[profile.first_column + c];
+        const int start = profile.start + c * P;
+        const uint64_t bits = start / P < words ? kept[start / P] : 0;
+        const Lookers who = lookers(plan, rows.position, profile.num_kept, start);
+        // Local tokens of the first row that looks begin before those of others.
+        if (!bits && rows.position + who.own - local + 1 >= start + P) continue;
+        for (int t = 0; t < P; t++) columns[t] = static_cast<float>(bits >> t & 1);
+        std::memset(item.sums, 0, sizeof(float) * P);
+        const auto add = [&](int row, const float* p) {
+            const int64_t near = rows.position + row - local + 1 - start;   // the first slot that is local
+            const float* by = columns;
+            if (near < P) {
+                for (int t = 0; t < P; t++) weights[t] = t >= near ? 1.0f : columns[t];
+                by = weights;
+            }
+            for (int t = 0; t < P; t += VL) store(item.sums + t, load(item.sums + t) + load(p + t) * load(by + t));
+        };
+        const auto computed = [&] {
+            Page page{nullptr, plan.kind, end - start < P ? end - start : P};
+            if (column.kept < 0) return page_at(plan, layer, head, column.computed, end - start);
+            page.image = kept_keys(plan, layer, head, column.kept);
+            return page;
+        };
+        if (who.own < who.later) {
+            make_panel<Math, T>(plan, computed(), start, item);
+            each_row<Math>(plan, rows, who.own, who.later, start, item, add);
+        }
+        if (who.later < who.end) {
+            const bool same = column.stored == column.computed;
+            if (who.own == who.later || !same) make_panel<Math, T>(plan, same ? computed() : page_at(plan, layer, head, column.stored, P), start, item);
+            each_row<Math>(plan, rows, who.later, who.end, start, item, add);
+        }
+        for (int t = 0; t < P; t++) total += item.sums[t];
+    }
+    return total / plan.G / profile.num_kept;
+}
+
+}  // namespace
+
+void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride) {
+    by_kind(plan, [&](auto math, auto number) {
+        profile_layer<decltype(math)>(plan, layer, static_cast<const decltype(number)*>(q), q_stride);
+    });
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+QUIRE_API void quire_recover(const Plan* plan, int profile, const uint64_t* kept, int64_t words, const int64_t* local, double* out) {
+    by_kind(*plan, [&](auto math, auto number) {
+        parallel_for(static_cast<int64_t>(plan->L) * plan->H, 1, [&](int64_t i) {
+            out[i] = recover<decltype(math), decltype(number)>(*plan, plan->profiles[profile], static_cast<int>(i / plan->H),
+                                                               static_cast<int>(i % plan->H), kept + i * words, words, local[i]);
+        });
+    });
+}
+
+// 32-bit elements of a query row in Plan.queries.
+QUIRE_API int64_t quire_query_steps(const Plan* plan) {
+    int64_t steps = 0;
+    by_kind(*plan, [&](auto math, auto) { steps = query_steps<decltype(math)>(*plan); });
+    return steps;
+}

@@ -1,0 +1,102 @@
+// Query rows as the product takes them, and what they see: shared by attention and by the profile of what rows look at.
+#pragma once
+#include "encoded_panels.h"
+
+namespace quire {
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+// What scores are made with: those of base 2, so that exponentials need no factor.
+inline float score_scale(int D) { return LOG2E / std::sqrt(static_cast<float>(D)); }
+
+// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`; without tables only the scale.
+template <class T>
+inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
+    const int half = D / 2;
+    if (cos == nullptr) {
+        for (int i = 0; i < D; i++) y[i] = widen(x[i]) * scale;
+        return;
+    }
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        const vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+        store(y + i, (a * c - b * s) * scale);
+        store(y + half + i, (b * c + a * s) * scale);
+    }
+    for (; i < half; i++) {
+        const float a = widen(x[i]), b = widen(x[half + i]);
+        y[i] = (a * cos[i] - b * sin[i]) * scale;
+        y[half + i] = (b * cos[i] + a * sin[i]) * scale;
+    }
+}
+
+template <class Math>
+inline void store_operand(const float* x, int D, uint32_t* out) {
+    if constexpr (Math::PAIR == 1) {
+        std::memcpy(out, x, D * 4);
+    } else {
+        bf16* half = reinterpret_cast<bf16*>(out);
+        int i = 0;
+        for (; i + VL <= D; i += VL) store(half + i, load(x + i));
+        for (; i < D; i++) half[i].bits = round_bf16(x[i]);
+    }
+}
+
+// Pairs (x[j], x[j + D/2]) of bf16.
+inline void store_halves(const float* x, int D, uint32_t* out) {
+    const int half = D / 2;
+    int j = 0;
+#if defined(__AVX512BF16__)
+    for (; j + VL <= half; j += VL) _mm512_storeu_si512(out + j, pairs_of(load(x + j), load(x + half + j)));
+#endif
+    for (; j < half; j++) out[j] = round_bf16(x[j]) | static_cast<uint32_t>(round_bf16(x[half + j])) << 16;
+}
+
+// 32-bit elements of a query row, padded to what a key panel has.
+template <class Math>
+inline int query_steps(const Plan& plan) {
+    constexpr int WIDTH = VL * Math::PAIR;
+    return plan.turns && Math::PAIR == 2 ? plan.D / 2 : (plan.D + WIDTH - 1) / WIDTH * VL;
+}
+
+// A rotated row x [D] as the panels of the plan's pages want it; padding is left as it is.
+template <class Math>
+inline void store_query(const Plan& plan, const float* x, uint32_t* out) {
+    if (Math::PAIR == 2 && plan.turns) store_halves(x, plan.D, out);
+    else store_operand<Math>(x, plan.D, out);
+}
+
+// Hides those of `slots` slots from position `start` on that a row at `position` does not see.
+inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores) {
+    int high = position + 1 - start;
+    high = high < 0 ? 0 : high > slots ? slots : high;
+    int low = plan.window ? position + 1 - plan.window - start : 0;
+    low = low < 0 ? 0 : low > high ? high : low;
+    for (int t = 0; t < low; t++) scores[t] = -INFINITY;
+    for (int t = high; t < slots; t++) scores[t] = -INFINITY;
+}
+
+// Hides the slots of a page that its mask leaves out.
+inline void hide_masked(uint64_t mask, float* scores) {
+    if (mask == ALL_SLOTS) return;
+#if defined(__AVX512F__)
+    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    for (int t = 0; t < P; t += 16) _mm512_mask_storeu_ps(scores + t, static_cast<__mmask16>(~mask >> t), hidden);
+#else
+    for (int t = 0; t < P; t++)
+        if (!(mask >> t & 1)) scores[t] = -INFINITY;
+#endif
+}
+
+// Calls body(math, number) with what the plan's format is computed in, and with a value of its type.
+template <class Body>
+inline void by_kind(const Plan& plan, const Body& body) {
+#if defined(__AVX512BF16__)
+    if (plan.kind == DENSE_BF16) return body(MathBf16{}, bf16{});
+#endif
+    if (plan.kind == DENSE_BF16) body(MathF32{}, bf16{});
+    else if (plan.kind == DENSE_F32) body(MathF32{}, float{});
+    else body(MathF32{}, f16{});
+}
+
+}  // namespace quire

@@ -1,0 +1,72 @@
+// Token slots on their way between pages, as bits: nothing is decoded or encoded. Defined by cache/codecs/slots.py.
+#include "common.h"
+
+namespace quire {
+namespace {
+
+enum PartKind : int32_t { RUN, KEY_LINE, VALUE_LINES };
+
+// Of the pages of one layout, where each slot has some of its bits.
+struct Part {
+    int32_t kind, start, size;
+};
+
+typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
+
+// Puts those bits of a word that the mask names, read from bit `from` on, to where they start at bit `to`.
+template <class Word>
+inline Word with_codes(Word old, Word source, uint32_t mask, int from, int to) {
+    return (old & ~(mask << to)) | ((source >> from & mask) << to);
+}
+
+inline void move_run(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+    from += part.start + from_slot * part.size, to += part.start + to_slot * part.size;
+    switch (part.size) {
+        case 1: *to = *from; break;
+        case 2: std::memcpy(to, from, 2); break;
+        default: std::memcpy(to, from, part.size);
+    }
+}
+
+inline void move_key(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+    constexpr uint32_t MASKS[5] = {0, 0x11111111, 0x03030303, 0, 0x000f000f};   // every fourth field of both lanes
+    uint32_t source, old;
+    std::memcpy(&source, from + part.start + 4 * (from_slot % 16), 4);
+    std::memcpy(&old, to + part.start + 4 * (to_slot % 16), 4);
+    old = with_codes(old, source, MASKS[part.size], part.size * (from_slot / 16), part.size * (to_slot / 16));
+    std::memcpy(to + part.start + 4 * (to_slot % 16), &old, 4);
+}
+
+inline void move_values(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+    const int width = part.size, per_line = 16 / width;
+    const auto line = [&](int slot) { return part.start + 64 * (slot / 2 / per_line); };
+    const auto shift = [&](int slot) { return 16 * (slot % 2) + width * (slot / 2 % per_line); };
+    const words source = *reinterpret_cast<const words*>(from + line(from_slot));
+    auto* target = reinterpret_cast<words*>(to + line(to_slot));
+    *target = with_codes(*target, source, (1u << width) - 1, shift(from_slot), shift(to_slot));
+}
+
+}  // namespace
+}  // namespace quire
+
+using namespace quire;
+
+// parts: those of all layouts, firsts: where each layout's begin; which: the layout of each of n moves. A page is named by its first byte / 128.
+QUIRE_API void quire_move_slots(uint8_t* arena, const void* parts, const int32_t* firsts, const int32_t* which, const int32_t* from_pages,
+                                const int32_t* from_slots, const int32_t* to_pages, const int32_t* to_slots, int64_t n) {
+    // Slots of a page share words, so each page is written by one thread; one that is read beside it has other bits there.
+    const int64_t shares = n < 1024 ? 1 : 4 * sharing_threads();
+    parallel_for(shares, 1, [&](int64_t share) {
+        for (int64_t i = 0; i < n; i++) {
+            if (shares > 1 && static_cast<int64_t>((static_cast<uint32_t>(to_pages[i]) * 2654435761u) >> 16) * shares >> 16 != share) continue;
+            const uint8_t* from = arena + static_cast<int64_t>(from_pages[i]) * 128;
+            uint8_t* to = arena + static_cast<int64_t>(to_pages[i]) * 128;
+            const Part* part = static_cast<const Part*>(parts) + firsts[which[i]];
+            for (const Part* end = static_cast<const Part*>(parts) + firsts[which[i] + 1]; part < end; part++) {
+                if (part->kind == RUN) move_run(*part, from, from_slots[i], to, to_slots[i]);
+                else if (part->kind == KEY_LINE) move_key(*part, from, from_slots[i], to, to_slots[i]);
+                else move_values(*part, from, from_slots[i], to, to_slots[i]);
+            }
+        }
+    });
+}

@@ -1,0 +1,224 @@
+"""Models whose heads look where they are told to, and engines whose every decision and logit is written down and then
+held to the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.engine.request import Sequence
+from quire.engine.sampler import Sampled
+from quire.llm import gather
+from quire.models.shape import ModelShape
+
+from . import engines
+from .retention_oracle import CHUNK, PUNCTUATION, Oracle, Rules, Run, Seen
+from .tiny_models import RandomWeights
+
+BOS = 256
+HEAVY = frozenset(range(ord("a"), ord("e")))
+"""Ordinary tokens that heads may be told to look at."""
+
+LOST = ord("Q")
+"""A token whose rows look everywhere alike, whatever the head is told."""
+
+_CONSTANT, _SPECIAL, _PUNCTUATION, _HEAVY = range(4)
+_NUM_FEATURES = 4
+
+
+@dataclass(frozen=True)
+class Head:
+    """How strongly a head looks at tokens of a kind, at those just before the row, and at random."""
+
+    special: float = 0.0
+    punctuation: float = 0.0
+    heavy: float = 0.0
+    near: float = 0.0
+    noise: float = 0.0
+
+
+class HeadWeights(RandomWeights):
+    """Random weights but for the queries and keys of heads, [L][H] (all query heads of a kv head look alike, unless
+    there are as many `queries`, by layer and query head, with a share of it each).
+
+    The first channels of the residual stream say what a token is and are never written to.
+    """
+
+    def __init__(
+        self, shape: ModelShape, heads: list[list[Head]], seed: int = 0, shares: list[float] | None = None
+    ) -> None:
+        super().__init__(shape, seed)
+        self.heads = heads
+        self.shares = shares or [1.0] * shape.num_q_heads
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        found = super().tensor(name, dtype)
+        shape = self.shape
+        part = name.split(".")[-2]
+        if name == "embed.weight":
+            found[:, :_NUM_FEATURES] = 0.0
+            found[:, _CONSTANT] = 1.0
+            found[[BOS, BOS + 1], _SPECIAL] = 1.0
+            found[sorted(PUNCTUATION), _PUNCTUATION] = 1.0
+            found[sorted(HEAVY), _HEAVY] = 1.0
+            found[LOST, _CONSTANT] = 0.0
+        elif part in ("o", "down"):
+            found *= 0.3
+            found[:_NUM_FEATURES] = 0.0
+        elif part in ("q", "k"):
+            heads = self.heads[int(name.split(".")[1])]
+            found = found.view(-1, shape.head_dim, shape.hidden_size).clone()
+            group = len(found) // len(heads)
+            half = shape.head_dim // 2
+            for number, head in enumerate(heads):
+                for row in range(number * group, (number + 1) * group):
+                    share = self.shares[row] if part == "q" else 1.0
+                    found[row] *= head.noise**0.5
+                    found[row, :, :_NUM_FEATURES] = 0.0
+                    # The pair of channels that turns least, for what tokens are; those that turn most for where.
+                    if part == "q":
+                        found[row, half - 1, _CONSTANT] = share
+                        found[row, :3, _CONSTANT] = share * head.near
+                    else:
+                        found[row, half - 1, :_NUM_FEATURES] = torch.tensor(
+                            [0.0, head.special, head.punctuation, head.heavy]
+                        )
+                        found[row, :3, _CONSTANT] = 1.0
+            found = found.view(-1, shape.hidden_size)
+        return found
+
+
+@dataclass
+class Witness:
+    """Writes down what an engine does.
+
+    logits       of every token that was sampled, by sequence
+    kept         what sequences kept, after how many sealed chunks
+    is_changed   sequences that kept something else when they were computed again
+    sequences    of requests, by name
+    """
+
+    engine: Engine
+    logits: dict[Sequence, list[Tensor]] = field(default_factory=dict)
+    kept: dict[Sequence, dict[int, Seen]] = field(default_factory=dict)
+    is_changed: set[Sequence] = field(default_factory=set)
+    sequences: dict[str, list[Sequence]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        engine, sample = self.engine, self.engine.sampler.sample
+        by_row: dict[int, Sequence] = {}
+
+        def sampled(logits: Tensor, rows: Any) -> Sampled:
+            by_row.update((id(each.sample_row), each) for each in engine.scheduler.running)
+            for each, row in zip(logits, rows, strict=True):
+                self.logits.setdefault(by_row[id(row)], []).append(each[: engine.sampler.vocab_size].clone())
+            return sample(logits, rows)
+
+        engine.sampler.sample = sampled  # type: ignore[method-assign]
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """Queues a request."""
+        self.sequences[name] = list(self.engine.add(name, None, prompt, params).sequences)
+
+    def step(self, collected: dict[str, RequestOutput]) -> None:
+        """One step of the engine, which then has to be whole."""
+        for delta in self.engine.step():
+            gather(collected, delta)
+        has_news = not self.engine.scheduler.running
+        for sequence in self.engine.scheduler.running:
+            path = sequence.path
+            has_news |= path.num_tokens % CHUNK < 2 or path.num_tokens <= sequence.num_prompt + 1
+            if path.retained is not None:
+                self._note(sequence)
+        if has_news:
+            self.engine.check()
+
+    def drain(self, collected: dict[str, RequestOutput] | None = None) -> dict[str, RequestOutput]:
+        """Steps until nothing is left."""
+        collected = {} if collected is None else collected
+        steps = 0
+        while self.engine.has_work:
+            steps += 1
+            assert steps < 20_000, "the engine works and nothing ends"
+            self.step(collected)
+        return collected
+
+    def _note(self, sequence: Sequence) -> None:
+        path, known = sequence.path, self.kept.setdefault(sequence, {})
+        retained = path.retained
+        assert retained is not None
+        if path.num_tokens % CHUNK and path.num_tokens != sequence.num_prompt:
+            return
+        policies: list[list[int]] = retained.policies.tolist()
+        kept = [[frozenset(each[each >= 0].tolist()) for each in of_layer] for of_layer in retained.positions]
+        seen = Seen(policies, kept)
+        if known.setdefault(path.num_sealed, seen) != seen:
+            self.is_changed.add(sequence)
+
+
+@dataclass
+class Bench:
+    """An engine with retention, watched, and the oracle of its model and settings."""
+
+    shape: ModelShape
+    weights: RandomWeights
+    rules: Rules
+    backend: str = "cpu"
+    chunks: int = 64
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.oracle = Oracle(self.shape, self.weights, self.rules)
+        self.witness = Witness(self.engine())
+        self.runs: dict[Sequence, Run] = {}
+
+    def engine(self, **options: Any) -> Engine:
+        """An engine of the model; options come on top of those that retain."""
+        rules = self.rules
+        retain = {
+            "retain.threshold": rules.threshold,
+            "retain.frequent": rules.frequent,
+            "retain.local": rules.local,
+            "retain.chain": ",".join(rules.members),
+            "retain.profile_rows": rules.profile_rows,
+        }
+        options = {"attention.backend": self.backend, "runtime.threads": 1, **retain, **self.options, **options}
+        engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
+        retainer = engine.scheduler.manager.retainer
+        if retainer is not None:
+            retainer.retention = replace(retainer.retention, special=rules.special, punctuation=rules.punctuation)
+        return engine
+
+    def check(self) -> None:
+        """Holds all that the engine did so far to the oracle."""
+        for sequences in self.witness.sequences.values():
+            for sequence in sequences:
+                if sequence not in self.runs and (logits := self.witness.logits.get(sequence)):
+                    self.runs[sequence] = self._check(sequence, logits)
+
+    def _check(self, sequence: Sequence, logits: list[Tensor]) -> Run:
+        tokens, n = sequence.token_ids, sequence.num_prompt
+        assert len(logits) == len(tokens) - n
+        seen = self.witness.kept.get(sequence, {})
+        run = self.oracle.run(tokens, n, seen)
+        for sealed, other in seen.items():
+            assert other.policies == run.policies, f"policies after {sealed} chunks"
+        if sequence.kept_fraction is not None and not run.num_ties:
+            kept = [len(each) for of_layer in run.of_prompt for each in of_layer]
+            assert abs(sequence.kept_fraction - sum(kept) / (len(kept) * n)) < 1e-9
+        if sequence in self.witness.is_changed:
+            assert run.num_ties, "computed again, it keeps something else"
+            return run
+        differ = (torch.stack(logits) - run.logits).abs().amax(-1)
+        assert float(differ.max()) < 1e-4, f"logits differ by {differ.tolist()}"
+        if sequence.request.params.greedy:
+            chosen = run.logits.gather(1, torch.tensor(tokens[n:])[:, None])[:, 0]
+            assert (chosen >= run.logits.amax(-1) - 2e-4).all()
+        return run

@@ -1,0 +1,348 @@
+"""Retention by brute force, of one sequence: every key and value stays, every row's attention is a whole matrix, and
+what a head no longer keeps is masked out of it. Rules are loops over tokens and heads.
+
+Shares no code with `quire.attention` and `quire.cache`. Whoever computed the same with other kernels may have decided
+otherwise where two sums, or a recovery and the threshold, are equal up to rounding: such a decision is proved to be a
+tie, and followed.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.models.decoder import build_model
+from quire.models.layers import TorchOps
+from quire.models.shape import ModelShape
+from quire.models.weights import Checkpoint
+
+CHUNK = 64
+
+PUNCTUATION = frozenset(byte for byte in range(128) if unicodedata.category(chr(byte))[0] == "P")
+"""Of `tiny_models.byte_tokenizer`."""
+
+SPECIAL = ((256,), (257,))
+
+RECOVERY_TIE = 2e-5
+"""Recoveries so near to the threshold may be on either side of it."""
+
+SUM_TIE = 2e-4
+"""Sums that differ by so little of their size may be in any order."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides. Policy p keeps the members up to number p; one more than there are members keeps all."""
+
+    threshold: float
+    frequent: float = 0.3
+    local: float = 0.3
+    members: tuple[str, ...] = ("special", "punctuation", "frequent", "local")
+    profile_rows: int = 256
+    special: Sequence[Sequence[int]] = SPECIAL
+    punctuation: frozenset[int] = PUNCTUATION
+
+    def num_profiled(self, num_prompt: int) -> int:
+        return min(self.profile_rows, math.ceil(num_prompt / 4))
+
+    def marked(self, member: str, tokens: Sequence[int]) -> set[int]:
+        """Positions of special tokens, the first among them, or of punctuation."""
+        if member == "punctuation":
+            return {at for at, token in enumerate(tokens) if token in self.punctuation}
+        found = {0}
+        for mark in self.special:
+            for at in range(len(tokens) - len(mark) + 1):
+                if tuple(tokens[at : at + len(mark)]) == tuple(mark):
+                    found |= set(range(at, at + len(mark)))
+        return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What somebody else kept of the sealed tokens of a sequence: policies [L][H], and positions of each head."""
+
+    policies: list[list[int]]
+    kept: list[list[frozenset[int]]]
+
+
+@dataclass
+class Run:
+    """A sequence, computed to its end.
+
+    logits    float32 [generated, V], of the rows that generated tokens were chosen from
+    policies  [L][H]
+    kept      [L][H] positions, after how many sealed chunks; a prompt's first, without what its open chunk has
+    of_prompt [L][H] positions that are kept of the prompt
+    recovery  [L][H], of each policy up to the one that passed
+    sums      float64 [L, H, tokens] of attention, at the end
+    num_ties  decisions that were another's
+    """
+
+    logits: Tensor
+    policies: list[list[int]]
+    kept: dict[int, list[list[frozenset[int]]]]
+    of_prompt: list[list[frozenset[int]]]
+    recovery: list[list[list[float]]]
+    sums: Tensor
+    num_ties: int
+
+
+@dataclass
+class Oracle:
+    """Runs sequences of a model under the rules.
+
+    is_compact    also turn keys by their rank among what is kept, as engines do that forget positions
+    is_blind      rows after the prompt do not see themselves, as where a new token gets no slot
+    """
+
+    shape: ModelShape
+    weights: Checkpoint
+    rules: Rules
+    is_compact: bool = False
+    is_blind: bool = False
+    _num_ties: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._model = build_model(self.shape, self.weights, TorchOps(), torch.float32)
+
+    def run(self, tokens: Sequence[int], num_prompt: int, seen: Mapping[int, Seen] | None = None) -> Run:
+        """Of prompt and generated tokens.
+
+        seen  what another kept, after how many sealed chunks, to be proved equal to what is kept here up to ties
+        """
+        shape, seen = self.shape, seen or {}
+        self._num_ties = 0
+        heads = range(shape.num_kv_heads)
+        attention = _Attention(shape, len(tokens), self.is_compact, self.is_blind)
+        logits = [self._rows(attention, tokens, 0, num_prompt)[-1:]]
+        sums = torch.zeros(shape.num_layers, shape.num_kv_heads, len(tokens), dtype=torch.float64)
+        sums[..., :num_prompt] = attention.seen.double().sum(2)
+        policies: list[list[int]] = []
+        of_prompt: list[list[frozenset[int]]] = []
+        recovery: list[list[list[float]]] = []
+        sealed = num_prompt // CHUNK
+        other = seen.get(sealed)
+        for layer in range(shape.num_layers):
+            decided = [
+                self._decide(
+                    list(tokens[:num_prompt]),
+                    attention.seen[layer, head].double(),
+                    (other.policies[layer][head], other.kept[layer][head]) if other else None,
+                )
+                for head in heads
+            ]
+            policies.append([policy for policy, _, _ in decided])
+            of_prompt.append([kept for _, kept, _ in decided])
+            recovery.append([found for _, _, found in decided])
+        kept = {sealed: [[_before(each, sealed * CHUNK) for each in of_layer] for of_layer in of_prompt]}
+        at = num_prompt
+        while at < len(tokens) - 1:
+            end = min(len(tokens) - 1, (at // CHUNK + 1) * CHUNK)
+            # What is in the open chunk is visible to every head.
+            open_chunk = set(range(sealed * CHUNK, at))
+            visible = torch.zeros(shape.num_layers, shape.num_kv_heads, at, dtype=torch.bool)
+            for layer in range(shape.num_layers):
+                for head in heads:
+                    visible[layer, head, sorted(kept[sealed][layer][head] | open_chunk)] = True
+            found = self._rows(attention, tokens, at, end, visible)
+            logits.append(found)
+            sums[..., :end] += attention.seen.double().sum(2)
+            at = end
+            if at % CHUNK == 0:
+                sealed = at // CHUNK
+                before, other = kept[sealed - 1], seen.get(sealed)
+                kept[sealed] = [
+                    [
+                        self._keep_on(
+                            list(tokens[:at]),
+                            policies[layer][head],
+                            before[layer][head] | set(range(at - CHUNK, at)),
+                            sums[layer, head].tolist(),
+                            num_prompt,
+                            other.kept[layer][head] if other else None,
+                        )
+                        for head in heads
+                    ]
+                    for layer in range(shape.num_layers)
+                ]
+        return Run(
+            torch.cat(logits)[: len(tokens) - num_prompt], policies, kept, of_prompt, recovery, sums, self._num_ties
+        )
+
+    def _rows(
+        self, attention: _Attention, tokens: Sequence[int], start: int, end: int, visible: Tensor | None = None
+    ) -> Tensor:
+        """Logits of rows [start, end)."""
+        attention.begin(start, end, visible)
+        positions = torch.arange(start, end)
+        with torch.inference_mode():
+            return self._model.head(self._model.hidden(torch.tensor(tokens[start:end]), positions, attention))
+
+    def _decide(
+        self, tokens: list[int], matrix: Tensor, other: tuple[int, frozenset[int]] | None
+    ) -> tuple[int, frozenset[int], list[float]]:
+        """Policy, kept positions and recoveries of a head whose attention is `matrix`, [n, n]."""
+        rules, n = self.rules, len(tokens)
+        columns = matrix.sum(0).tolist()
+        last_rows = range(n - rules.num_profiled(n), n)
+        kept: set[int] = set()
+        window = 0
+        recovery: list[float] = []
+        found: list[tuple[frozenset[int], float | None, list[int]]] = []
+        cut: float | None = None
+        candidates: list[int] = []
+        for member in rules.members:
+            if member == "local":
+                window = math.ceil(rules.local * n)
+            elif member == "frequent":
+                candidates = [j for j in range(n) if j not in kept and j < n - window]
+                candidates.sort(key=lambda j: (-columns[j], j))
+                best = candidates[: math.ceil(rules.frequent * n)]
+                cut = columns[best[-1]] if best else None
+                kept |= set(best)
+            else:
+                kept |= rules.marked(member, tokens)
+            if window:
+                # Judged over the last rows alone, each with its own last tokens.
+                masses = []
+                for i in last_rows:
+                    row = matrix[i].tolist()
+                    masses.append(sum(row[j] for j in range(i + 1) if j in kept or i - j < window))
+                recovery.append(sum(masses) / len(masses))
+            else:
+                recovery.append(sum(columns[j] for j in kept) / n)
+            found.append((frozenset(kept | set(range(n - window, n))), cut, candidates))
+            if recovery[-1] >= rules.threshold and (other is None or other[0] < len(found)):
+                break
+        full = len(rules.members)
+        passed = [policy for policy, each in enumerate(recovery) if each >= rules.threshold]
+        policy = passed[0] if passed else full
+        if other is not None and other[0] != policy:
+            wrong = f"policy {other[0]} where recoveries are {recovery}"
+            assert all(each < rules.threshold + RECOVERY_TIE for each in recovery[: other[0]]), wrong
+            assert other[0] == full or recovery[other[0]] >= rules.threshold - RECOVERY_TIE, wrong
+            policy = other[0]
+            self._num_ties += 1
+        if policy == full:
+            keeps, cut, candidates = frozenset(range(n)), None, []
+        else:
+            keeps, cut, candidates = found[policy]
+        if other is not None:
+            keeps = self._same(keeps, other[1], n // CHUNK * CHUNK, columns, cut, candidates)
+        return policy, keeps, recovery[: policy + 1]
+
+    def _keep_on(
+        self,
+        tokens: list[int],
+        policy: int,
+        alive: set[int],
+        sums: list[float],
+        num_prompt: int,
+        other: frozenset[int] | None,
+    ) -> frozenset[int]:
+        """What a head keeps of the tokens it has, once all of `tokens` are sealed."""
+        rules = self.rules
+        cut: float | None = None
+        candidates: list[int] = []
+        if policy == len(rules.members):
+            kept = set(alive)
+        else:
+            members = rules.members[: policy + 1]
+            kept = set()
+            for member in ("special", "punctuation"):
+                if member in members:
+                    kept |= rules.marked(member, tokens)
+            if "local" in members:
+                kept |= set(range(len(tokens) - math.ceil(rules.local * num_prompt), len(tokens)))
+            kept &= alive
+            if "frequent" in members:
+                candidates = sorted(alive - kept, key=lambda j: (-sums[j], j))
+                best = candidates[: math.ceil(rules.frequent * len(tokens))]
+                cut = sums[best[-1]] if best else None
+                kept |= set(best)
+        if other is None:
+            return frozenset(kept)
+        return self._same(frozenset(kept), other, len(tokens), sums, cut, candidates)
+
+    def _same(
+        self,
+        own: frozenset[int],
+        other: frozenset[int],
+        sealed: int,
+        sums: list[float],
+        cut: float | None,
+        candidates: list[int],
+    ) -> frozenset[int]:
+        """What is kept, if two who decided did so alike up to ties; of tokens that are not sealed only one knows."""
+        differ = _before(own, sealed) ^ other
+        if not differ:
+            return own
+        assert cut is not None, f"kept differently: {sorted(differ)}"
+        for j in sorted(differ):
+            assert j in candidates and abs(sums[j] - cut) <= SUM_TIE * cut + 1e-6, (
+                f"token {j}, attention {sums[j]}, cut at {cut}: here {j in own}, there {j in other}"
+            )
+        self._num_ties += 1
+        return other | {j for j in own if j >= sealed}
+
+
+def _before(positions: frozenset[int], end: int) -> frozenset[int]:
+    return frozenset(each for each in positions if each < end)
+
+
+class _Attention:
+    """What a model asks for attention: keys and values of all rows so far, as they were computed."""
+
+    def __init__(self, shape: ModelShape, num_tokens: int, is_compact: bool, is_blind: bool) -> None:
+        self.shape = shape
+        self.is_compact, self.is_blind = is_compact, is_blind
+        size = shape.num_layers, num_tokens, shape.num_kv_heads, shape.head_dim
+        self.keys, self.values = torch.zeros(size), torch.zeros(size)
+        self.tables = None
+        if shape.rope is not None:
+            self.tables = tuple(torch.from_numpy(part) for part in shape.rope.tables(shape.max_context))
+
+    def begin(self, start: int, end: int, visible: Tensor | None) -> None:
+        """Rows [start, end) come next; of the tokens before them heads see what `visible` says, bool [L, H, start]."""
+        shape = self.shape
+        self.start, self.end = start, end
+        rows, columns = torch.arange(start, end), torch.arange(end)
+        seen = (columns <= rows[:, None]).expand(shape.num_layers, shape.num_kv_heads, -1, -1).clone()
+        if visible is not None:
+            seen[..., :start] &= visible[:, :, None]
+            if self.is_blind:
+                seen &= columns != rows[:, None]
+        self.visible = seen
+        # float32 [L, H, rows, columns], the mean over the query heads of a kv head.
+        self.seen = torch.zeros(seen.shape)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.keys[layer, self.start : self.end] = k
+        self.values[layer, self.start : self.end] = v
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        shape = self.shape
+        visible = self.visible[layer]
+        at = torch.arange(self.end).expand(shape.num_kv_heads, -1)
+        if self.is_compact:
+            at = (visible.any(1).cumsum(-1) - 1).clamp(min=0)
+        q = q.unflatten(1, (shape.num_kv_heads, -1)).permute(1, 2, 0, 3)  # [H, G, R, D]
+        q = self._rotate(q, at[:, None, self.start :])
+        k = self._rotate(self.keys[layer, : self.end].transpose(0, 1), at)  # [H, T, D]
+        v = self.values[layer, : self.end].transpose(0, 1)
+        scores = torch.einsum("hgrd,htd->hgrt", q, k) / math.sqrt(shape.head_dim)
+        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        self.seen[layer] = weights.mean(1)
+        return torch.einsum("hgrt,htd->rhgd", weights, v).flatten(1)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.tables is None:
+            return x
+        cos, sin = (table[positions] for table in self.tables)
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

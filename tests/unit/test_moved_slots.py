@@ -1,0 +1,181 @@
+"""Slots that are moved between pages give the bytes that encoding their tokens in the new places would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cache.codecs import Codec
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.codecs.slots import Moves
+from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
+from quire.kernels.levels import supported_levels
+
+from ..kernels.pages import KINDS, use_level, vectors
+from ..nuq_tables import random_tables
+
+L, H = 2, 2
+CODECS: dict[str, Codec] = {
+    **{f"dense {str(dtype)[6:]} {dim}": DenseCodec(dim, dtype)
+       for dtype, dim in ((torch.bfloat16, 64), (torch.float32, 64), (torch.float16, 80), (torch.bfloat16, 3),
+                          (torch.float32, 5))},
+    **{f"g4 {dim}": GroupCodec(dim) for dim in (2, 62, 64, 66, 130)},
+    **{f"nuq{bits} of {slots}": NuqCodec(
+           f"nuq{bits}", random_tables(L, H, 64, bits, key_bits=[bits], value_bits=[bits], slots=[slots]))
+       for bits, slots in ((4, 1), (3, 1), (2, 1), (3, 0), (2, 2))},
+    **{f"mixed {dim}": NuqCodec("nuq3", random_tables(L, H, dim, dim)) for dim in (16, 48, 80, 128)},
+}  # fmt: skip
+
+
+class Pages:
+    """Pages of a codec for each layer and head, and the tokens they hold.
+
+    ids     int32 [L, H, n]
+    tokens  [L, H, 2, n, P, D], keys and values
+    """
+
+    def __init__(self, codec: Codec, num_pages: int, seed: int) -> None:
+        self.codec = codec
+        dtype = getattr(codec, "dtype", torch.float32)
+        dim: int = codec.head_dim  # type: ignore[attr-defined]
+        shape = (L, H, 2, num_pages, PAGE_TOKENS, dim)
+        kinds = [vectors(kind, shape, dtype, seed) for kind in KINDS if kind not in ("zeros", "subnormal")]
+        which = torch.randint(len(kinds), (*shape[:-1], 1), generator=torch.Generator().manual_seed(seed))
+        self.tokens = torch.stack(kinds).gather(0, which.expand(shape)[None])[0]
+        self.sizes = np.broadcast_to(codec.page_bytes, (L, H))
+        slab = int(self.sizes.max()) * num_pages
+        self.pool = PagePool(8 * slab, slab_bytes=slab)
+        self.pool.arena.fill_(0xFF)
+        self.ids = np.stack([self.pool.take(num_pages, int(size)) for size in self.sizes.flat]).reshape(L, H, -1)
+        for layer, head in np.ndindex(L, H):
+            self.store(self.pool, layer, head)
+
+    def store(self, pool: PagePool, layer: int, head: int) -> None:
+        images = self.codec.encode(layer, head, *self.tokens[layer, head])
+        pool.store(self.ids[layer, head], int(self.sizes[layer, head]), images)
+
+    def moved(self, moves: Moves) -> torch.Tensor:
+        """The arena after encoding all tokens in their new places."""
+        where = [torch.from_numpy(array.astype(np.int64)) for array in (moves.layers, moves.heads)]
+        index = np.zeros(self.pool.num_bytes // UNIT, np.int64)
+        index[self.ids] = np.arange(self.ids.shape[-1])
+        fro, to = (torch.from_numpy(index[pages]) for pages in (moves.from_pages, moves.to_pages))
+        tokens = self.tokens.permute(0, 1, 3, 4, 2, 5).clone()
+        tokens[*where, to, torch.from_numpy(moves.to_slots).long()] = tokens[
+            *where, fro, torch.from_numpy(moves.from_slots).long()
+        ]
+        self.tokens = tokens.permute(0, 1, 4, 2, 3, 5).contiguous()
+        pool = PagePool(self.pool.num_bytes, slab_bytes=self.pool.slab_bytes)
+        pool.arena.copy_(self.pool.arena)
+        for layer, head in np.ndindex(L, H):
+            self.store(pool, layer, head)
+        return pool.arena
+
+
+def random_moves(pages: Pages, seed: int, share: float) -> Moves:
+    """Of every head so many of its slots, overwritten with others, several of them with the same one."""
+    random = np.random.default_rng(seed)
+    found = []
+    for layer, head in np.ndindex(L, H):
+        order = random.permutation(pages.ids.shape[-1] * PAGE_TOKENS)
+        count = max(1, int(share * len(order)))
+        to, fro = order[:count], random.choice(order[count:], count)
+        ids = pages.ids[layer, head]
+        places = (ids[fro // PAGE_TOKENS], fro % PAGE_TOKENS, ids[to // PAGE_TOKENS], to % PAGE_TOKENS)
+        found.append([np.full(count, layer), np.full(count, head), *places])
+    order = random.permutation(sum(len(part[0]) for part in found))
+    return Moves(*(np.concatenate(column)[order].astype(np.int32) for column in zip(*found, strict=True)))
+
+
+def move_in_torch(codec: Codec, arena: torch.Tensor, moves: Moves) -> None:
+    slots = codec.slots  # type: ignore[attr-defined]
+    which = np.zeros(len(moves), np.int32) if slots.of is None else slots.of[moves.layers, moves.heads]
+    slots.move_in_torch(arena, which, (moves.from_pages, moves.from_slots, moves.to_pages, moves.to_slots))
+
+
+def check(codec: Codec, num_pages: int, share: float, seed: int) -> None:
+    pages = Pages(codec, num_pages, seed)
+    moves = random_moves(pages, seed, share)
+    before, plain = pages.pool.arena.clone(), pages.pool.arena.clone()
+    expected = pages.moved(moves)
+    codec.move(pages.pool.arena, moves)
+    move_in_torch(codec, plain, moves)
+    assert not torch.equal(before, expected)
+    for name, arena in (("torch", plain), ("C++", pages.pool.arena)):
+        differ = (arena != expected).nonzero()[:, 0].tolist()
+        assert not differ, f"{name}: bytes {differ[:8]} of the arena differ; pages are at {(pages.ids * UNIT).tolist()}"
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.9])
+def test_moved_tokens_are_those_encoded_in_their_new_slots(name: str, share: float, seed: int) -> None:
+    check(CODECS[name], 3, share, seed)
+
+
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from(sorted(CODECS)),
+    num_pages=st.integers(1, 4),
+    share=st.floats(0, 0.95),
+    seed=st.integers(0, 2**20),
+)
+def test_any_moves(name: str, num_pages: int, share: float, seed: int) -> None:
+    check(CODECS[name], num_pages, share, seed)
+
+
+@settings(max_examples=25)
+@given(
+    dim=st.sampled_from([16, 32, 48, 64]),
+    key_bits=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    value_bits=st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    slots=st.lists(st.integers(0, 2), min_size=1, max_size=2),
+    seed=st.integers(0, 2**20),
+)
+def test_any_tables(dim: int, key_bits: list[int], value_bits: list[int], slots: list[int], seed: int) -> None:
+    tables = random_tables(L, H, dim, seed, key_bits=key_bits, value_bits=value_bits, slots=slots)
+    check(NuqCodec("nuq3", tables), 3, 0.4, seed)
+
+
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("name", ["dense bfloat16 3", "g4 66", "mixed 80"])
+def test_every_cpu_level_moves_the_same_bytes(level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_level(level, monkeypatch)
+    check(CODECS[name], 3, 0.4, 0)
+
+
+@pytest.mark.parametrize("name", ["dense bfloat16 64", "g4 64", "mixed 16"])
+def test_so_many_moves_that_threads_share_them(name: str) -> None:
+    check(CODECS[name], 16, 0.5, 0)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
+    """A token moved into a page of other ones decodes as it did."""
+    codec = CODECS[name]
+    pages = Pages(codec, 2, seed)
+    for fro, to in ((0, 63), (63, 0), (17, 34), (48, 15)):
+        one, other = pages.ids[1, 0]
+        places = [np.array([place], np.int32) for place in (1, 0, one, fro, other, to)]
+        codec.move(pages.pool.arena, Moves(*places))
+        k, v = codec.decode(1, 0, pages.pool.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
+        assert torch.equal(k[0, fro], k[1, to]) and torch.equal(v[0, fro], v[1, to])
+
+
+def test_no_moves_do_nothing() -> None:
+    pages = Pages(CODECS["g4 64"], 2, 0)
+    before = pages.pool.arena.clone()
+    pages.codec.move(pages.pool.arena, Moves(*np.zeros((6, 0), np.int32)))
+    assert torch.equal(before, pages.pool.arena)
+
+
+@pytest.mark.parametrize("slot", [-1, 64])
+def test_a_slot_past_the_page_is_a_mistake(slot: int) -> None:
+    pages = Pages(CODECS["g4 64"], 2, 0)
+    one, other = pages.ids[0, 0]
+    with pytest.raises(AssertionError, match="slots past a page"):
+        pages.codec.move(pages.pool.arena, Moves(*np.array([[0], [0], [one], [3], [other], [slot]], np.int32)))

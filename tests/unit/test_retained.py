@@ -1,0 +1,379 @@
+"""What retention leaves of sequences: the right tokens in the right slots, no page more than they need, and everything
+given back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.sums import SumsCodec
+from quire.cache.manager import CacheManager, Need
+from quire.cache.page import PAGE_TOKENS, PagePool
+from quire.cache.policies import Chain
+from quire.cache.retention import Decided, Retention
+from quire.cache.segment import ChunkTable, Path
+from quire.cache.tree import PrefixTree
+
+L, H, D = 2, 2, 8
+CODEC = DenseCodec(D, torch.float32)
+CHAIN = Chain(0.9, frequent=0.2, local=0.3)
+FULL = CHAIN.full
+
+
+@dataclass(eq=False)
+class Holder:
+    """A sequence, as the manager sees one."""
+
+    prompt: list[int]
+    generated: list[int] = field(default_factory=list)
+    namespace: Hashable = "model"
+    reads_cache: bool = True
+    num_preemptions: int = 0
+    path: Path = field(default_factory=Path)
+    # By position: which tokens heads keep, bool [L, H, n], as a plain list of rules would have it.
+    kept: NDArray[np.bool_] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt + self.generated
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+
+def make_manager(chunks: int, *, share: bool = True, rows: int = 16) -> CacheManager:
+    size = CODEC.page_bytes * L * H
+    pool = PagePool(chunks * size, slab_bytes=CODEC.page_bytes)
+    pool.arena.fill_(0xFF)
+    table = ChunkTable(pool, L, H, CODEC, sums=SumsCodec())
+    retention = Retention(CHAIN, special=[[1]], punctuation=frozenset([2]), profile_rows=rows)
+    return CacheManager(table, PrefixTree((L, H)) if share else None, retention=retention)
+
+
+def values(layer: int, head: int, positions: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    return (((tokens * 3 + layer) * 5 + head) * 4096 + positions).astype(np.float32)
+
+
+def ranks(holder: Holder, layer: int, head: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Attention of tokens: it does not depend on how the prompt was cut."""
+    tokens = np.array(holder.token_ids)[positions]
+    return ((tokens * 7919 + positions * 104729 + layer * 31 + head * 17) % 997).astype(np.float32) / np.float32(997)
+
+
+def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
+    """Keys and values that say whose they are, and sums that rank tokens."""
+    table, path = manager.table, holder.path
+    assert table.masks is not None
+    for index in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+        at = np.arange(max(start, index * PAGE_TOKENS), min(end, (index + 1) * PAGE_TOKENS))
+        slots, row = torch.from_numpy(at % PAGE_TOKENS), index - path.num_gone
+        for layer in range(L):
+            for head in range(H):
+                numbers = values(layer, head, at, np.array(holder.token_ids)[at])
+                page = table.pool.rows(CODEC.page_bytes)[table.pages[path.chunks[row], layer, head]]
+                page.view(torch.float32).view(2, PAGE_TOKENS, D)[:, slots] = torch.from_numpy(numbers)[:, None]
+                if len(path.sums) and table.masks[path.sums[row], layer, head]:
+                    sums = table.pool.rows(256)[table.pages[path.sums[row], layer, head]].view(torch.float32)
+                    sums[slots] += torch.from_numpy(ranks(holder, layer, head, at))
+
+
+def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
+    """Computes the prompt in slices of so many tokens at most."""
+    while holder.path.num_tokens < holder.num_prompt:
+        manager.match_again(holder)
+        start = holder.path.num_tokens
+        end = min(manager.slice_end(holder), max(start + most // 64 * 64, manager.undivided(holder)))
+        if start + most < end and end < holder.num_prompt:
+            end = start + most // 64 * 64
+        assert manager.extend(holder, end)
+        write(manager, holder, start, end)
+        manager.commit(holder, end)
+        manager.check()
+
+
+def start(manager: CacheManager, holder: Holder, policies: list[list[int]], most: int = 10**6) -> bool:
+    if manager.admit(holder) is None:
+        return False
+    compute(manager, holder, most)
+    retain(manager, holder, policies)
+    return True
+
+
+def retain(manager: CacheManager, holder: Holder, policies: list[list[int]]) -> None:
+    n = holder.num_prompt
+    sums = manager.sums_of(holder)
+    expected = [[ranks(holder, layer, head, np.arange(n)) for head in range(H)] for layer in range(L)]
+    assert np.array_equal(sums, np.array(expected)), "sums are not those of the prompt's tokens"
+    kept = np.ones((L, H, n), bool)
+    for layer in range(L):
+        for head in range(H):
+            kept[layer, head] = by_rules(holder, layer, head, policies[layer][head], kept[layer, head], n)
+    decided = Decided(np.array(policies, np.uint8), kept, np.full((L, H, FULL + 1), np.nan), CHAIN)
+    manager.retain(holder, decided)
+    holder.kept = kept.copy()
+    holder.kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is in an open chunk is not dropped yet
+    manager.check()
+
+
+def by_rules(
+    holder: Holder, layer: int, head: int, policy: int, before: NDArray[np.bool_], n: int
+) -> NDArray[np.bool_]:
+    """The members' rules, one token after the other."""
+    tokens = holder.token_ids[:n]
+    if policy == FULL:
+        return np.ones(n, bool)
+    wanted = [j == 0 or tokens[j] == 1 or (policy >= 1 and tokens[j] == 2) for j in range(n)]
+    if policy >= 3:
+        wanted = [each or j >= n - CHAIN.num_local(holder.num_prompt) for j, each in enumerate(wanted)]
+    kept = np.array(wanted) & before
+    if policy >= 2:
+        others = [j for j in range(n) if before[j] and not wanted[j]]
+        found = ranks(holder, layer, head, np.arange(n))
+        others.sort(key=lambda j: (-found[j], j))
+        kept[others[: CHAIN.num_frequent(n)]] = True
+    return kept
+
+
+def decode(manager: CacheManager, holder: Holder, tokens: list[int]) -> None:
+    """Generates tokens; whenever a chunk is full, what is kept is asked again."""
+    for token in tokens:
+        holder.generated.append(token)
+        position = holder.path.num_tokens
+        assert manager.slice_end(holder) == position + 1
+        assert manager.extend(holder, position + 1)
+        write(manager, holder, position, position + 1)
+        manager.commit(holder, position + 1)
+        if holder.path.num_tokens % PAGE_TOKENS == 0:
+            n = holder.path.num_tokens
+            assert holder.kept is not None
+            before = np.concatenate((holder.kept, np.ones((L, H, n - holder.kept.shape[-1]), bool)), -1)
+            policies = holder.path.retained.policies if holder.path.retained is not None else np.full((L, H), FULL)
+            holder.kept = np.array(
+                [[by_rules(holder, la, h, int(policies[la, h]), before[la, h], n) for h in range(H)] for la in range(L)]
+            )
+    manager.check()
+
+
+def read(manager: CacheManager, holder: Holder) -> dict[tuple[int, int], set[float]]:
+    """The keys in the sealed slots that each head sees."""
+    table, path = manager.table, holder.path
+    found: dict[tuple[int, int], set[float]] = {}
+    for layer in range(L):
+        for head in range(H):
+            seen: list[float] = []
+            for row in path.chunks[: path.num_sealed - path.num_gone].tolist():
+                mask = int(table.masks[row, layer, head])
+                if mask:
+                    image = table.pool.load(table.pages[row, layer, head : head + 1], CODEC.page_bytes)
+                    keys, values = CODEC.decode(layer, head, image)
+                    assert torch.equal(keys, values)
+                    seen += [float(keys[0, t, 0]) for t in range(PAGE_TOKENS) if mask >> t & 1]
+            assert len(set(seen)) == len(seen), "a token is seen twice"
+            found[layer, head] = set(seen)
+    return found
+
+
+def check_tokens(manager: CacheManager, holder: Holder) -> None:
+    sealed = holder.path.num_sealed * PAGE_TOKENS
+    assert holder.kept is not None
+    for (layer, head), seen in read(manager, holder).items():
+        at = np.flatnonzero(holder.kept[layer, head, :sealed])
+        expected = values(layer, head, at, np.array(holder.token_ids)[at])
+        assert seen == set(expected.tolist()), f"layer {layer} head {head}"
+
+
+def expected_bytes(holder: Holder) -> int:
+    """Kept sealed tokens in whole pages, the open chunk, and sums of heads that need them."""
+    path = holder.path
+    assert holder.kept is not None and path.retained is not None
+    sealed = holder.kept[..., : path.num_sealed * PAGE_TOKENS].sum(-1)
+    pages = -(-sealed // PAGE_TOKENS)
+    is_open = path.num_tokens > path.num_sealed * PAGE_TOKENS
+    policies = path.retained.policies
+    ranked = (policies >= 2) & (policies < FULL)
+    return int((pages + is_open).sum() * CODEC.page_bytes + ((pages + is_open) * ranked).sum() * 256)
+
+
+MIXED = [[0, 1], [2, 3]]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).choice([1, 2, *range(3, 30)], length).tolist()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 640])
+def test_pages_are_those_of_the_tokens_that_are_kept(length: int, share: bool) -> None:
+    manager = make_manager(60, share=share)
+    holder = Holder(prompt(length))
+    assert start(manager, holder, MIXED)
+    check_tokens(manager, holder)
+    assert manager.stats()["bytes_used"] == expected_bytes(holder)
+    for _ in range(3):
+        decode(manager, holder, prompt(100, len(holder.token_ids)))
+        check_tokens(manager, holder)
+        assert manager.stats()["bytes_used"] == expected_bytes(holder)
+    manager.release(holder)
+    manager.check()
+    assert manager.stats()["bytes_used"] == 0
+
+
+def test_a_second_request_is_admitted_into_what_the_first_has_freed() -> None:
+    # 20 chunks and what sums take: a prompt of 16 alone.
+    manager = make_manager(21, share=False)
+    first, second = Holder(prompt(16 * 64)), Holder(prompt(8 * 64, 1))
+    assert manager.admit(first) is not None
+    compute(manager, first)
+    assert manager.admit(second) is None
+    retain(manager, first, MIXED)
+    assert start(manager, second, MIXED)
+    decode(manager, first, prompt(70, 2))
+    for holder in (first, second):
+        check_tokens(manager, holder)
+        manager.release(holder)
+    assert manager.table.pool.bytes_out == 0
+
+
+def test_all_full_is_as_without_retention() -> None:
+    manager = make_manager(40)
+    holder = Holder(prompt(300))
+    assert start(manager, holder, [[FULL] * H] * L)
+    assert holder.path.retained is None and holder.path.num_shared == 4
+    assert not len(holder.path.sums)
+    decode(manager, holder, prompt(100, 1))
+    assert holder.path.num_shared == 6, "answers are shared as ever"
+
+
+def test_full_heads_go_on_reading_what_is_shared() -> None:
+    manager = make_manager(60)
+    holder = Holder(prompt(300))
+    assert start(manager, holder, [[FULL, 0], [1, 2]])
+    assert manager.tree is not None
+    (segment,) = {id(each): each for each in holder.path.segments}.values()
+    assert segment.locks.tolist() == [[1, 0], [0, 0]]
+    check_tokens(manager, holder)
+    # Under pressure the tree lets go of all, and the head keeps its pages.
+    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    assert manager.tree.num_chunks == 0
+    manager.check()
+    check_tokens(manager, holder)
+    again = Holder(prompt(300))
+    assert start(manager, again, [[FULL, 0], [1, 2]])
+    for each in (holder, again):
+        decode(manager, each, prompt(130, 5))
+        check_tokens(manager, each)
+        manager.release(each)
+    manager.check()
+    assert manager.stats()["bytes_used"] == 0
+
+
+def test_many_readers_read_in_place() -> None:
+    """Where copies would take more bytes than the shared pages, these are read through masks."""
+    manager = make_manager(80)
+    holders = [Holder(prompt(640)) for _ in range(6)]
+    for holder in holders:
+        assert start(manager, holder, [[3, 3], [3, 3]])
+        check_tokens(manager, holder)
+    in_place = [holder.path.retained.in_place.any() for holder in holders]
+    assert not in_place[0] and in_place[-1]
+    # Ten shared chunks once, and not six times half of them.
+    assert manager.stats()["bytes_used"] < 22 * CODEC.page_bytes * L * H
+    for holder in holders:
+        decode(manager, holder, prompt(130, 7))
+        check_tokens(manager, holder)
+    for holder in holders:
+        manager.release(holder)
+    manager.check()
+    assert manager.stats()["bytes_used"] == 0
+
+
+def test_a_prompt_is_found_as_far_as_its_sums_are_kept() -> None:
+    manager = make_manager(80)
+    first = Holder(prompt(640))
+    assert start(manager, first, MIXED)
+    again = Holder(prompt(640))
+    assert manager.admit(again) is not None
+    assert again.path.num_shared == (640 - 16) // 64
+    compute(manager, again)
+    retain(manager, again, MIXED)
+    # Another that begins alike: nothing is known of where it leaves the first, and then it is.
+    for seed, known in ((3, 0), (4, 5), (3, 9)):
+        other = Holder(prompt(640)[: 5 * 64 + 10] + prompt(300, seed))
+        assert manager.admit(other) is not None
+        assert other.path.num_shared == known
+        compute(manager, other)
+        retain(manager, other, MIXED)
+        check_tokens(manager, other)
+        manager.release(other)
+
+
+def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> None:
+    manager = make_manager(80)
+    first, second = Holder(prompt(640)), Holder(prompt(640))
+    assert manager.admit(first) is not None and manager.admit(second) is not None
+    assert not manager.is_coming(first) and manager.is_coming(second)
+    assert manager.extend(first, 128)
+    write(manager, first, 0, 128)
+    manager.commit(first, 128)
+    assert manager.is_coming(second)
+    compute(manager, first)
+    assert not manager.is_coming(second)
+    assert manager.match_again(second) == 576
+    compute(manager, second)
+    for holder in (first, second):
+        retain(manager, holder, MIXED)
+        check_tokens(manager, holder)
+
+
+def test_who_is_waited_for_may_end() -> None:
+    manager = make_manager(80)
+    first, second = Holder(prompt(640)), Holder(prompt(640))
+    assert manager.admit(first) is not None and manager.admit(second) is not None
+    manager.release(first)
+    assert not manager.is_coming(second)
+    compute(manager, second)
+    retain(manager, second, MIXED)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), share=st.booleans(), chunks=st.sampled_from([30, 48, 90]))
+def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
+    """Sequences come, decode and go in any order; each keeps what the rules say, in the pages that takes."""
+    manager = make_manager(chunks, share=share)
+    live: list[Holder] = []
+    beginnings = [prompt(length, seed) for length, seed in ((0, 0), (192, 1), (330, 2))]
+    for _ in range(data.draw(st.integers(2, 9))):
+        what = data.draw(st.sampled_from(["start", "start", "decode", "end"]))
+        if what == "start":
+            tokens = data.draw(st.sampled_from(beginnings)) + prompt(
+                data.draw(st.integers(1, 200)), data.draw(st.integers(0, 3))
+            )
+            policies = [[data.draw(st.integers(0, FULL)) for _ in range(H)] for _ in range(L)]
+            holder = Holder(tokens)
+            if start(manager, holder, policies, data.draw(st.sampled_from([128, 10**6]))):
+                live.append(holder)
+            else:
+                assert live, "alone, it fits"
+        elif live:
+            holder = live[data.draw(st.integers(0, len(live) - 1))]
+            if what == "end":
+                live.remove(holder)
+                manager.release(holder)
+            elif manager._fits(Need(4, sums=4)):
+                decode(manager, holder, prompt(data.draw(st.integers(1, 130)), 9))
+        manager.check()
+        for holder in live:
+            check_tokens(manager, holder)
+    for holder in live:
+        manager.release(holder)
+    manager.check()
+    assert manager.stats()["bytes_used"] == 0

@@ -1,0 +1,82 @@
+"""Retention of encoded pages: their slots move as codes, and are rotated where they stood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+from quire.errors import ConfigError
+from quire.llm import gather
+from tests import engines
+from tests.engines import drain, generate
+from tests.tiny_models import tiny_shape
+
+CODECS = ["g4", "nuq3"]
+LONG = SamplingParams(max_tokens=140, temperature=0.0, ignore_eos=True)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_engine(codec: str, chunks: int = 300, **options: object) -> Engine:
+    shape = tiny_shape(max_context=1024, head_dim=16 if codec == "g4" else 64)
+    settings = {"cache.codec": codec, "retain.threshold": 0.4, "retain.profile_rows": 32, "cache.share": True}
+    return engines.make_engine(shape, chunks=chunks, **{**settings, **options})
+
+
+PROMPTS = [ids(300, 1), ids(70, 2), ids(200, 3), ids(5, 4)]
+
+
+def dropped(engine: Engine) -> int:
+    freed: int = engine.stats()["cache"]["bytes_retention_freed"]
+    return freed
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_both_backends_keep_and_answer_alike(codec: str) -> None:
+    made = [make_engine(codec, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
+    answers = [generate(engine, PROMPTS, LONG) for engine in made]
+    assert answers[0] == answers[1]
+    assert dropped(made[0]) == dropped(made[1]) > 0
+    assert answers[1] != generate(make_engine(codec, **{"retain.threshold": 2.0}), PROMPTS, LONG), "nothing was dropped"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_hits_answer_like_misses_and_all_is_given_back(codec: str) -> None:
+    engine = make_engine(codec)
+    cold = generate(engine, PROMPTS, LONG)
+    assert generate(engine, [*PROMPTS, *PROMPTS], LONG) == [*cold, *cold]
+    assert engine.stats()["prefill_tokens_cached"] > 0
+    assert engine.holds_nothing
+    manager = engine.scheduler.manager
+    assert manager.tree is not None
+    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    engine.check()
+    assert manager.table.pool.bytes_out == 0
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_preemption_changes_no_token(codec: str) -> None:
+    """Prompt and decision are made again, and what was generated is replayed against what it saw."""
+    expected = generate(make_engine(codec), PROMPTS, LONG)
+    engine = make_engine(codec)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), None, prompt, LONG)
+    outputs: dict[str, RequestOutput] = {}
+    for step in range(95):
+        for delta in engine.step():
+            gather(outputs, delta)
+        if step % 30 == 20:
+            engine.scheduler._preempt(engine.scheduler.running[step % 4])
+    assert engine.stats()["preemptions"] == 3
+    drain(engine, outputs)
+    assert [outputs[str(index)].outputs[0].token_ids for index in range(4)] == expected
+
+
+def test_a_chain_that_would_drop_exact_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"retain.chain.*special"):
+        make_engine("nuq3", **{"retain.chain": "frequent,local"})

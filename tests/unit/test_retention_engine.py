@@ -1,0 +1,335 @@
+"""Engines that retain, held to an oracle of one sequence that keeps everything and masks: what heads keep, and every
+logit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.request import Sequence, State
+from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
+from tests.retention_oracle import SPECIAL, Rules
+from tests.tiny_models import tiny_shape
+
+MEMBERS = ("special", "punctuation", "frequent", "local")
+LENGTHS = (1, 2, 5, 40, 63, 64, 65, 100, 127, 128, 129, 160, 191, 192, 193, 256, 257, 300)
+
+
+def greedy(count: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, **changes)
+
+
+def drawn_prompt(rng: random.Random, length: int) -> list[int]:
+    """Bytes, a few of them punctuation, and now and then a special token."""
+    tokens = [rng.choice([*range(97, 123)] * 3 + [*b" ,.:?"] + [*range(128, 200)] + [BOS]) for _ in range(length)]
+    return [BOS, *tokens[1:]] if rng.random() < 0.7 else tokens
+
+
+def drawn_head(rng: random.Random) -> Head:
+    kinds = ("special", "punctuation", "heavy", "near")
+    told = {kind: rng.choice([1.0, 2.0, 4.0]) for kind in rng.sample(kinds, rng.choice([0, 1, 1, 2]))}
+    return Head(**told, noise=rng.choice([0.0, 0.5, 2.0, 4.0]))
+
+
+def drawn_bench(rng: random.Random, backend: str, **options: Any) -> Bench:
+    shape = tiny_shape(rng.choice(["llama", "llama", "qwen3", "smollm"]))
+    heads = [[drawn_head(rng) for _ in range(shape.num_kv_heads)] for _ in range(shape.num_layers)]
+    members = rng.sample(MEMBERS, rng.randint(1, 4)) if rng.random() < 0.4 else MEMBERS
+    rules = Rules(
+        threshold=rng.choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1]),
+        frequent=rng.choice([0.0, 0.02, 0.1, 0.3, 0.3, 0.6, 1.0]),
+        local=rng.choice([0.0, 0.02, 0.1, 0.3, 0.3, 0.7]),
+        members=tuple(members),
+        profile_rows=rng.choice([1, 5, 17, 64, 100]),
+        special=rng.choice([SPECIAL, SPECIAL, (*SPECIAL, (98, 97), (99, 100, 101))]),
+    )
+    options = {
+        "cache.share": rng.random() < 0.7,
+        "scheduler.max_running": 4,
+        "scheduler.token_budget": 4 + rules.profile_rows + 64 + rng.choice([0, 0, 64, 1000]),
+        **options,
+    }
+    return Bench(shape, HeadWeights(shape, heads, rng.randrange(1000)), rules, backend, options=options)
+
+
+def run_drawn_case(rng: random.Random, bench: Bench) -> None:
+    """Several prompts, perhaps with a common beginning, perhaps twice, perhaps several answers to one."""
+    witness = bench.witness
+    common = drawn_prompt(rng, rng.choice([0, 0, 64, 70, 130, 192]))
+    prompts = [common + drawn_prompt(rng, rng.choice(LENGTHS)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    count = rng.choice([1, 2, 30, 66, 100, 140, 200] if len(prompts) == 1 else [1, 30, 66, 100])
+    params = greedy(count)
+    if rng.random() < 0.15:
+        params = SamplingParams(n=2, max_tokens=count, temperature=1.0, seed=rng.randrange(99), ignore_eos=True)
+    elif rng.random() < 0.15:
+        params = greedy(count, prompt_logprobs=0)
+    collected: dict[str, RequestOutput] = {}
+    for round_number in range(rng.choice([1, 1, 2])):
+        for index, prompt in enumerate(prompts):
+            witness.add(f"{round_number} {index}", prompt[:400], params)
+            for _ in range(rng.choice([0, 0, 3])):
+                witness.step(collected)
+        if rng.random() < 0.2:
+            for _ in range(rng.randint(0, 20)):
+                witness.step(collected)
+            bench.witness.engine.abort(f"{round_number} {rng.randrange(len(prompts))}")
+            witness.engine.check()
+        witness.drain(collected)
+    bench.check()
+    stats = witness.engine.stats()["cache"]
+    assert stats["bytes_used"] == 0
+
+
+@pytest.mark.parametrize("number", range(100))
+def test_the_cpu_backend_does_what_the_oracle_does(number: int) -> None:
+    rng = random.Random(number)
+    run_drawn_case(rng, drawn_bench(rng, "cpu"))
+
+
+@pytest.mark.parametrize("number", range(100, 125))
+def test_the_reference_backend_does_what_the_oracle_does(number: int) -> None:
+    rng = random.Random(number)
+    run_drawn_case(rng, drawn_bench(rng, "reference"))
+
+
+SHAPE = tiny_shape()
+MIXED = HeadWeights(
+    SHAPE,
+    [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]],
+    seed=1,
+)
+THRIFTY = HeadWeights(SHAPE, [[Head(special=6), Head(near=6)], [Head(special=6), Head(heavy=6)]], seed=2)
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [BOS, *drawn_prompt(random.Random(seed), length - 1)]
+
+
+def answer(bench: Bench, name: str, *requests: tuple[list[int], SamplingParams]) -> list[Sequence]:
+    """The sequences of requests that come at once."""
+    for index, (prompt, params) in enumerate(requests):
+        bench.witness.add(f"{name} {index}", prompt, params)
+    bench.witness.drain()
+    return [each for index in range(len(requests)) for each in bench.witness.sequences[f"{name} {index}"]]
+
+
+def assert_same_tokens(bench: Bench, one: Sequence, other: list[int]) -> None:
+    """What a sequence of a bench that was checked says is what another said, unless two logits were equal."""
+    tokens = one.token_ids
+    assert len(tokens) == len(other)
+    at = next((i for i, pair in enumerate(zip(tokens, other, strict=True)) if pair[0] != pair[1]), None)
+    if at is not None:
+        logits = bench.runs[one].logits[at - one.num_prompt]
+        assert abs(float(logits[tokens[at]] - logits[other[at]])) < 2e-4, f"token {at} differs"
+
+
+@BACKENDS
+def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str) -> None:
+    rules = Rules(0.8, profile_rows=40)
+    bench = Bench(SHAPE, MIXED, rules, backend, chunks=26, options={"cache.share": True})
+    engine, manager = bench.witness.engine, bench.witness.engine.scheduler.manager
+    before = manager.stats()
+    asked = prompt_of(300, 1), greedy(100 if backend == "cpu" else 30)
+    found = answer(bench, "cold", asked)
+    found += answer(bench, "hit", asked)
+    assert [each.num_cached_tokens for each in found] == [0, 256]
+    found += answer(bench, "together", asked, (prompt_of(150, 2), greedy(20)), asked)[::2]
+    assert manager.tree is not None
+    seed = 3
+    while list(manager.tree.walk(engine.namespace, asked[0], 1)):
+        answer(bench, f"other {seed}", (prompt_of(250, seed), greedy(2)))
+        seed += 1
+    found += answer(bench, "after eviction", asked)
+    assert found[-1].num_cached_tokens == 0 and len(found) == 5
+    bench.check()
+    kept = {tuple(map(tuple, bench.runs[each].policies)) for each in found}
+    assert len(kept) == 1 and 0.0 < (found[0].kept_fraction or 0) < 0.9
+    for each in found[1:]:
+        assert_same_tokens(bench, each, found[0].token_ids)
+    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    engine.check()
+    after = manager.stats()
+    assert all(after[name] == before[name] for name in ("bytes_used", "bytes_cached", "bytes_free"))
+    assert manager.tree.num_chunks == manager.table.pool.bytes_out == manager.table.num_taken == 0
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_little_memory_changes_no_token(share: bool) -> None:
+    requests = [(prompt_of(length, length), greedy(180)) for length in (100, 60, 120, 70)]
+    found = []
+    for chunks in (64, 9):
+        bench = Bench(SHAPE, MIXED, Rules(0.93, profile_rows=40), chunks=chunks, options={"cache.share": share})
+        sequences = answer(bench, "x", *requests)
+        bench.check()
+        found.append((bench, sequences))
+    roomy, tight = (bench.witness.engine.stats() for bench, _ in found)
+    assert roomy["preemptions"] == 0 < tight["preemptions"] and tight["replayed_tokens"] > 0
+    assert max(sequence.num_preemptions for sequence in found[1][1]) > 0
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert_same_tokens(found[0][0], one, other.token_ids)
+        assert one.kept_fraction == other.kept_fraction
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_who_retains_needs_no_preemption_where_others_do(share: bool) -> None:
+    requests = [(prompt_of(100, seed), greedy(170)) for seed in range(4)]
+    counted = []
+    for threshold in ("off", 0.8):
+        bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=14, options={"cache.share": share})
+        if threshold == "off":
+            bench.witness = Witness(bench.engine(**{"retain.threshold": "off"}))
+        answer(bench, "x", *requests)
+        if threshold != "off":
+            bench.check()
+        counted.append(bench.witness.engine.stats())
+    assert counted[0]["preemptions"] > 0 == counted[1]["preemptions"]
+    assert counted[0]["cache"]["bytes_retention_freed"] == 0 < counted[1]["cache"]["bytes_retention_freed"]
+    assert counted[1]["steps"] < counted[0]["steps"]
+
+
+@BACKENDS
+@pytest.mark.parametrize("share", [False, True])
+def test_the_next_request_gets_the_pages_of_a_decision_in_the_next_step(backend: str, share: bool) -> None:
+    options = {"cache.share": share, "scheduler.token_budget": 512}
+    bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), backend, chunks=9, options=options)
+    first, second = (prompt_of(440, 1), greedy(10)), (prompt_of(190, 2), greedy(10))
+    for threshold in ("off", 0.8):
+        witness = bench.witness
+        if threshold == "off":
+            witness = Witness(bench.engine(**{"retain.threshold": "off"}))
+        engine = witness.engine
+        scheduler = engine.scheduler
+        witness.add("first", *first)
+        witness.add("second", *second)
+        (sequence,) = witness.sequences["first"]
+        while not sequence.num_generated:
+            witness.step({})
+            assert scheduler.running == [sequence] and len(scheduler.waiting) == 1
+        free = engine.stats()["cache"]["bytes_free"] + engine.stats()["cache"]["bytes_cached"]
+        chunk_bytes = scheduler.manager.chunk_bytes
+        witness.step({})
+        if threshold == "off":
+            assert free < 3 * chunk_bytes and len(scheduler.running) == 1 == len(scheduler.waiting)
+        else:
+            assert free > 4 * chunk_bytes and len(scheduler.running) == 2
+            assert witness.sequences["second"][0].num_computed > 0
+            assert sequence.num_generated == 2
+            witness.drain()
+    bench.check()
+
+
+@pytest.mark.parametrize("victim", ["first", "equal", "other", "late"])
+def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -> None:
+    """Of requests one of which waits for what another is about to leave, and one for room."""
+    phases = set()
+    for step in (0, 1, 2, 3, 5, 9, 40, 82, 110):
+        bench = Bench(
+            SHAPE,
+            MIXED,
+            Rules(0.8, profile_rows=40),
+            chunks=13,
+            options={"cache.share": True, "scheduler.token_budget": 110, "scheduler.max_running": 4},
+        )
+        witness = bench.witness
+        manager = witness.engine.scheduler.manager
+        assert manager.retainer is not None and manager.tree is not None
+        common = prompt_of(300, 7)
+        witness.add("first", common, greedy(70))
+        witness.add("equal", common, greedy(70))
+        witness.add("other", [*common[:130], *prompt_of(40, 8)], greedy(90))
+        witness.add("late", prompt_of(310, 9), greedy(60))
+        outputs: dict[str, RequestOutput] = {}
+        for _ in range(step):
+            witness.step(outputs)
+        (sequence,) = witness.sequences[victim]
+        phases.add(phase(bench, sequence))
+        witness.engine.abort(victim)
+        witness.engine.check()
+        witness.drain(outputs)
+        assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
+        bench.check()
+        assert not manager.retainer._coming and witness.engine.stats()["cache"]["bytes_used"] == 0
+        assert not any(segment.locks.any() or segment.users for _, segment in manager.tree.segments())
+    assert len(phases) >= 3, phases
+
+
+def phase(bench: Bench, sequence: Sequence) -> str:
+    """Where a sequence stands."""
+    path = sequence.path
+    if sequence.state is not State.RUNNING:
+        return sequence.state.value if not sequence.num_preemptions else "preempted"
+    if bench.witness.engine.scheduler.manager.is_coming(sequence):
+        return "waits for another's sums"
+    if not path.is_decided:
+        return "prompt"
+    return "decided" if path.num_sealed == sequence.num_prompt // 64 else "sealed again"
+
+
+@BACKENDS
+def test_answers_to_one_prompt_keep_alike_and_go_their_own_ways(backend: str) -> None:
+    params = SamplingParams(n=3, max_tokens=70, temperature=1.0, seed=5, ignore_eos=True)
+    bench = Bench(SHAPE, MIXED, Rules(0.8, profile_rows=40), backend, options={"cache.share": True})
+    several = answer(bench, "x", (prompt_of(250, 11), params))
+    single = answer(bench, "y", (prompt_of(250, 11), replace(params, n=1)))
+    bench.check()
+    assert len({tuple(each.token_ids) for each in several}) == 3
+    assert several[0].token_ids == single[0].token_ids
+    assert len({str(bench.runs[each].policies) for each in several}) == 1
+
+
+def test_how_a_prompt_is_cut_decides_nothing() -> None:
+    """Slices of any length, on a hit and without one, beside others and alone."""
+    prompt = prompt_of(330, 12)
+    kept = set()
+    for budget in (4 + 40 + 64, 180, 2048):
+        for share in (False, True):
+            bench = Bench(
+                SHAPE,
+                MIXED,
+                Rules(0.8, profile_rows=40),
+                options={
+                    "cache.share": share,
+                    "scheduler.token_budget": budget,
+                    "scheduler.max_running": 4,
+                },
+            )
+            found = answer(bench, "x", (prompt, greedy(5)), (prompt_of(100, 13), greedy(9)), (prompt, greedy(5)))[::2]
+            found += answer(bench, "y", (prompt, greedy(5)))
+            bench.check()
+            for each in found:
+                first, *_ = bench.witness.kept[each].values()
+                kept.add((str(first.policies), str(first.kept), tuple(each.token_ids)))
+    assert len(kept) == 1
+
+
+def test_a_prompt_may_be_pinned_though_its_answer_keeps_less() -> None:
+    bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=12, options={"cache.share": True})
+    engine, prompt = bench.witness.engine, prompt_of(200, 14)
+    bench.witness.sequences["pinned"] = list(
+        engine.add("pinned", None, prompt, greedy(70), CacheHints(cache_pin=True)).sequences
+    )
+    bench.witness.drain()
+    for seed in range(20, 30):
+        answer(bench, str(seed), (prompt_of(400, seed), greedy(2)))
+    assert engine.stats()["cache"]["bytes_evicted"] > 0
+    assert engine.stats()["cache"]["bytes_pinned"] == 3 * engine.scheduler.manager.chunk_bytes
+    (again,) = answer(bench, "again", (prompt, greedy(70)))
+    bench.check()
+    assert again.num_cached_tokens == 128
+    assert_same_tokens(bench, again, bench.witness.sequences["pinned"][0].token_ids)
+
+
+def test_a_long_prompt_is_admitted_though_most_of_it_is_cached() -> None:
+    """What it finds and what it will keep of it together are more than there is; one of them goes."""
+    bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=9, options={"cache.share": True})
+    prompt = prompt_of(340, 15)
+    for name in ("cold", "hit"):
+        answer(bench, name, (prompt, greedy(2)))
+    bench.check()
+    assert bench.witness.sequences["hit 0"][0].num_cached_tokens > 0
