@@ -27,6 +27,10 @@ from .pages import use_level
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POSITION_BYTES = 4 * PAGE_TOKENS
 
+# One row of one head may look at two tokens alone, and rounding of their keys is not averaged: of 1,500 such rows the
+# worst was off by twice what batches are held to, and by a tenth of what a wrong position makes.
+ROW_TOLERANCE = {**TOLERANCE, torch.bfloat16: 3 * TOLERANCE[torch.bfloat16]}
+
 # Values of twelve thousand tokens nearly cancel: ordinary pages are off by as much.
 FAR_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: TOLERANCE[torch.bfloat16]}
 
@@ -101,12 +105,20 @@ def check(
     return backend
 
 
-def check_batch(shape: Shape, codec: str, starts: Sequence[int], *, sinks: int = 0, seed: int = 0) -> None:
+def check_batch(
+    shape: Shape,
+    codec: str,
+    starts: Sequence[int],
+    *,
+    sinks: int = 0,
+    seed: int = 0,
+    tolerance: dict[torch.dtype, float] = TOLERANCE,
+) -> None:
     """Rows with chunks of their own."""
     spec = encoded_spec(shape, CODECS[codec](shape), tokens=sum(starts) + 128 * len(starts), sinks=sinks)
     rows = Rows(spec, seed)
     chunks = [rows.chunks(start // PAGE_TOKENS, start, begins=True) for start in starts]
-    check(spec, rows, [rows.row(found, start) for found, start in zip(chunks, starts, strict=True)], seed, TOLERANCE)
+    check(spec, rows, [rows.row(found, start) for found, start in zip(chunks, starts, strict=True)], seed, tolerance)
 
 
 def check_sharers(shape: Shape, codec: str, num_rows: int, *, sinks: int = 0, seed: int = 0) -> None:
@@ -190,7 +202,8 @@ def test_models_without_rotation_do_not_care(dtype: torch.dtype) -> None:
     seed=st.integers(0, 99),
 )
 def test_any_rows_attend_like_the_reference(starts, codec, group, dim, dtype, sinks, seed) -> None:  # type: ignore[no-untyped-def]
-    check_batch(Shape(group=group, dim=dim, dtype=dtype, layers=1), codec, starts, sinks=sinks, seed=seed)
+    shape = Shape(group=group, dim=dim, dtype=dtype, layers=1)
+    check_batch(shape, codec, starts, sinks=sinks, seed=seed, tolerance=ROW_TOLERANCE)
 
 
 @pytest.mark.parametrize("codec", ["nuq3", "g4"])
