@@ -175,8 +175,10 @@ class Bench:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.oracle = Oracle(self.shape, self.weights, self.rules)
         self.witness = Witness(self.engine())
+        table = self.witness.engine.scheduler.manager.table
+        (page_bytes,) = set(table.page_sizes(table.sealed_codec).ravel().tolist())
+        self.oracle = Oracle(self.shape, self.weights, replace(self.rules, page_bytes=page_bytes))
         self.runs: dict[Sequence, Run] = {}
 
     def engine(self, **options: Any) -> Engine:
@@ -189,6 +191,8 @@ class Bench:
             "retain.chain": ",".join(rules.members),
             "retain.profile_rows": rules.profile_rows,
         }
+        if rules.budget is not None:
+            retain |= {"retain.threshold": "off", "retain.budget": rules.budget}
         options = {"attention.backend": self.backend, "runtime.threads": 1, **retain, **self.options, **options}
         engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
         retainer = engine.scheduler.manager.retainer

@@ -34,10 +34,21 @@ RECOVERY_TIE = 2e-5
 SUM_TIE = 2e-4
 """Sums that differ by so little of their size may be in any order."""
 
+PEAK_TIE = 2e-5
+"""So may tokens whose worth, and pages whose mean worth, differ by so little."""
+
+BEFORE, AFTER = 2, 6
+"""Tokens before and behind one that is looked at that are worth as much."""
+
+SUMS_BYTES = 256
+"""Beside each page whose tokens are ranked."""
+
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides. Policy p keeps the members up to number p; one more than there are members keeps all."""
+    """What decides. Policy p keeps the members up to number p; one more than there are members keeps all. With a budget
+    no policy does, and pages of so many bytes are dealt.
+    """
 
     threshold: float
     frequent: float = 0.3
@@ -46,6 +57,8 @@ class Rules:
     profile_rows: int = 256
     special: Sequence[Sequence[int]] = SPECIAL
     punctuation: frozenset[int] = PUNCTUATION
+    budget: float | None = None
+    page_bytes: int = 0
 
     def num_profiled(self, num_prompt: int) -> int:
         return min(self.profile_rows, math.ceil(num_prompt / 4))
@@ -115,7 +128,7 @@ class Oracle:
 
         seen  what another kept, after how many sealed chunks, to be proved equal to what is kept here up to ties
         """
-        shape, seen = self.shape, seen or {}
+        shape, rules, seen = self.shape, self.rules, seen or {}
         self._num_ties = 0
         heads = range(shape.num_kv_heads)
         attention = _Attention(shape, len(tokens), self.is_compact, self.is_blind)
@@ -127,7 +140,14 @@ class Oracle:
         recovery: list[list[list[float]]] = []
         sealed = num_prompt // CHUNK
         other = seen.get(sealed)
-        for layer in range(shape.num_layers):
+        peaks = torch.zeros_like(sums)
+        if rules.budget is not None:
+            peaks[..., :num_prompt] = attention.peaks(rules.num_profiled(num_prompt))
+            policies = [[0] * shape.num_kv_heads for _ in range(shape.num_layers)]
+            everything = [[set(range(sealed * CHUNK)) for _ in heads] for _ in policies]
+            dealt = self._deal(tokens[:num_prompt], peaks, everything, other)
+            of_prompt = [[each | set(range(sealed * CHUNK, num_prompt)) for each in of_layer] for of_layer in dealt]
+        for layer in range(shape.num_layers if rules.budget is None else 0):
             decided = [
                 self._decide(
                     list(tokens[:num_prompt]),
@@ -152,10 +172,16 @@ class Oracle:
             found = self._rows(attention, tokens, at, end, visible)
             logits.append(found)
             sums[..., :end] += attention.seen.double().sum(2)
+            peaks[..., :end] = torch.maximum(peaks[..., :end], attention.peaks(end - at))
             at = end
             if at % CHUNK == 0:
                 sealed = at // CHUNK
                 before, other = kept[sealed - 1], seen.get(sealed)
+                if rules.budget is not None:
+                    new = set(range(at - CHUNK, at))
+                    alive = [[each | new for each in of_layer] for of_layer in before]
+                    kept[sealed] = self._deal(tokens[:at], peaks, alive, other)
+                    continue
                 kept[sealed] = [
                     [
                         self._keep_on(
@@ -269,6 +295,87 @@ class Oracle:
             return frozenset(kept)
         return self._same(frozenset(kept), other, len(tokens), sums, cut, candidates)
 
+    def _deal(
+        self, tokens: Sequence[int], peaks: Tensor, alive: list[list[set[int]]], other: Seen | None
+    ) -> list[list[frozenset[int]]]:
+        """What heads keep of the sealed tokens they have, whole pages of it within the budget."""
+        rules = self.rules
+        assert rules.budget is not None
+        end = len(tokens) // CHUNK * CHUNK
+        special = rules.marked("special", tokens[:end])
+        num_heads = sum(map(len, alive))
+        each = rules.page_bytes + SUMS_BYTES
+        room = rules.budget * num_heads * rules.page_bytes * math.ceil(len(tokens) / CHUNK)
+        room -= num_heads * each * (len(tokens) % CHUNK > 0)
+        pages: list[tuple[float, int, int, list[int]]] = []
+        worths: list[dict[int, float]] = []
+        ordered: list[list[int]] = []
+        flat = [held for of_layer in alive for held in of_layer]
+        for head, held in enumerate(flat):
+            layer, place = divmod(head, len(alive[0]))
+            row = peaks[layer, place].tolist()
+            worth = {
+                j: math.inf if j in special else max(row[k] for k in range(j - AFTER, j + BEFORE + 1) if k in held)
+                for j in held
+            }
+            last = [j for j in held if j >= end - CHUNK]
+            if last:
+                pages.append((math.inf if special & set(last) else float(CHUNK), head, 0, last))
+            rest = sorted(held - set(last), key=lambda j, worth=worth: (-worth[j], j))  # type: ignore[misc]
+            for at in range(0, len(rest), CHUNK):
+                page = rest[at : at + CHUNK]
+                pages.append((sum(worth[j] for j in page), head, 1 + at, page))
+            worths.append(worth)
+            ordered.append(rest)
+        pages.sort(key=lambda page: (-page[0], *page[1:3]))
+        found: list[set[int]] = [set() for _ in flat]
+        num_dealt = 0
+        for num_dealt, (gain, head, _, page) in enumerate(pages):
+            if (num_dealt + 1) * each > room and gain < math.inf:
+                break
+            found[head] |= set(page)
+        else:
+            num_dealt = len(pages)
+        if other is not None:
+            theirs = [kept for of_layer in other.kept for kept in of_layer]
+            if theirs != found:
+                self._prove_tie(pages, num_dealt, worths, ordered, theirs)
+                found = [set(kept) for kept in theirs]
+                self._num_ties += 1
+        size = len(alive[0])
+        return [[frozenset(kept) for kept in found[at : at + size]] for at in range(0, len(found), size)]
+
+    def _prove_tie(
+        self,
+        pages: list[tuple[float, int, int, list[int]]],
+        num_dealt: int,
+        worths: list[dict[int, float]],
+        ordered: list[list[int]],
+        theirs: list[frozenset[int]],
+    ) -> None:
+        """As many pages are dealt, of heads that lose nothing by it, and heads keep their best."""
+        dealt = 0
+        least = pages[num_dealt - 1][0] if num_dealt else math.inf
+        most = pages[num_dealt][0] if num_dealt < len(pages) else 0.0
+        for gain, head, place, page in pages:
+            has = ordered[head]
+            kept = [j for j in has if j in theirs[head]]
+            if place == 0:
+                is_dealt = set(page) <= theirs[head]
+                assert is_dealt or not theirs[head] & set(page), f"part of the last chunk, by head {head}"
+            else:
+                is_dealt = len(kept) > place - 1
+                assert len(kept) == len(has) or len(kept) % CHUNK == 0, f"{len(kept)} tokens of head {head}"
+                dropped = [worths[head][j] for j in has if j not in theirs[head]]
+                lost = max(dropped, default=0.0) - min((worths[head][j] for j in kept), default=math.inf)
+                assert lost <= PEAK_TIE, f"head {head} drops a token worth {lost} more than one it keeps"
+            dealt += is_dealt
+            if is_dealt:
+                assert gain >= most - CHUNK * PEAK_TIE, f"head {head} has a page worth {gain}, others lack {most}"
+            else:
+                assert gain <= least + CHUNK * PEAK_TIE, f"head {head} lacks a page worth {gain}, others have {least}"
+        assert dealt == num_dealt, f"{dealt} pages in place of {num_dealt}"
+
     def _same(
         self,
         own: frozenset[int],
@@ -318,8 +425,14 @@ class _Attention:
             if self.is_blind:
                 seen &= columns != rows[:, None]
         self.visible = seen
-        # float32 [L, H, rows, columns], the mean over the query heads of a kv head.
-        self.seen = torch.zeros(seen.shape)
+        # float32 [L, H, rows, columns], the mean over the query heads of a kv head, and the largest.
+        self.seen, self.largest = torch.zeros(seen.shape), torch.zeros(seen.shape)
+
+    def peaks(self, num_rows: int) -> Tensor:
+        """The most that any of the last rows looks at each column from a chunk away or farther, [L, H, columns]."""
+        rows, columns = torch.arange(self.end - num_rows, self.end), torch.arange(self.end)
+        is_far = rows[:, None] - columns >= CHUNK
+        return (self.largest[:, :, -num_rows:] * is_far).amax(2).double()
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.keys[layer, self.start : self.end] = k
@@ -337,7 +450,7 @@ class _Attention:
         v = self.values[layer, : self.end].transpose(0, 1)
         scores = torch.einsum("hgrd,htd->hgrt", q, k) / math.sqrt(shape.head_dim)
         weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-        self.seen[layer] = weights.mean(1)
+        self.seen[layer], self.largest[layer] = weights.mean(1), weights.amax(1)
         return torch.einsum("hgrt,htd->rhgd", weights, v).flatten(1)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:

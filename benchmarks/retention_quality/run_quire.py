@@ -21,7 +21,8 @@ from tasks import FULL, Engine, Result, Task, work
 
 import quire
 from quire.cache.page import PAGE_TOKENS
-from quire.cache.retention import Decided
+from quire.cache.policies import Chain
+from quire.cache.retention import RANKED, Decided
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampled, SampleRow
@@ -94,7 +95,7 @@ class Runner:
 
     def set(self, budget: float | None, threshold: float = 2.0) -> None:
         """Retain within a share of the bytes; with None by a threshold, above 1 everything."""
-        chain = replace(self.retention.chain, threshold=threshold)
+        chain = RANKED if budget is not None else Chain(threshold)
         self.retainer.retention = replace(self.retention, chain=chain, budget=budget)
 
     def generate(self, prompt: list[int], tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], float]:

@@ -102,7 +102,9 @@ class RetainConfig(Group):
     """How much of its attention a head must recover with what it keeps: it takes the shortest part of `retain.chain`
     that does, and keeps everything if none does, as with a threshold above 1. off: all heads keep everything."""
     budget: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
-    """In place of a threshold, the share of a prompt's bytes that is kept: threshold and shares are solved for it."""
+    """In place of a threshold, the share of a sequence's bytes that is kept, while it grows too: of all heads' tokens
+    those that the prompt's last rows, and every row since, look back at most. The settings below but `profile_rows` are
+    of a threshold."""
     frequent: Annotated[float, AtLeast(0)] = 0.3
     """Share of a sequence's current length that the member `frequent` keeps beside the members before it."""
     local: Annotated[float, AtLeast(0)] = 0.3
@@ -111,8 +113,8 @@ class RetainConfig(Group):
     """Members in the order in which they are added: special (what begins a sequence or a turn), punctuation, frequent
     (those that have had the most attention), local."""
     profile_rows: Count = 256
-    """Last rows of a prompt, of a short one a quarter, over which `local` is judged. They are computed even if they are
-    cached."""
+    """Last rows of a prompt, of a short one a quarter, over which `local` is judged, or which rank tokens for a budget.
+    They are computed even if they are cached."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +128,7 @@ class RetainConfig(Group):
             if share > 1:
                 raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
         if self.budget != "off" and self.threshold != "off":
-            raise ConfigError("retain.budget solves for the threshold, and retain.threshold is given; leave one off")
+            raise ConfigError("retain.budget and retain.threshold are two ways to decide; leave one off")
         if self.budget != "off" and not 0 < self.budget <= 1:
             raise ConfigError(f"retain.budget is {self.budget}; it must be above 0 and at most 1, all of the bytes")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,9 +36,13 @@ HISTORY: Steps = [
 
 @dataclass
 class Prompts:
-    """Sequences with column sums beside all their chunks, zero until somebody adds to them."""
+    """Sequences with column sums beside all their chunks, zero until somebody adds to them.
+
+    peaks  whether the last rows, or all where none are kept, note their peaks instead, where two chunks are near
+    """
 
     spec: AttentionSpec
+    peaks: bool = False
     sums: dict[int, NDArray[np.int32]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,14 +53,17 @@ class Prompts:
         table = self.spec.table
         assert table.sums is not None
         slices = self.sequences.step([(name, count) for name, count, _ in rows])
-        for at, (name, _, last_rows) in enumerate(rows):
+        for at, (name, count, last_rows) in enumerate(rows):
             held = self.sums.get(name, np.empty(0, np.int32))
             new = table.take(-(-self.sequences.lengths[name] // PAGE_TOKENS) - len(held), table.sums)
             shape = (*table.pages.shape[1:], len(new) * PAGE_TOKENS)
             table.sums.store(table, new, np.zeros(shape, np.float32))
             self.sums[name] = np.append(held, new)
             if last_rows is not None and profiles:
-                slices[at] = replace(slices[at], profiled=Profiled(self.sums[name], last_rows))
+                peaks = (last_rows or count) if self.peaks else 0
+                # Rows of one chunk may have something behind them that is far from them all.
+                near = 2 if count == 1 else sys.maxsize
+                slices[at] = replace(slices[at], profiled=Profiled(self.sums[name], last_rows, peaks, near))
         return slices
 
     def of(self, name: int) -> NDArray[np.float32]:
@@ -95,10 +103,11 @@ def run_history(
     seed: int = 0,
     *,
     profiles: bool = True,
+    peaks: bool = False,
     before_run: Callable[[], None] = lambda: None,
 ) -> Found:
     """Runs the steps on random activations. before_run is called between a plan and its step."""
-    backend, prompts, found = make(spec), Prompts(spec), Found()
+    backend, prompts, found = make(spec), Prompts(spec, peaks), Found()
     generator = torch.Generator().manual_seed(seed)
     random = np.random.default_rng(seed)
     for rows in steps:
@@ -138,8 +147,9 @@ def check_history(
     strict: bool = True,
     seed: int = 0,
 ) -> None:
-    """The backend sums and recovers like the reference; a row's attention adds up to one, and is the same as without a
-    profile; what is not profiled leaves nothing."""
+    """The backend sums, notes peaks and recovers like the reference; a row's attention adds up to one, and is the same
+    as without a profile; what is not profiled leaves nothing."""
+    check_peaks(make, shape, codec, steps, sinks=sinks, strict=strict, seed=seed)
     specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict) for _ in range(3)]
     plain = run_history(ReferenceAttention, specs[0], steps, seed)
     fast = run_history(make, specs[1], steps, seed)
@@ -162,3 +172,21 @@ def check_history(
         assert np.abs(actual - expected).max() < tolerance, f"recovery for {shape} {codec}"
     for actual in fast.recovered[3::4]:
         assert np.abs(actual - 1).max() < tolerance, f"recovery of all columns for {shape} {codec}"
+
+
+def check_peaks(
+    make: MakeBackend, shape: Shape, codec: str | None, steps: Steps, *, sinks: int, strict: bool, seed: int
+) -> None:
+    """The backend notes peaks like the reference."""
+    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict) for _ in range(2)]
+    plain = run_history(ReferenceAttention, specs[0], steps, seed, peaks=True)
+    fast = run_history(make, specs[1], steps, seed, peaks=True)
+    for number, (actual, expected) in enumerate(zip(fast.sums, plain.sums, strict=True)):
+        for name, peaks in expected.items():
+            error = np.abs(actual[name] - peaks).max()
+            # Probabilities of two bfloat16 roundings of a score: relative to each, and none is above 1.
+            assert error < 4 * TOLERANCE[shape.dtype], (
+                f"peaks of {name}: {error:.2e} in step {number} for {shape} {codec}"
+            )
+    for actual, expected in zip(fast.recovered, plain.recovered, strict=True):
+        assert np.abs(actual - expected).max() < TOLERANCE[shape.dtype], f"recovery for {shape} {codec}"

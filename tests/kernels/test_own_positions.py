@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec, Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS
@@ -75,12 +75,17 @@ class Rows:
         fills it, it is encoded.
         """
         table, slots = self.spec.table, start % PAGE_TOKENS
+        assert table.sums is not None
+        sums = table.take(len(chunks) + 1, table.sums)
+        shape = (*table.pages.shape[1:], len(sums) * PAGE_TOKENS)
+        table.sums.store(table, sums, np.zeros(shape, np.float32))
         own, filled = table.take(1, table.open_codec), -1
         encoded.fill(self.spec, int(own[0]), slots, self.generator)
         if slots == PAGE_TOKENS - 1:
             own, filled = table.take(1, table.sealed_codec), int(own[0])
         assert len(chunks) == start // PAGE_TOKENS
-        return RowSlice(start, 1, np.append(chunks, own), ((1, shared),) if shared else (), filled)
+        profiled = Profiled(sums, peaks=int(self.random.integers(2)), near=2)
+        return RowSlice(start, 1, np.append(chunks, own), ((1, shared),) if shared else (), filled, profiled)
 
     def give(self) -> None:
         """Gives back what the table knows nothing of."""
@@ -90,15 +95,28 @@ class Rows:
         table.check()
 
 
+def take_sums(spec: AttentionSpec, piece: RowSlice) -> torch.Tensor:
+    """The sums, or peaks, that a row has left, [L, H, T]; then they are zero again."""
+    table = spec.table
+    assert table.sums is not None and piece.profiled is not None
+    found = table.sums.load(table, piece.profiled.sums)
+    table.sums.store(table, piece.profiled.sums, np.zeros_like(found))
+    return torch.from_numpy(found)
+
+
 def check(
     spec: AttentionSpec, rows: Rows, slices: Sequence[RowSlice], seed: int, tolerance: dict[torch.dtype, float]
 ) -> CpuAttention:
     """The kernels attend like the reference on the same pages."""
     (expected,) = run(ReferenceAttention(spec), spec, [list(slices)], seed)
+    looks = [take_sums(spec, piece) for piece in slices]
     backend = CpuAttention(spec)
     (actual,) = run(backend, spec, [list(slices)], seed)
     error = relative_rms(actual, expected)
     assert error < tolerance[spec.dtype], f"relative RMS error {error:.2e}"
+    for piece, sums in zip(slices, looks, strict=True):
+        error = (take_sums(spec, piece) - sums).abs().max().item()
+        assert error < 4 * tolerance[spec.dtype], f"sums are off by {error:.2e}"
     rows.give()
     (ordinary,) = run(ReferenceAttention(spec), spec, [list(slices)], seed)
     assert not rows.taken or spec.cos is None or relative_rms(ordinary, expected) > 0.1, "positions made no difference"
@@ -115,7 +133,7 @@ def check_batch(
     tolerance: dict[torch.dtype, float] = TOLERANCE,
 ) -> None:
     """Rows with chunks of their own."""
-    spec = encoded_spec(shape, CODECS[codec](shape), tokens=sum(starts) + 128 * len(starts), sinks=sinks)
+    spec = encoded_spec(shape, CODECS[codec](shape), tokens=sum(starts) + 128 * len(starts), sinks=sinks, sums=True)
     rows = Rows(spec, seed)
     chunks = [rows.chunks(start // PAGE_TOKENS, start, begins=True) for start in starts]
     check(spec, rows, [rows.row(found, start) for found, start in zip(chunks, starts, strict=True)], seed, tolerance)
@@ -123,7 +141,7 @@ def check_batch(
 
 def check_sharers(shape: Shape, codec: str, num_rows: int, *, sinks: int = 0, seed: int = 0) -> None:
     """Rows that share their first three chunks and have two of their own, besides the open ones."""
-    spec = encoded_spec(shape, CODECS[codec](shape), tokens=64 * (4 + 4 * num_rows), sinks=sinks)
+    spec = encoded_spec(shape, CODECS[codec](shape), tokens=64 * (4 + 4 * num_rows), sinks=sinks, sums=True)
     rows = Rows(spec, seed)
     common, starts = rows.chunks(3, 300, begins=True), rows.random.integers(320, 384, num_rows).tolist()
     slices = [rows.row(np.append(common, rows.chunks(2, 320)), start, shared=3) for start in starts]
@@ -212,7 +230,7 @@ def test_any_rows_attend_like_the_reference(starts, codec, group, dim, dtype, si
 def test_far_positions_are_as_exact_as_near_ones(codec: str, group: int, dtype: torch.dtype) -> None:
     """12,000 tokens: angles are exact wherever a token stands. Few chunks stand again and again in the path."""
     shape = Shape(heads=1, group=group, dtype=dtype, layers=1)
-    spec = encoded_spec(shape, CODECS[codec](shape), tokens=640, positions=12_064)
+    spec = encoded_spec(shape, CODECS[codec](shape), tokens=640, positions=12_064, sums=True)
     rows, start = Rows(spec, group), 12_000
     few = spec.table.take(6, spec.table.sealed_codec)
     for chunk in few.tolist():
@@ -228,7 +246,7 @@ def test_far_positions_are_as_exact_as_near_ones(codec: str, group: int, dtype: 
 def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype, codec: str, group: int) -> None:
     """Codes moved to other slots and pages, and their positions with them, for every head in another way."""
     shape = Shape(group=group, dtype=dtype)
-    spec = encoded_spec(shape, CODECS[codec](shape))
+    spec = encoded_spec(shape, CODECS[codec](shape), sums=True)
     rows, count = Rows(spec, group), 4
     old, new = (spec.table.take(count, spec.table.sealed_codec) for _ in range(2))
     for chunk in old.tolist():

@@ -15,6 +15,9 @@ from tests.engines import drain, generate
 from tests.tiny_models import tiny_shape
 
 CODECS = ["g4", "nuq3"]
+RULES = pytest.mark.parametrize(
+    "rule", [{}, {"retain.threshold": "off", "retain.budget": 0.5}], ids=["threshold", "budget"]
+)
 LONG = SamplingParams(max_tokens=140, temperature=0.0, ignore_eos=True)
 
 
@@ -36,18 +39,20 @@ def dropped(engine: Engine) -> int:
     return freed
 
 
+@RULES
 @pytest.mark.parametrize("codec", CODECS)
-def test_both_backends_keep_and_answer_alike(codec: str) -> None:
-    made = [make_engine(codec, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
+def test_both_backends_keep_and_answer_alike(codec: str, rule: dict[str, object]) -> None:
+    made = [make_engine(codec, **rule, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
     answers = [generate(engine, PROMPTS, LONG) for engine in made]
     assert answers[0] == answers[1]
     assert dropped(made[0]) == dropped(made[1]) > 0
     assert answers[1] != generate(make_engine(codec, **{"retain.threshold": 2.0}), PROMPTS, LONG), "nothing was dropped"
 
 
+@RULES
 @pytest.mark.parametrize("codec", CODECS)
-def test_hits_answer_like_misses_and_all_is_given_back(codec: str) -> None:
-    engine = make_engine(codec)
+def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[str, object]) -> None:
+    engine = make_engine(codec, **rule)
     cold = generate(engine, PROMPTS, LONG)
     assert generate(engine, [*PROMPTS, *PROMPTS], LONG) == [*cold, *cold]
     assert engine.stats()["prefill_tokens_cached"] > 0
@@ -59,11 +64,12 @@ def test_hits_answer_like_misses_and_all_is_given_back(codec: str) -> None:
     assert manager.table.pool.bytes_out == 0
 
 
+@RULES
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_preemption_changes_no_token(codec: str) -> None:
+def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> None:
     """Prompt and decision are made again, and what was generated is replayed against what it saw."""
-    expected = generate(make_engine(codec), PROMPTS, LONG)
-    engine = make_engine(codec)
+    expected = generate(make_engine(codec, **rule), PROMPTS, LONG)
+    engine = make_engine(codec, **rule)
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), None, prompt, LONG)
     outputs: dict[str, RequestOutput] = {}

@@ -36,7 +36,7 @@ def drawn_head(rng: random.Random) -> Head:
     return Head(**told, noise=rng.choice([0.0, 0.5, 2.0, 4.0]))
 
 
-def drawn_bench(rng: random.Random, backend: str, **options: Any) -> Bench:
+def drawn_bench(rng: random.Random, backend: str, budget: float | None = None, **options: Any) -> Bench:
     shape = tiny_shape(rng.choice(["llama", "llama", "qwen3", "smollm"]))
     heads = [[drawn_head(rng) for _ in range(shape.num_kv_heads)] for _ in range(shape.num_layers)]
     members = rng.sample(MEMBERS, rng.randint(1, 4)) if rng.random() < 0.4 else MEMBERS
@@ -47,6 +47,7 @@ def drawn_bench(rng: random.Random, backend: str, **options: Any) -> Bench:
         members=tuple(members),
         profile_rows=rng.choice([1, 5, 17, 64, 100]),
         special=rng.choice([SPECIAL, SPECIAL, (*SPECIAL, (98, 97), (99, 100, 101))]),
+        budget=budget,
     )
     options = {
         "cache.share": rng.random() < 0.7,
@@ -97,6 +98,13 @@ def test_the_reference_backend_does_what_the_oracle_does(number: int) -> None:
     run_drawn_case(rng, drawn_bench(rng, "reference"))
 
 
+@pytest.mark.parametrize("number", range(200, 250))
+def test_what_a_budget_keeps_is_what_the_oracle_keeps(number: int) -> None:
+    rng = random.Random(number)
+    budget = rng.choice([0.1, 0.25, 0.4, 0.5, 0.75, 0.9])
+    run_drawn_case(rng, drawn_bench(rng, "cpu" if number % 5 else "reference", budget))
+
+
 SHAPE = tiny_shape()
 MIXED = HeadWeights(
     SHAPE,
@@ -105,6 +113,7 @@ MIXED = HeadWeights(
 )
 THRIFTY = HeadWeights(SHAPE, [[Head(special=6), Head(near=6)], [Head(special=6), Head(heavy=6)]], seed=2)
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
+BUDGETS = pytest.mark.parametrize("budget", [None, 0.5])
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -130,8 +139,9 @@ def assert_same_tokens(bench: Bench, one: Sequence, other: list[int]) -> None:
 
 
 @BACKENDS
-def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str) -> None:
-    rules = Rules(0.8, profile_rows=40)
+@BUDGETS
+def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, budget: float | None) -> None:
+    rules = Rules(0.8, profile_rows=40, budget=budget)
     bench = Bench(SHAPE, MIXED, rules, backend, chunks=26, options={"cache.share": True})
     engine, manager = bench.witness.engine, bench.witness.engine.scheduler.manager
     before = manager.stats()
@@ -148,7 +158,7 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str) ->
     found += answer(bench, "after eviction", asked)
     assert found[-1].num_cached_tokens == 0 and len(found) == 5
     bench.check()
-    kept = {tuple(map(tuple, bench.runs[each].policies)) for each in found}
+    kept = {str(bench.runs[each].of_prompt) for each in found}
     assert len(kept) == 1 and 0.0 < (found[0].kept_fraction or 0) < 0.9
     for each in found[1:]:
         assert_same_tokens(bench, each, found[0].token_ids)
@@ -160,11 +170,13 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str) ->
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_little_memory_changes_no_token(share: bool) -> None:
+@pytest.mark.parametrize("budget", [None, 0.75])
+def test_little_memory_changes_no_token(share: bool, budget: float | None) -> None:
     requests = [(prompt_of(length, length), greedy(180)) for length in (100, 60, 120, 70)]
     found = []
-    for chunks in (64, 9):
-        bench = Bench(SHAPE, MIXED, Rules(0.93, profile_rows=40), chunks=chunks, options={"cache.share": share})
+    for chunks in (64, 9 if budget is None else 7):
+        rules = Rules(0.93, profile_rows=40, budget=budget)
+        bench = Bench(SHAPE, MIXED, rules, chunks=chunks, options={"cache.share": share})
         sequences = answer(bench, "x", *requests)
         bench.check()
         found.append((bench, sequences))
@@ -272,30 +284,33 @@ def phase(bench: Bench, sequence: Sequence) -> str:
 
 
 @BACKENDS
-def test_answers_to_one_prompt_keep_alike_and_go_their_own_ways(backend: str) -> None:
+@BUDGETS
+def test_answers_to_one_prompt_keep_alike_and_go_their_own_ways(backend: str, budget: float | None) -> None:
     params = SamplingParams(n=3, max_tokens=70, temperature=1.0, seed=5, ignore_eos=True)
-    bench = Bench(SHAPE, MIXED, Rules(0.8, profile_rows=40), backend, options={"cache.share": True})
+    rules = Rules(0.8, profile_rows=40, budget=budget)
+    bench = Bench(SHAPE, MIXED, rules, backend, options={"cache.share": True})
     several = answer(bench, "x", (prompt_of(250, 11), params))
     single = answer(bench, "y", (prompt_of(250, 11), replace(params, n=1)))
     bench.check()
     assert len({tuple(each.token_ids) for each in several}) == 3
     assert several[0].token_ids == single[0].token_ids
-    assert len({str(bench.runs[each].policies) for each in several}) == 1
+    assert len({str(bench.runs[each].of_prompt) for each in several}) == 1
 
 
-def test_how_a_prompt_is_cut_decides_nothing() -> None:
+@BUDGETS
+def test_how_a_prompt_is_cut_decides_nothing(budget: float | None) -> None:
     """Slices of any length, on a hit and without one, beside others and alone."""
     prompt = prompt_of(330, 12)
     kept = set()
-    for budget in (4 + 40 + 64, 180, 2048):
+    for rows in (4 + 40 + 64, 180, 2048):
         for share in (False, True):
             bench = Bench(
                 SHAPE,
                 MIXED,
-                Rules(0.8, profile_rows=40),
+                Rules(0.8, profile_rows=40, budget=budget),
                 options={
                     "cache.share": share,
-                    "scheduler.token_budget": budget,
+                    "scheduler.token_budget": rows,
                     "scheduler.max_running": 4,
                 },
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.attention.plan import RowSlice, Sources
+from quire.attention.profile import FAR_TOKENS
 from quire.cache.page import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ class Columns:
     """What the profiled slices of a step look at, as int32 arrays.
 
     rows         [r, 2]: query row, its place among those whose queries are kept or -1
-    profiles     [n, 7], a slice each: first row, rows, first of its columns, columns, position of the first slot of the
-                 first one, place of the first row that is kept, rows that are kept
-    columns      [c, 5], a chunk of a path each: profile, chunk as rows behind it see it, as its own rows do, row of the
-                 chunk table with its sums, place among the chunks whose keys are kept or -1
+    profiles     [n, 8], a slice each: first row, rows, first of its columns, columns, position of the first slot of the
+                 first one, place of the first row that is kept, rows that are kept, rows whose peaks are noted
+    columns      [c, 6], a chunk of a path each: profile, chunk as rows behind it see it, as its own rows do, row of the
+                 chunk table with its sums, place among the chunks whose keys are kept or -1, tokens that a row must be
+                 behind a slot to count for its peak
     kept_chunks  chunks that exist in this step, one layer at a time, whose keys `recovered` needs later
     num_kept     rows whose queries are kept
     index        of each slice, its profile
@@ -55,7 +57,7 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             end, first_own = piece.start + piece.num_rows, piece.start // PAGE_TOKENS - piece.num_gone
             low = 0 if window is None else max(0, piece.start + 1 - window) // PAGE_TOKENS
             high = -(-end // PAGE_TOKENS) - piece.num_gone
-            found = np.empty((high - low, 5), np.int32)
+            found = np.empty((high - low, 6), np.int32)
             found[:, 0] = len(profiles)
             found[:, 1] = found[:, 2] = piece.chunks[low:high]
             found[first_own - low :, 2] = own
@@ -63,6 +65,8 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
                 found[:, 1] = found[:, 2]
             found[:, 3] = profiled.sums[low:high]
             found[:, 4] = -1
+            found[:, 5] = FAR_TOKENS
+            found[: max(0, len(found) - profiled.near), 5] = 0
             # What is encoded in this step is there as it was computed for one layer only; the last rows see it so if
             # they are in it, or all of the slice's if they see all of it as computed.
             first_seen = first_own if not strict else max(first_own, (end - profiled.last_rows) // PAGE_TOKENS)
@@ -77,7 +81,8 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), places), 1))
             index[number] = len(profiles)
             start = (low + piece.num_gone) * PAGE_TOKENS
-            profiles.append((first_row, piece.num_rows, num_columns, high - low, start, num_kept, profiled.last_rows))
+            of_rows = first_row, piece.num_rows, num_columns, high - low, start
+            profiles.append((*of_rows, num_kept, profiled.last_rows, profiled.peaks))
             columns.append(found)
             num_columns += high - low
             num_kept += profiled.last_rows

@@ -44,10 +44,16 @@ class Profiled:
     sums       int32 [>= chunks of the path up to the slice's end]: row i of the chunk table has the column sums of
                chunk i; the rows' attention is added there. No other slice of the step adds to the same
     last_rows  so many rows at the slice's end are kept for `recovered`; 0: none
+    peaks      in place of sums over all rows, each column's `profile.column_peaks` over so many rows at the slice's end
+               is noted, where it is larger than what stands there; 0: sums
+    near       of the path's chunks up to the slice's end the last so many stand where their number says; those before
+               them are far from all rows, which is all that peaks need to know
     """
 
     sums: NDArray[np.int32]
     last_rows: int = 0
+    peaks: int = 0
+    near: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +86,8 @@ class RowSlice:
         if self.profiled is not None:
             num_chunks = -(-(self.start + self.num_rows) // PAGE_TOKENS) - self.num_gone
             assert len(self.profiled.sums) >= num_chunks, f"{len(self.profiled.sums)} rows of sums, {num_chunks} chunks"
-            assert 0 <= self.profiled.last_rows <= self.num_rows, (
-                f"the last {self.profiled.last_rows} of {self.num_rows} rows cannot be kept"
+            assert 0 <= max(self.profiled.last_rows, self.profiled.peaks) <= self.num_rows, (
+                f"{self.profiled.last_rows} or {self.profiled.peaks} last rows of {self.num_rows}"
             )
 
 
@@ -185,7 +191,12 @@ def moves_on(old: Sequence[RowSlice], new: Sequence[RowSlice]) -> bool:
 def _adds_to_the_same(after: Profiled | None, before: Profiled | None) -> bool:
     if after is None or before is None:
         return after is before
-    return after.sums is before.sums and not after.last_rows and not before.last_rows
+    return (
+        after.sums is before.sums
+        and not after.last_rows
+        and not before.last_rows
+        and (after.peaks, after.near) == (before.peaks, before.near)
+    )
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:

@@ -1,7 +1,7 @@
 """What rows look at, by its definition: the numbers that retention decides by.
 
 A row's attention to a column is exp(score - lse), with the log-sum-exp that its attention had anyway; so nothing of
-size rows x columns outlives a block, and what blocks of rows and columns give is added up in any order.
+size rows x columns outlives a block, and what blocks of rows and columns give is put together in any order.
 
 Source: FastGen, arXiv 2310.01801, section 3, whose code was never released and whose text keeps the whole matrix.
 """
@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.attention.scores import visible_scores
+from quire.cache.page import PAGE_TOKENS
+
+FAR_TOKENS = PAGE_TOKENS
+"""Columns so far before a row count for `column_peaks`. Of a path that retention has packed the last sealed chunk
+stands in its own row, and what comes before it is as far from all rows that follow."""
 
 
 def probabilities(
@@ -27,8 +32,12 @@ def probabilities(
     window           a row sees so many positions, itself the last; None: all up to its own
     """
     scores, _ = visible_scores(q, k, query_positions, key_positions, window)
+    return _of_each_head(scores, lse).mean(2)
+
+
+def _of_each_head(scores: Tensor, lse: Tensor) -> Tensor:
     # Scores of rows that do not count may be anything, NaN too.
-    return torch.where((lse > -torch.inf)[..., None], torch.exp(scores - lse[..., None]), 0.0).mean(2)
+    return torch.where((lse > -torch.inf)[..., None], torch.exp(scores - lse[..., None]), 0.0)
 
 
 def column_sums(
@@ -38,6 +47,25 @@ def column_sums(
     slices, and of a prefix that was found, over the rows of that.
     """
     return probabilities(q, k, lse, query_positions, key_positions, window).sum(0)
+
+
+def column_peaks(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    near: Tensor,
+    window: int | None = None,
+) -> Tensor:
+    """The largest attention that any query head of any row gives to each column at least `FAR_TOKENS` before it,
+    float32 [H, T]; see `probabilities`. What a head looks at from nearby says nothing of what it will look back to.
+
+    near  [T], where columns stand as far as that matters: what is far from all rows may stand anywhere there
+    """
+    scores, _ = visible_scores(q, k, query_positions, key_positions, window)
+    is_far = query_positions[:, None] - near >= FAR_TOKENS
+    return (_of_each_head(scores, lse) * is_far[:, None, None]).amax((0, 2))
 
 
 def recovered(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
 from quire.attention.plan import AttentionSpec, RowSlice, Sources
-from quire.attention.profile import column_sums, recovered
+from quire.attention.profile import column_peaks, column_sums, recovered
 from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
 from quire.cache.page import PAGE_TOKENS
@@ -83,6 +83,11 @@ class _Seen:
     positions: torch.Tensor  # [R]
     key_positions: torch.Tensor  # [T], or [H, T]
 
+    def since(self, position: int) -> _Seen:
+        """What the rows from a position on saw."""
+        rows = self.positions >= position
+        return _Seen(self.q[rows], self.k, self.lse[rows], self.positions[rows], self.key_positions)
+
 
 class ReferencePlan:
     """One step of the reference backend."""
@@ -147,10 +152,15 @@ class ReferencePlan:
                 out.append(found.o)
                 if piece.profiled is not None:
                     seen = _Seen(q[rows], k, found.lse, self.positions[rows], at)
-                    self._add_sums(piece.profiled.sums[: index + 1 - piece.num_gone], layer, seen)
-                    # Of these rows the ones among the slice's last.
-                    last = self.positions[rows] >= end - piece.profiled.last_rows
-                    self._seen[number, layer].append(_Seen(seen.q[last], k, seen.lse[last], seen.positions[last], at))
+                    sums = piece.profiled.sums[: index + 1 - piece.num_gone]
+                    if not piece.profiled.peaks:
+                        self._add_sums(sums, layer, seen)
+                    else:
+                        near = torch.arange(piece.num_gone * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
+                        last = max(0, -(-end // PAGE_TOKENS) - piece.profiled.near) * PAGE_TOKENS
+                        near[near < last] = -NEVER_SEEN
+                        self._note_peaks(sums, layer, seen.since(end - piece.profiled.peaks), near)
+                    self._seen[number, layer].append(seen.since(end - piece.profiled.last_rows))
                 row += count
         return torch.cat(out).reshape(row, -1).to(spec.dtype)
 
@@ -185,6 +195,18 @@ class ReferencePlan:
         added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self.spec.window)
         sums[layer] += added.cpu().numpy()
         table.sums.store(table, rows, sums)
+
+    def _note_peaks(self, rows: NDArray[np.int32], layer: int, seen: _Seen, near: torch.Tensor) -> None:
+        """Notes the peaks of the columns that rows see, where they are larger than what stands in rows of the table."""
+        table = self.spec.table
+        assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
+        if len(seen.q):
+            peaks = table.sums.load(table, rows)
+            found = column_peaks(
+                seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, near.to(seen.k.device), self.spec.window
+            )
+            peaks[layer] = np.maximum(peaks[layer], found.cpu().numpy())
+            table.sums.store(table, rows, peaks)
 
     def _path(self, chunks: list[int], layer: int, num_gone: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Everything the chunks hold in one layer, rotated, float32 [H, T, D] each; and positions, int64 [H, T], behind

@@ -166,7 +166,7 @@ class CacheManager:
         if self.tree is not None and holder.reads_cache:
             namespace, tokens, limit = holder.namespace, holder.token_ids, self._limit(holder)
             if self.retainer is not None:
-                limit, _ = self.tree.sums_within(namespace, tokens, limit)
+                limit = self.retainer.reusable(holder, limit)
             for segment, count in self.tree.walk(namespace, tokens, limit):
                 found += count
                 if not segment.pins:
@@ -340,6 +340,10 @@ class CacheManager:
         not to be decided then.
         """
         return 0 if self.retainer is None else self.retainer.last_rows(holder, num_tokens)
+
+    def looks(self, holder: Holder, num_last: int) -> tuple[int, ...] | None:
+        """See Retainer.looks; None without retention."""
+        return None if self.retainer is None else self.retainer.looks(holder.path, num_last)
 
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,6 @@ COLUMN_MEMBERS = ("special", "punctuation", "frequent")
 """Members that keep whole columns, whichever row looks."""
 
 MEMBERS = (*COLUMN_MEMBERS, "local")
-
-SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)
-"""Of a budget, how much `frequent` and `local` may keep together, where shares are solved for."""
 
 LocalRecovery = Callable[[NDArray[np.int64], Mask, int], Sums]
 """Recovery of heads int64 [m], by number, that keep the columns [m, n] and of each row the last so many tokens, itself
@@ -90,13 +87,11 @@ class Decision:
     policies  uint8 [heads], see `Chain.full`
     kept      bool [heads, n]
     recovery  float64 [heads, chain + 1] of every policy that was tried, nan for those past the one that passed
-    sizes     int64 [heads, chain + 1], tokens that these keep of those that are packed; all for those past it
     """
 
     policies: NDArray[np.uint8]
     kept: Mask
     recovery: Sums
-    sizes: NDArray[np.int64]
 
 
 def decide(
@@ -105,22 +100,18 @@ def decide(
     sums: Sums,
     num_rows: int,
     local_recovery: LocalRecovery,
-    num_packed: int | None = None,
 ) -> Decision:
     """The policies of a prompt's heads, and what they keep.
 
     marks     bool [n] for `special` and `punctuation`
     sums      float64 [heads, n]: each column's attention, summed over rows, averaged over the query heads of a kv head
     num_rows  rows summed over
-    num_packed  first tokens that what is kept of is packed, for `Decision.sizes`; None: all
     Nothing is searched past the policy that passes.
     """
     num_heads, num_tokens = sums.shape
     policies = np.full(num_heads, chain.full, np.uint8)
     kept = np.ones((num_heads, num_tokens), bool)
     recovery = np.full((num_heads, chain.full + 1), np.nan)
-    num_packed = num_tokens if num_packed is None else num_packed
-    sizes = np.full((num_heads, chain.full + 1), num_packed, np.int64)
     left = np.arange(num_heads)  # heads for which nothing has passed
     columns = np.zeros((num_heads, num_tokens), bool)  # of members that keep columns, for these
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
@@ -136,53 +127,12 @@ def decide(
             columns = columns | marks[member]
         found = local_recovery(left, columns, window) if window else (sums[left] * columns).sum(1) / num_rows
         recovery[left, policy] = found
-        sizes[left, policy] = (columns | last)[:, :num_packed].sum(1)
         passes = found >= chain.threshold
         policies[left[passes]] = policy
         kept[left[passes]] = columns[passes] | last
         left, columns = left[~passes], columns[~passes]
     recovery[left, chain.full] = 1.0
-    return Decision(policies, kept, recovery, sizes)
-
-
-def solve(
-    chain: Chain,
-    budget: float,
-    marks: Mapping[str, Mask],
-    sums: Sums,
-    num_rows: int,
-    local_recovery: LocalRecovery,
-    page_bytes: NDArray[np.int64],
-    page_tokens: int,
-    most_bytes: float,
-) -> Chain:
-    """The chain, with threshold and shares, that recovers most on average over heads and keeps to a budget.
-
-    budget       about the share of the tokens that fits it: where shares are sought
-    page_bytes   int64 [heads, chain + 1], of a page and what a policy needs beside it
-    page_tokens  that it holds: what is kept of whole pages of tokens is packed into whole pages
-    most_bytes   that these may take
-    Other arguments as of `decide`. Shares keep the ratio that the chain's have to each other; the larger they are, the
-    fewer heads may keep everything. If not even the first member fits, that is what is kept.
-    """
-    num_heads, num_tokens = sums.shape
-    both = max(1e-9, chain.frequent + chain.local)
-    found, best = replace(chain, threshold=0.0, frequent=0.0, local=0.0), -1.0
-    for share in SHARES:
-        frequent, local = (min(1.0, share * budget * part / both) for part in (chain.frequent, chain.local))
-        tried = replace(chain, threshold=2.0, frequent=frequent, local=local)
-        decision = decide(tried, marks, sums, num_rows, local_recovery, num_tokens // page_tokens * page_tokens)
-        taken = -(-decision.sizes // page_tokens) * page_bytes
-        reached = np.concatenate((decision.recovery[:, :-1], np.full((num_heads, 1), np.inf)), 1)
-        # The more is to be recovered the more is kept: of all thresholds that make a difference the last that fits.
-        for threshold in (2.0, *np.unique(decision.recovery[:, :-1])[::-1].tolist()):
-            policies = np.argmax(reached >= threshold, axis=1)[:, None]
-            if np.take_along_axis(taken, policies, 1).sum() <= most_bytes:
-                mean = float(np.take_along_axis(decision.recovery, policies, 1).mean())
-                if mean > best:
-                    found, best = replace(tried, threshold=threshold), mean
-                break
-    return found
+    return Decision(policies, kept, recovery)
 
 
 def keep_on(

@@ -10,7 +10,9 @@ and so few slots move that it costs nothing beside the 64 steps between two seal
 dense keys are stored rotated, and encoded pages carry positions.
 
 Pages that others may read too stay as they are, and are read through their mask, where that takes fewer bytes than a
-copy (`in_place`): tokens move only between pages that this path alone holds.
+copy (`in_place`): tokens move only between pages that this path alone holds. Where attention from afar is wanted
+(`holds_last`), a head that keeps all of the last sealed chunk keeps it in its row, until another is sealed: so the row
+says how far from there it is, and nothing that is near stands elsewhere.
 
 Source: FastGen, arXiv 2310.01801, algorithm 2, which keeps full-length buffers; its text frees no memory.
 """
@@ -41,6 +43,7 @@ class Retained:
     positions  int32 [L, H, rows * 64], of the token in each slot; -1 where there is none that is kept
     in_place   bool [L, H, rows]: pages that are not written, for others may read them
     origins    int32 [rows]: which chunk of the sequence the row was
+    holds_last whether nothing moves into or out of the last row where all of it is kept
     """
 
     chain: Chain
@@ -49,9 +52,12 @@ class Retained:
     positions: NDArray[np.int32]
     in_place: NDArray[np.bool_]
     origins: NDArray[np.int32]
+    holds_last: bool = False
 
     @classmethod
-    def whole(cls, chain: Chain, policies: NDArray[np.uint8], num_prompt: int, num_rows: int) -> Retained:
+    def whole(
+        cls, chain: Chain, policies: NDArray[np.uint8], num_prompt: int, num_rows: int, holds_last: bool = False
+    ) -> Retained:
         """Nothing is dropped yet."""
         positions = np.arange(num_rows * PAGE_TOKENS, dtype=np.int32)
         return cls(
@@ -61,6 +67,7 @@ class Retained:
             np.broadcast_to(positions, (*policies.shape, len(positions))).copy(),
             np.zeros((*policies.shape, num_rows), bool),
             np.arange(num_rows, dtype=np.int32),
+            holds_last,
         )
 
     @property
@@ -72,6 +79,15 @@ class Retained:
     def kept(self) -> NDArray[np.intp]:
         """Tokens kept in sealed rows, [L, H]."""
         return np.asarray(np.count_nonzero(self.positions >= 0, axis=-1))
+
+    @property
+    def stays(self) -> NDArray[np.bool_]:
+        """Pages whose slots are left as they are, bool [L, H, rows]."""
+        found = self.in_place
+        if self.holds_last and self.num_rows:
+            found = found.copy()
+            found[..., -1] |= (self.positions[..., -PAGE_TOKENS:] >= 0).all(-1)
+        return found
 
     def seal(self, origin: int) -> None:
         """One row more is sealed, the chunk `origin` of the sequence: all its tokens are there."""
@@ -103,7 +119,7 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
     rows = path.chunks[: retained.num_rows]
     alive = retained.positions >= 0
     is_target = np.repeat(targets(table, path), PAGE_TOKENS, -1)
-    writable = np.repeat(~retained.in_place, PAGE_TOKENS, -1)
+    writable = np.repeat(~retained.stays, PAGE_TOKENS, -1)
     # Of the slots of target pages the first ones are filled, as many as there are tokens.
     count = (alive & writable).sum(-1)
     filled = is_target & (np.cumsum(is_target, -1) <= count[..., None])
@@ -126,20 +142,22 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
 
 
 def targets(table: ChunkTable, path: Path) -> NDArray[np.bool_]:
-    """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those in place left out."""
+    """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those that stay left out."""
     retained = path.retained
     assert retained is not None
-    writable: NDArray[np.bool_] = ~retained.in_place & has_page(table, path.chunks[: retained.num_rows])
+    stays = retained.stays
+    writable: NDArray[np.bool_] = ~stays & has_page(table, path.chunks[: retained.num_rows])
     alive = retained.by_row(retained.positions >= 0).sum(-1)
-    need = -(-(alive * ~retained.in_place).sum(-1) // PAGE_TOKENS)
+    need = -(-(alive * ~stays).sum(-1) // PAGE_TOKENS)
     return np.asarray(writable & (np.cumsum(writable, -1) <= need[..., None]))
 
 
 def to_own(table: ChunkTable, path: Path) -> Places:
-    """Pages that are to be written and that others hold too."""
+    """Pages that are to be the path's own and that others hold too: those that are written, now or later."""
     retained = path.retained
     assert retained is not None
-    places = places_of(path.chunks[: retained.num_rows], targets(table, path))
+    own = targets(table, path) | (retained.stays & ~retained.in_place)
+    places = places_of(path.chunks[: retained.num_rows], own)
     shared = table.is_shared(places)
     return places[0][shared], places[1][shared], places[2][shared]
 
@@ -181,13 +199,13 @@ def places_of(rows: NDArray[np.int32], chosen: NDArray[np.bool_]) -> Places:
 def _close_ranks(
     table: ChunkTable, path: Path, masks: NDArray[np.uint64], sums: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Lets each head have its pages in the first rows, but for those in place, which stay in theirs, and gives rows
-    back that hold none. Moves names of pages, not their bytes.
+    """Lets each head have its pages in the first rows, but for those that stay, and gives rows back that hold none.
+    Moves names of pages, not their bytes.
     """
     retained = path.retained
     assert retained is not None and table.masks is not None
     rows, num_rows = path.chunks[: retained.num_rows], retained.num_rows
-    free, numbers = ~retained.in_place, np.arange(num_rows)
+    free, numbers = ~retained.stays, np.arange(num_rows)
     held = free & (masks != 0)
     # The i-th page that may move goes into the i-th row that is free for it; the rest of these stay empty.
     to, source = (np.argsort(np.where(chosen, numbers, num_rows), -1, kind="stable") for chosen in (free, held))

@@ -4,6 +4,7 @@ is the manager's matter.
 
 Sums of a prompt are kept in the tree where its last rows begin, which are computed whatever is cached: a prompt that
 begins with the same tokens goes on from there. Of two that are about to compute the same beginning the later one waits.
+Within a budget nothing of this is needed: what ranks tokens is what the last rows look at.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Retainer:
 
     def num_sums(self, num_prompt: int) -> int:
         """Rows of sums that a prompt needs at most: its own, and two beginnings that the tree keeps."""
-        kept = 0 if self.tree is None else (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt)
+        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self._keeps_sums else 0
         return (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept
 
     def lacks(self, path: Path, num_tokens: int) -> int:
@@ -118,6 +119,8 @@ class Retainer:
         path, tree = holder.path, self.tree
         assert tree is not None
         tokens, first = holder.token_ids, path.num_shared
+        if not self._keeps_sums:
+            return tree.extend(holder.namespace, path, tokens, limit, is_hit), np.empty(0, np.int32)
         count, sums = tree.sums_within(holder.namespace, tokens, limit)
         if count > first:
             tree.extend(holder.namespace, path, tokens, count, is_hit)
@@ -128,6 +131,13 @@ class Retainer:
         for stop in path.stops:
             self._coming.setdefault(self._beginning(holder, stop), holder)
         return max(0, count - first), sums
+
+    def reusable(self, holder: Prompted, limit: int) -> int:
+        """How many of its first `limit` chunks a sequence may find, if they are cached."""
+        if not self._keeps_sums:
+            return limit
+        assert self.tree is not None
+        return self.tree.sums_within(holder.namespace, holder.token_ids, limit)[0]
 
     def copy_sums(self, path: Path, sums: NDArray[np.int32]) -> None:
         """The path begins with these sums, in rows of its own."""
@@ -169,6 +179,21 @@ class Retainer:
         is_end = num_tokens == holder.num_prompt and not holder.path.is_decided
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
+    def looks(self, path: Path, num_last: int) -> tuple[int, ...] | None:
+        """How a slice is profiled, as `Profiled.last_rows`, `peaks` and `near`; None if it is not.
+
+        num_last  its rows at the end over which is decided then; 0: none
+        """
+        if not len(path.sums):
+            return None
+        if self.retention.budget is None:
+            return (num_last,)
+        if path.retained is not None:
+            # The open chunk, and the last sealed one where heads hold it in its row.
+            return 0, 1, 1 + (path.retained.origins[-1:] == path.num_sealed - 1).sum().item()
+        # How much is recovered is shown, and decides nothing.
+        return (num_last if self.watch is not None else 0, num_last) if num_last else None
+
     def to_store(self, path: Path) -> int:
         """Rows of sums that are to be kept for others now: of all of a path that ends at one of its stops."""
         return path.num_sealed if path.num_sealed in path.stops and path.num_shared == path.num_sealed else 0
@@ -190,7 +215,7 @@ class Retainer:
     # ---- once it is computed ---------------------------------------------------------------------------------------
 
     def sums_of(self, path: Path, num_tokens: int) -> NDArray[np.float32]:
-        """The sums of a prompt's tokens, float32 [L, H, n]."""
+        """The sums of a prompt's tokens, or their peaks, float32 [L, H, n]."""
         return self._sums.load(self.table, path.sums)[..., :num_tokens]
 
     def begin(self, holder: Prompted, decided: Decided, has_room: Callable[[NDArray[np.int64]], bool]) -> None:
@@ -211,7 +236,9 @@ class Retainer:
             table.give(path.sums)
             path.sums = path.sums[:0]
             return
-        retained = Retained.whole(decided.chain, decided.policies, holder.num_prompt, path.num_sealed)
+        retained = Retained.whole(
+            decided.chain, decided.policies, holder.num_prompt, path.num_sealed, decided.budget is not None
+        )
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stuck = np.zeros_like(retained.in_place)  # pages that cannot be evicted, and would take memory to copy
         stays = np.ones(decided.policies.shape, bool)
@@ -258,7 +285,7 @@ class Retainer:
         retained.seal(path.num_sealed - 1)
         num_pages = self._num_pages(path)
         sums = self._sums.load(self.table, path.sums[: retained.num_rows])
-        retained.drop(self.retention.keep_on(retained, tokens, sums))
+        retained.drop(self.retention.keep_on(retained, tokens, sums, self.table.page_sizes(self.table.sealed_codec)))
         self._pack(path, sums)
         self._loosen(path)
         self._count_freed(num_pages, path)
@@ -311,6 +338,11 @@ class Retainer:
             heads[segment] = below = below | held[:, :, rows].any(-1)
         if any((heads[segment] != before).any() for segment, before in path.reads()):
             self.tree.loosen(path, heads)
+
+    @property
+    def _keeps_sums(self) -> bool:
+        """Whether the tree has sums of prompts' beginnings: those that find these need them."""
+        return self.tree is not None and self.retention.budget is None
 
     def _num_pages(self, path: Path) -> NDArray[np.int64]:
         retained = path.retained

@@ -1,7 +1,7 @@
 """Which tokens each head keeps: the settings, a model's marks, and the two moments of a request when they are asked.
 
-`policies` has the rules and `retained` the pages. What is decided depends on the request's tokens and these settings
-alone, never on what the cache holds.
+`policies` and `budget` have the rules and `retained` the pages. What is decided depends on the request's tokens and
+these settings alone, never on what the cache holds.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.budget import deal, worth
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.cache.policies import Chain, LocalRecovery, Mask, decide, keep_on, occurrences, solve
+from quire.cache.policies import Chain, Mask, decide, keep_on, occurrences
 from quire.cache.retained import Retained
 from quire.cache.retention_report import RetentionReport
 
 PROFILED_SHARE = 4
 """Of a short prompt only this part of the rows is profiled, the last ones, so that it may be found in the cache too."""
+
+RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
+"""What all heads go by within a budget: tokens are kept for how much they are looked at, and nothing else is asked."""
 
 Recover = Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
 """Recovery of every head, float64 [L, H], over the last rows of the prompt, which keeps the columns of a mask, uint64
@@ -36,12 +39,14 @@ class Decided:
     kept      bool [L, H, n]
     recovery  float64 [L, H, chain + 1]; nan for what was not tried
     chain     by which it was decided
+    budget    within which, where the chain says no more than who has sums
     """
 
     policies: NDArray[np.uint8]
     kept: NDArray[np.bool_]
     recovery: NDArray[np.float64]
     chain: Chain
+    budget: float | None = None
 
     @property
     def kept_fraction(self) -> float:
@@ -61,28 +66,33 @@ class Decided:
             self.recovery,
             bytes_full,
             bytes_kept,
+            self.budget,
         )
 
     def summary(self) -> str:
         """What was decided, in a line."""
         chain = self.chain
+        kept = f"keeps {self.kept_fraction:.1%} of a prompt of {self.kept.shape[-1]} tokens"
+        if self.budget is not None:
+            shares = self.kept.mean(-1)
+            return f"{kept}; heads from {shares.min():.1%} to {shares.max():.1%}"
         counts = np.bincount(self.policies.reshape(-1), minlength=chain.full + 1)
         heads = ", ".join(
             f"{count} {name}" for count, name in zip(counts.tolist(), (*chain.members, "full"), strict=True) if count
         )
-        return f"keeps {self.kept_fraction:.1%} of a prompt of {self.kept.shape[-1]} tokens; heads up to: {heads}"
+        return f"{kept}; heads up to: {heads}"
 
 
 @dataclass(frozen=True)
 class Retention:
     """How a model's requests retain.
 
-    chain         members, threshold and shares
+    chain         members, threshold and shares; with a budget `RANKED`
     special       markers, each of one token or more in a row
     punctuation   token ids
-    profile_rows  last rows of a prompt over which `local` is judged, at most
+    profile_rows  last rows of a prompt, at most, over which `local` is judged, or that rank tokens for a budget
     num_first     first tokens of a sequence that count as special whatever they are: attention rests on them
-    budget        share of a prompt's bytes that is kept, which the chain's threshold and shares are then solved for
+    budget        share of a sequence's bytes that is kept, whatever attention that recovers
     """
 
     chain: Chain
@@ -94,6 +104,7 @@ class Retention:
     _punctuation: NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        assert self.budget is None or self.chain is RANKED, "a budget goes by no chain"
         object.__setattr__(self, "_punctuation", np.array(sorted(self.punctuation), np.int64))
 
     def num_profiled(self, num_prompt: int) -> int:
@@ -106,70 +117,109 @@ class Retention:
 
     def marks(self, tokens: Sequence[int]) -> Mapping[str, Mask]:
         """Which tokens are special, and which punctuation, bool [n] each."""
+        punctuation = np.isin(np.asarray(tokens, np.int64), self._punctuation)
+        return {"special": self._special(tokens), "punctuation": punctuation}
+
+    def _special(self, tokens: Sequence[int]) -> Mask:
         special = occurrences(tokens, self.special)
         special[: self.num_first] = True
-        return {"special": special, "punctuation": np.isin(np.asarray(tokens, np.int64), self._punctuation)}
+        return special
 
     def decide(
-        self, tokens: Sequence[int], sums: NDArray[np.float32], recover: Recover, page_bytes: NDArray[np.int32]
+        self, tokens: Sequence[int], sums: NDArray[np.float32], recover: Recover | None, page_bytes: NDArray[np.int32]
     ) -> Decided:
         """What to keep of a prompt.
 
-        sums        float32 [L, H, n], the attention each of its tokens has had from all its rows
+        sums        float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
+        recover     None only with a budget: then nothing says what is recovered
         page_bytes  int32 [L, H], of the pages it will be kept in
         """
+        if self.budget is not None:
+            return self._deal(tokens, sums, recover, page_bytes)
         num_layers, num_heads, n = sums.shape
         shape = num_layers, num_heads
+        assert recover is not None
 
         def local_recovery(heads: NDArray[np.int64], columns: Mask, window: int) -> NDArray[np.float64]:
-            kept = np.zeros((num_layers * num_heads, -(-n // PAGE_TOKENS) * PAGE_TOKENS), bool)
-            kept[heads, :n] = columns
-            bits = np.packbits(kept, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-            return recover(bits.reshape(*shape, -1), np.full(shape, window, np.int64)).reshape(-1)[heads]
+            kept = np.zeros((num_layers * num_heads, n), bool)
+            kept[heads] = columns
+            bits = _bits(kept).reshape(*shape, -1)
+            return recover(bits, np.full(shape, window, np.int64)).reshape(-1)[heads]
 
-        chain, given = self.chain, (self.marks(tokens), sums.reshape(-1, n).astype(np.float64), n, local_recovery)
-        if self.budget is not None:
-            chain = self._solve(given, page_bytes.reshape(-1, 1).astype(np.int64), n)
-        found = decide(chain, *given)
-        return Decided(
-            found.policies.reshape(shape), found.kept.reshape(*shape, n), found.recovery.reshape(*shape, -1), chain
-        )
+        found = decide(self.chain, self.marks(tokens), sums.reshape(-1, n).astype(np.float64), n, local_recovery)
+        kept, recovery = found.kept.reshape(*shape, n), found.recovery.reshape(*shape, -1)
+        return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
 
-    def _solve(
-        self, given: tuple[Mapping[str, Mask], NDArray[np.float64], int, LocalRecovery], page_bytes: Any, n: int
-    ) -> Chain:
-        """The chain whose sealed pages, sums and open chunk together keep to the budget. page_bytes int64 [heads, 1]"""
+    def _deal(
+        self, tokens: Sequence[int], peaks: NDArray[np.float32], recover: Recover | None, page_bytes: NDArray[np.int32]
+    ) -> Decided:
+        """What to keep of a prompt within the budget."""
+        num_layers, num_heads, n = peaks.shape
+        policies = np.zeros((num_layers, num_heads), np.uint8)
+        kept = np.ones(peaks.shape, bool)
+        recovery = np.full((*policies.shape, self.chain.full + 1), np.nan)
+        num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
+        if self.budget == 1.0:
+            policies[:], recovery[..., self.chain.full] = self.chain.full, 1.0
+            return Decided(policies, kept, recovery, self.chain, self.budget)
+        positions = np.arange(num_sealed, dtype=np.int32)
+        positions = np.broadcast_to(positions, (num_layers * num_heads, num_sealed))
+        found = self._dealt(tokens, peaks[..., :num_sealed].reshape(positions.shape), positions, page_bytes)
+        kept[..., :num_sealed] = found.reshape(*policies.shape, num_sealed)
+        if recover is not None:
+            recovery[..., 0] = recover(_bits(kept), np.zeros(policies.shape, np.int64))
+        return Decided(policies, kept, recovery, self.chain, self.budget)
+
+    def _dealt(
+        self,
+        tokens: Sequence[int],
+        peaks: NDArray[np.float32],
+        positions: NDArray[np.int32],
+        page_bytes: NDArray[np.int32],
+    ) -> Mask:
+        """What heads keep of sealed tokens, bool [L * H, slots], so that pages, the sums beside them and the open chunk
+        stay within the budget.
+        """
         assert self.budget is not None
-        policies = np.arange(self.chain.full + 1, dtype=np.uint8)
-        sums = self.has_sums(policies) * SumsCodec.page_bytes
-        whole = self.budget * page_bytes.sum() * -(-n // PAGE_TOKENS)
-        is_open = n % PAGE_TOKENS > 0
-        # What is open is not dropped. Whether a head will need sums of it is not known: they are a hundredth.
-        most = float(whole - is_open * page_bytes.sum())
-        return solve(self.chain, self.budget, *given, page_bytes + sums, PAGE_TOKENS, most)
+        n = len(tokens)
+        sizes = page_bytes.reshape(-1).astype(np.int64)
+        # What is open is not dropped, and counts as if it were sealed.
+        most = self.budget * int(sizes.sum()) * -(-n // PAGE_TOKENS)
+        sizes += SumsCodec.page_bytes
+        if n % PAGE_TOKENS:
+            most -= int(sizes.sum())
+        num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
+        special = self._special(tokens[:num_sealed])
+        worths = worth(peaks, positions, num_sealed)
+        return deal(worths, positions, special, num_sealed, sizes, PAGE_TOKENS, most)
 
-    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: NDArray[np.float32]) -> Mask:
+    def keep_on(
+        self, retained: Retained, tokens: Sequence[int], sums: NDArray[np.float32], page_bytes: NDArray[np.int32]
+    ) -> Mask:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
-        sums  float32 [L, H, slots], the attention that what is in them has had
+        sums  float32 [L, H, slots], the attention that what is in them has had, or its peak
         """
-        num_slots = retained.positions.shape[-1]
-        kept = keep_on(
-            retained.chain,
-            retained.policies.reshape(-1),
-            retained.positions.reshape(-1, num_slots),
-            self.marks(tokens),
-            sums.reshape(-1, num_slots),
-            retained.num_prompt,
-            len(tokens),
-        )
-        return kept.reshape(retained.positions.shape)
+        shape = retained.positions.shape
+        positions, sums = retained.positions.reshape(-1, shape[-1]), sums.reshape(-1, shape[-1])
+        if self.budget is not None:
+            return self._dealt(tokens, sums, positions, page_bytes).reshape(shape)
+        policies, marks = retained.policies.reshape(-1), self.marks(tokens)
+        kept = keep_on(retained.chain, policies, positions, marks, sums, retained.num_prompt, len(tokens))
+        return kept.reshape(shape)
 
     def has_sums(self, policies: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Which heads go on needing the attention their tokens get."""
         if "frequent" not in self.chain.members:
             return np.zeros(policies.shape, bool)
         return (policies < self.chain.full) & (policies >= self.chain.members.index("frequent"))
+
+
+def _bits(kept: Mask) -> NDArray[np.uint64]:
+    """Columns [..., n] as words of 64, uint64 [..., ceil(n / 64)]; bit t of word c is column c * 64 + t."""
+    words = np.zeros((*kept.shape[:-1], -(-kept.shape[-1] // PAGE_TOKENS) * PAGE_TOKENS), bool)
+    words[..., : kept.shape[-1]] = kept
+    return np.packbits(words, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
 
 
 @dataclass

@@ -23,6 +23,7 @@ class RetentionReport:
     recovery    float64 [L, H, len(members) + 1] of every policy, nan where it was not tried
     bytes_full  that the prompt's keys and values take without retention, as the allocator counts them
     bytes_kept  and with it
+    budget      share of the bytes within which it was decided; None: by the threshold
 
     H are kv heads.
     """
@@ -37,6 +38,7 @@ class RetentionReport:
     recovery: NDArray[np.float64]
     bytes_full: int
     bytes_kept: int
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         heads = self.policies.shape
@@ -52,6 +54,8 @@ class RetentionReport:
     @property
     def policy_names(self) -> tuple[str, ...]:
         """A name for each policy: what it adds to the one before it, the last one `full`."""
+        if self.budget is not None:
+            return ("ranked", "full")
         return (*self.members[:1], *(f"+ {member}" for member in self.members[1:]), "full")
 
     @property
@@ -76,9 +80,10 @@ def as_json(report: RetentionReport) -> dict[str, Any]:
     """A report as what JSON has: lists of layers of heads, policies by number, null where a policy was not tried."""
     return {
         "num_tokens": report.num_tokens,
-        "threshold": report.threshold,
-        "frequent": report.frequent,
-        "local": report.local,
+        "budget": report.budget,
+        "threshold": report.threshold if report.budget is None else None,
+        "frequent": report.frequent if report.budget is None else None,
+        "local": report.local if report.budget is None else None,
         "policy_names": list(report.policy_names),
         "policies": report.policies.tolist(),
         "kept": report.kept.tolist(),

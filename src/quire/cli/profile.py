@@ -149,10 +149,10 @@ def _token_ids(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
 
 
 def _print_one(model: str, report: RetentionReport) -> None:
-    print(
-        f"{model}: {report.num_tokens:,} tokens, threshold {report.threshold:g}, frequent {report.frequent:g},"
-        f" local {report.local:g}"
-    )
+    how = f"threshold {report.threshold:g}, frequent {report.frequent:g}, local {report.local:g}"
+    if report.budget is not None:
+        how = f"budget {report.budget:g}"
+    print(f"{model}: {report.num_tokens:,} tokens, {how}")
     rows = []
     numbers = zip(report.policy_names, report.num_heads, report.num_tried, report.mean_recovery, strict=True)
     for policy, (name, heads, tried, recovery) in enumerate(numbers):

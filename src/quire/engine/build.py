@@ -26,7 +26,7 @@ from quire.cache.namespace import Namespace
 from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PagePool
 from quire.cache.policies import Chain
 from quire.cache.retainer import SUMS_ROWS
-from quire.cache.retention import Retention
+from quire.cache.retention import RANKED, Retention
 from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
 from quire.cache.sizes import Arena, Sizes, page_counts, sizes
@@ -363,9 +363,10 @@ def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
     if not retain.is_on:
         return None
     marks = find_marks(tokenizer)
-    threshold = 0.0 if retain.threshold == "off" else retain.threshold
-    chain = Chain(threshold, retain.frequent, retain.local, retain.members)
     budget = None if retain.budget == "off" else retain.budget
+    chain = RANKED
+    if retain.threshold != "off":
+        chain = Chain(retain.threshold, retain.frequent, retain.local, retain.members)
     first = max(1, config.cache.sink_tokens if config.cache.is_calibrated else 0)
     return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 

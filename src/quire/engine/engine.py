@@ -54,11 +54,13 @@ LOGIT_ROWS = 256
 """Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
 
 
-def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...]) -> RowSlice:
-    """The rows of a sequence in a step, as attention sees them."""
+def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...], looks: tuple[int, ...] | None = None) -> RowSlice:
+    """The rows of a sequence in a step, as attention sees them.
+
+    looks  `Retainer.looks`
+    """
     path = piece.sequence.path
-    # Sums are wanted while a prompt is computed, and after it by heads whose members change with them.
-    profiled = Profiled(path.sums, piece.last_rows) if len(path.sums) else None
+    profiled = None if looks is None else Profiled(path.sums, *looks)
     return RowSlice(piece.start, piece.count, path.chunks, shared, path.filled, profiled, path.num_gone)
 
 
@@ -195,8 +197,11 @@ class Engine:
         if batch is None:
             return []
         self.mover.prepare([piece.sequence.path for piece in batch.slices])
-        shared = self.scheduler.manager.shared
-        slices = [row_slice(piece, shared(piece.sequence)) for piece in batch.slices]
+        manager = self.scheduler.manager
+        slices = [
+            row_slice(piece, manager.shared(piece.sequence), manager.looks(piece.sequence, piece.last_rows))
+            for piece in batch.slices
+        ]
         tokens, positions, last_rows = self._rows(batch)
         plan = self.attention.plan(slices)
         decided: dict[Sequence, Decided] = {}
@@ -210,7 +215,7 @@ class Engine:
             failed = self._prompt_logprobs(batch, hidden)
             if failed:
                 return self._fail(batch, failed)
-            decided = self._decide(batch, plan)
+            decided = self._decide(batch, slices, plan)
             if not sampling:
                 self.scheduler.commit(batch, (), decided)
                 return []
@@ -355,18 +360,18 @@ class Engine:
             outputs.append(self._output(request, [self._end(sequence, "error", NOT_FINITE) for sequence in live]))
         return outputs
 
-    def _decide(self, batch: Batch, plan: AttentionPlan) -> dict[Sequence, Decided]:
+    def _decide(self, batch: Batch, slices: list[RowSlice], plan: AttentionPlan) -> dict[Sequence, Decided]:
         """What sequences keep of the prompts whose last rows are computed now."""
         manager = self.scheduler.manager
         found: dict[Sequence, Decided] = {}
         for index, piece in enumerate(batch.slices):
             if piece.last_rows:
-                assert manager.retainer is not None
-                sequence = piece.sequence
+                sequence, looks = piece.sequence, slices[index].profiled
+                assert manager.retainer is not None and looks is not None
                 found[sequence] = manager.retainer.retention.decide(
                     sequence.request.prompt_ids,
                     manager.sums_of(sequence),
-                    functools.partial(plan.recovered, index),
+                    functools.partial(plan.recovered, index) if looks.last_rows else None,
                     manager.table.page_sizes(manager.table.sealed_codec),
                 )
                 if log.isEnabledFor(logging.DEBUG):

@@ -26,7 +26,8 @@ _SMALL_CELL_INCHES = 0.23
 
 
 def save_retention(file: Path, report: RetentionReport, model: str) -> None:
-    """A cell for each head with its policy and what it keeps; below it, what each policy recovers in each layer.
+    """A cell for each head with its policy and what it keeps, within a budget in shades of its share; below it, what
+    each policy recovers in each layer.
 
     file  its ending says the format: .png, .svg, .pdf
     Raises ConfigError for another ending, or where matplotlib is not installed.
@@ -39,8 +40,9 @@ def save_retention(file: Path, report: RetentionReport, model: str) -> None:
     heads, layers = figure.subplots(2, sharex=True, height_ratios=heights)
     _draw_heads(heads, report, 24 * cell)
     _draw_recovery(layers, report)
+    how = f"T {report.threshold:g}" if report.budget is None else f"budget {report.budget:g}"
     figure.suptitle(
-        f"{model}: {report.num_tokens:,} tokens, T {report.threshold:g}, {report.kept_fraction:.1%} kept,"
+        f"{model}: {report.num_tokens:,} tokens, {how}, {report.kept_fraction:.1%} kept,"
         f" in {format_bytes(report.bytes_kept)} of {format_bytes(report.bytes_full)}",
         fontsize=11,
         parse_math=False,
@@ -64,6 +66,10 @@ def _draw_heads(axes: Any, report: RetentionReport, font_size: float) -> None:
     num_layers, num_heads = report.policies.shape
     colors = _colors(report)
     pixels = np.array([_channels(color) for color in colors])[report.policies.T]
+    if report.budget is not None:
+        # From white, for nothing, to the colour, for all.
+        shares = (report.kept / report.num_tokens).T[..., None]
+        pixels = 1 - shares * (1 - pixels)
     axes.imshow(pixels, aspect="auto", interpolation="nearest")
     for layer in range(num_layers):
         for head in range(num_heads):
@@ -94,11 +100,12 @@ def _draw_recovery(axes: Any, report: RetentionReport) -> None:
         x = places + 0.7 * ((policy + 0.5) / len(report.members) - 0.5)
         axes.vlines(x, low, high, color=color, linewidth=2)
         axes.plot(x, mean, "o", color=color, markersize=4, markeredgecolor="black", markeredgewidth=0.4)
-    axes.axhline(report.threshold, color="black", linewidth=0.8, linestyle="--")
-    axes.annotate(
-        "T", (1, report.threshold), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
-        va="center", annotation_clip=False,
-    )  # fmt: skip
+    if report.budget is None:
+        axes.axhline(report.threshold, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            "T", (1, report.threshold), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+            va="center", annotation_clip=False,
+        )  # fmt: skip
     axes.set_xlim(-0.5, num_layers - 0.5)
     axes.set_ylim(top=max(1.0, report.threshold) + 0.02)
     axes.set_xticks(range(0, num_layers, 1 if num_layers <= _MANY_LAYERS else 5))

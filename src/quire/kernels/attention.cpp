@@ -68,18 +68,8 @@ void soften(float* scores, uint32_t* probabilities, float* top, float* total, fl
 
 // Chunk c of a piece, for one layer and head.
 inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, int c) {
-    const int32_t chunk = plan.indices[piece.first_index + c];
-    int base = piece.start + c * P;
-    const int32_t* positions = nullptr;
-    if (chunk >= 0) {
-        if (plan.bases[chunk] >= 0) base = plan.bases[chunk];
-        const int32_t found = plan.slot_positions[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
-        if (found >= 0) positions = reinterpret_cast<const int32_t*>(plan.arena + static_cast<int64_t>(found) * UNIT);
-    }
-    const int written = plan.positions[piece.first_row + piece.num_rows - 1] + 1 - base;
-    Page page = page_at(plan, layer, head, chunk, positions ? P : written);
-    page.base = base, page.positions = positions;
-    return page;
+    return placed_page(plan, layer, head, plan.indices[piece.first_index + c], piece.start + c * P,
+                       plan.positions[piece.first_row + piece.num_rows - 1] + 1);
 }
 
 // The key, rotated unless pages hold keys before rotation, and the value of one row and head into their slot. Pages of open and of staged chunks

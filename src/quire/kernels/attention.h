@@ -34,6 +34,7 @@ struct Profile {
     int32_t first_column, num_columns;   // its chunks in Plan.columns, in order of position
     int32_t start;                       // position of the first slot of the first of them
     int32_t first_kept, num_kept;
+    int32_t num_peaks;                   // of the last rows the largest attention is noted; 0: that of all rows is summed
 };
 
 // A chunk of a profiled path.
@@ -42,6 +43,7 @@ struct Column {
     int32_t stored, computed;     // the chunk as rows behind it see it, and as its own rows do
     int32_t sums;                 // row of the chunk table with its column sums
     int32_t kept;                 // place of the computed keys among those kept, or -1: they stay where they are
+    int32_t far;                  // for the peak of a slot count rows so many tokens behind it, or more
 };
 
 struct Plan {

@@ -53,6 +53,19 @@ inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int wr
     return page;
 }
 
+// The page of a chunk with where it stands: from position `base` on unless the chunk or its slots say otherwise. Positions below `end` are written.
+inline Page placed_page(const Plan& plan, int layer, int head, int32_t chunk, int base, int end) {
+    const int32_t* positions = nullptr;
+    if (chunk >= 0) {
+        if (plan.bases[chunk] >= 0) base = plan.bases[chunk];
+        const int32_t found = plan.slot_positions[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head];
+        if (found >= 0) positions = reinterpret_cast<const int32_t*>(plan.arena + static_cast<int64_t>(found) * UNIT);
+    }
+    Page page = page_at(plan, layer, head, chunk, positions ? P : end - base);
+    page.base = base, page.positions = positions;
+    return page;
+}
+
 inline void count_read(const Plan& plan, int head, int32_t chunk) {
     if (plan.reads && chunk >= 0) __atomic_fetch_add(plan.reads + static_cast<int64_t>(chunk) * plan.H + head, 1, __ATOMIC_RELAXED);
 }

@@ -3,6 +3,8 @@
 //
 //     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head,      sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 //
+// Or, in place of the sum, the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
+//
 // Defined by attention/profile.py; tests/kernels/test_profile_kernel.py holds the two together.
 //
 // Attention leaves the lse of every row, so a probability follows from its score alone, which is made again. A work item is a chunk of a path and
@@ -27,26 +29,29 @@ struct ColumnSums {
     }
 };
 
-// What an item needs: keys [steps, P], scores of a block of rows, sums [P] of a block and of all, and what panels of encoded pages are made from.
+// What an item needs: keys [steps, P], scores of a block of rows, sums [P] of a block and of all, and what panels of encoded pages are made from, where
+// slots have positions of their own too.
 struct Scratch {
     uint32_t* keys;
     float *scores, *part, *sums, *buffer;
+    uint32_t* own;
 };
 
 template <class Math>
 Scratch scratch_of(const Plan& plan) {
     const int keys = query_steps<Math>(plan) * P, buffer = plan.turns ? panel_buffer<Math>(plan.D) : 0;
-    auto* at = static_cast<float*>(thread_scratch(sizeof(float) * (keys + BLOCK * P + 2 * P + buffer)));
+    const int own = plan.turns && Math::PAIR == 2 ? plan.D / 2 * P : 0;
+    auto* at = static_cast<float*>(thread_scratch(sizeof(float) * (keys + BLOCK * P + 2 * P + buffer + own)));
     float* scores = at + keys;
     float* part = scores + BLOCK * P;
-    return {reinterpret_cast<uint32_t*>(at), scores, part, part + P, part + 2 * P};
+    return {reinterpret_cast<uint32_t*>(at), scores, part, part + P, part + 2 * P, reinterpret_cast<uint32_t*>(part + 2 * P + buffer)};
 }
 
-// The panel of a page whose first slot is at position `start`.
+// The panel of a page.
 template <class Math, class T>
-void make_panel(const Plan& plan, const Page& page, int start, const Scratch& item) {
+void make_panel(const Plan& plan, const Page& page, const Scratch& item) {
     Prefetcher none{nullptr, nullptr};
-    if (plan.turns) turned_keys<Math, T>(plan, page, start, item.keys, P, item.buffer, nullptr, none);
+    if (plan.turns) turned_keys<Math, T>(plan, page, page.base, item.keys, P, item.buffer, item.own, none);
     else load_keys<Math>(page, plan.D, item.keys, P, none);
 }
 
@@ -75,9 +80,9 @@ void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scrat
 }
 
 // Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order; what a row does not see of a panel from position `start` on
-// has probability 0 or 2^-126.
+// has probability 0 or 2^-126, and so has what is fewer than `far` tokens before it.
 template <class Math, class Body>
-void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body) {
+void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body, int far = 0) {
     const int steps = query_steps<Math>(plan);
     Prefetcher none{nullptr, nullptr};
     for (int at = low * plan.G; at < high * plan.G; at += BLOCK) {
@@ -85,7 +90,7 @@ void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, 
         product<Math>(rows.query + static_cast<int64_t>(at) * steps, steps, item.keys, P, item.scores, P, steps, count, P, nullptr, none);
         for (int m = 0; m < count; m++) {
             float* s = item.scores + m * P;
-            hide_unseen(plan, rows.position + (at + m) / plan.G, start, P, s);
+            hide_unseen(plan, rows.position + (at + m) / plan.G, start, P, s, far);
             for (int t = 0; t < P; t += VL) store(s + t, exp2<Math::PAIR == 2>(load(s + t) - rows.limits[at + m]));
             body((at + m) / plan.G, s);
         }
@@ -135,6 +140,25 @@ inline uint8_t* kept_keys(const Plan& plan, int layer, int head, int place) {
     return plan.kept_keys + ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_pages + place) * bytes;
 }
 
+// Notes the largest attention of a profile's last rows, all of which are behind the chunk they look at.
+template <class Math, class T>
+void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int layer, int head, const Column& column, int start) {
+    const int skipped = profile.num_rows - profile.num_peaks;
+    const int64_t first = static_cast<int64_t>(skipped) * plan.G;
+    const Rows rows{all.query + first * query_steps<Math>(plan), all.limits + first, all.position + skipped};
+    const int low = rows_before(rows.position, profile.num_peaks, start + column.far);
+    const int high = lookers(plan, rows.position, profile.num_peaks, start).end;
+    if (low >= high) return;
+    const Scratch item = scratch_of<Math>(plan);
+    make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_peaks), item);
+    count_read(plan, head, column.stored);
+    float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+    const auto note = [&](int, const float* p) {
+        for (int t = 0; t < P; t += VL) store(page + t, max(load(p + t), load(page + t)));
+    };
+    each_row<Math>(plan, rows, low, high, start, item, note, column.far);
+}
+
 template <class Math, class T>
 void sum_column(const Plan& plan, int layer, int index, int head) {
     const Column& column = plan.columns[index];
@@ -144,7 +168,8 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
     const Rows rows{plan.queries + first * steps, plan.limits + first, plan.positions[profile.first_row]};
     // A head that retention needs no sums of, or that keeps nothing of the chunk.
     if (!mask_of(plan, layer, head, column.sums) || !mask_of(plan, layer, head, column.stored)) return;
-    const int written = rows.position + profile.num_rows - start;
+    if (profile.num_peaks) return note_peaks<Math, T>(plan, profile, rows, layer, head, column, start);
+    const int written = rows.position + profile.num_rows;
     const Lookers who = lookers(plan, rows.position, profile.num_rows, start);
     const Scratch item = scratch_of<Math>(plan);
     std::memset(item.sums, 0, sizeof(float) * P);
@@ -152,13 +177,13 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
         for (int t = 0; t < P; t += VL) store(item.sums + t, load(item.sums + t) + load(p + t));
     };
     if (who.own < who.later) {
-        make_panel<Math, T>(plan, page_at(plan, layer, head, column.computed, written), start, item);
+        make_panel<Math, T>(plan, placed_page(plan, layer, head, column.computed, start, written), item);
         count_read(plan, head, column.computed);
         each_row<Math>(plan, rows, who.own, who.later, start, item, add);
     }
     if (who.later < who.end) {
         if (who.own == who.later || column.stored != column.computed) {
-            make_panel<Math, T>(plan, page_at(plan, layer, head, column.stored, P), start, item);
+            make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_rows), item);
             count_read(plan, head, column.stored);
         }
         // With a window, rows farther on see the last slots only.
@@ -216,17 +241,19 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
         };
         const auto computed = [&] {
             Page page{nullptr, plan.kind, end - start < P ? end - start : P};
-            if (column.kept < 0) return page_at(plan, layer, head, column.computed, end - start);
+            page.base = start;
+            if (column.kept < 0) return placed_page(plan, layer, head, column.computed, start, end);
             page.image = kept_keys(plan, layer, head, column.kept);
             return page;
         };
         if (who.own < who.later) {
-            make_panel<Math, T>(plan, computed(), start, item);
+            make_panel<Math, T>(plan, computed(), item);
             each_row<Math>(plan, rows, who.own, who.later, start, item, add);
         }
         if (who.later < who.end) {
             const bool same = column.stored == column.computed;
-            if (who.own == who.later || !same) make_panel<Math, T>(plan, same ? computed() : page_at(plan, layer, head, column.stored, P), start, item);
+            if (who.own == who.later || !same)
+                make_panel<Math, T>(plan, same ? computed() : placed_page(plan, layer, head, column.stored, start, end), item);
             each_row<Math>(plan, rows, who.later, who.end, start, item, add);
         }
         for (int t = 0; t < P; t++) total += item.sums[t];

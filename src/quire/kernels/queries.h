@@ -66,9 +66,9 @@ inline void store_query(const Plan& plan, const float* x, uint32_t* out) {
     else store_operand<Math>(x, plan.D, out);
 }
 
-// Hides those of `slots` slots from position `start` on that a row at `position` does not see.
-inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores) {
-    int high = position + 1 - start;
+// Hides those of `slots` slots from position `start` on that a row at `position` does not see, or that are fewer than `far` before it.
+inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores, int far = 0) {
+    int high = position + 1 - far - start;
     high = high < 0 ? 0 : high > slots ? slots : high;
     int low = plan.window ? position + 1 - plan.window - start : 0;
     low = low < 0 ? 0 : low > high ? high : low;
