@@ -26,7 +26,8 @@ from quire.attention.kernels.encode import encode_groups, encode_nuq
 from quire.attention.kernels.encoded import attend_encoded
 from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.write import write
-from quire.attention.triton import ENCODE_WARPS, PIECES_PER_PROCESSOR, WRITE_ROWS
+from quire.attention.triton import PIECES_PER_PROCESSOR
+from quire.attention.triton_plan import ENCODE_WARPS, WRITE_ROWS
 from quire.cache.codecs.group import KERNEL_ID as GROUP
 from quire.cache.codecs.nuq import KERNEL_ID as NUQ
 from quire.cache.page import PAGE_TOKENS, UNIT
@@ -65,7 +66,7 @@ def attention_arguments(
     arguments: dict[str, Any] = dict.fromkeys(("q", "out", "arena"), pointer)
     arguments |= dict.fromkeys(("new_k", "new_v"), pointer if append else None)
     arguments |= dict.fromkeys(("table", "positions", "indices", "pieces", "entries", "arrivals"), "*i32")
-    arguments["reads"] = None
+    arguments |= dict.fromkeys(("reads", "masks", "lse"))
     arguments |= dict.fromkeys(("partial_o", "partial_lse"), "*fp32")
     arguments |= dict.fromkeys(("cos", "sin"), "*fp32" if rotate else None)
     arguments |= {"layer": "i32", "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16"}
