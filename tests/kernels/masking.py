@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec, Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.segment import ALL_SLOTS
 
 from . import sharing
-from .harness import TOLERANCE, Shape, make_spec, relative_rms, run, slices_of, total_chunks
+from .harness import TOLERANCE, Shape, make_spec, relative_rms, run_plan, slices_of, total_chunks
+from .profiling import recoveries
 from .sharing import MakeBackend, fill, forest, taking
 
 
@@ -49,6 +50,26 @@ def shrink(pieces: list[RowSlice], random: np.random.Generator) -> list[RowSlice
     return found
 
 
+def with_sums(spec: AttentionSpec, slices: list[RowSlice], random: np.random.Generator) -> list[RowSlice]:
+    """The slices, most of them profiled, on sums that are there already; of some pages there are none. Of slices of
+    many rows some are kept.
+    """
+    table, found = spec.table, []
+    assert table.sums is not None and table.masks is not None
+    for piece in slices:
+        if random.random() < 0.2:
+            found.append(piece)
+            continue
+        end = piece.start + piece.num_rows
+        sums = table.take(-(-end // PAGE_TOKENS) - piece.num_gone, table.sums)
+        table.sums.store(table, sums, random.random((*table.pages.shape[1:], len(sums) * PAGE_TOKENS), np.float32))
+        rows, layers, heads = np.nonzero(random.random((len(sums), *table.pages.shape[1:])) < 0.3)
+        table.drop((sums[rows], layers, heads))
+        last_rows = int(random.integers(0, piece.num_rows + 1)) if piece.num_rows > 1 else 0
+        found.append(replace(piece, profiled=Profiled(sums, last_rows)))
+    return found
+
+
 def check_hidden(
     make: MakeBackend,
     shape: Shape,
@@ -58,24 +79,45 @@ def check_hidden(
     prefills: list[tuple[int, int]],
     device: str = "cpu",
 ) -> None:
-    """A step of sharers, of rows by themselves and of slices of many rows over pages of which heads see a part attends
-    like the reference; then their rows decode, one position on.
+    """A step of sharers, of rows by themselves and of slices of many rows over pages of which heads see a part attends,
+    sums and recovers like the reference.
     """
     random = np.random.default_rng(seed)
     rows = forest(sharing.counting(), random, num_rows) if num_rows else []
     count = 1 + max((int(row.chunks.max()) for row in rows), default=-1)
-    spec = make_spec(shape, count + total_chunks(prefills), device, sums=True)
+    num_sums = sum(len(row.chunks) for row in rows)
+    spec = make_spec(shape, count + num_sums + total_chunks(prefills), device, sums=True)
+    table = spec.table
+    assert table.sums is not None
     ids = random.permutation(taking(spec)(count))
     slices = [replace(row, chunks=ids[row.chunks]) for row in rows] + slices_of(spec, prefills)
     fill(spec, slices, seed)
     open_chunks = {int(chunk) for piece in slices for chunk in piece.chunks[piece.start // PAGE_TOKENS :]}
     sealed = np.array([chunk for piece in slices for chunk in piece.chunks if int(chunk) not in open_chunks], np.int32)
     hide(spec, np.unique(sealed), random)
-    slices = shrink(slices, random)
-    outputs = []
-    before = spec.table.pool.arena.clone()
+    slices = with_sums(spec, shrink(slices, random), random)
+    profiled = [piece.profiled for piece in slices if piece.profiled is not None]
+    outputs, sums, recovered = [], [], []
+    before = table.pool.arena.clone()
     for backend_of in (ReferenceAttention, make):
-        spec.table.pool.arena.copy_(before)
-        outputs.append(run(backend_of(spec), spec, [slices], seed)[0])
+        table.pool.arena.copy_(before)
+        plan = backend_of(spec).plan(slices)
+        generator = torch.Generator().manual_seed(seed)
+        outputs.append(run_plan(plan, spec, sum(piece.num_rows for piece in slices), generator))
+        sums.append([torch.from_numpy(table.sums.load(table, each.sums)) for each in profiled])
+        recovered.append(
+            [
+                found
+                for index, piece in enumerate(slices)
+                if piece.profiled is not None and piece.profiled.last_rows
+                for found in recoveries(plan, spec, index, piece, np.random.default_rng(seed))
+            ]
+        )
+    tolerance, case = TOLERANCE[shape.dtype], f"for {shape}, {num_rows} rows, seed {seed}"
     error = relative_rms(outputs[1], outputs[0])
-    assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} for {shape}, {num_rows} rows, seed {seed}"
+    assert error < tolerance, f"relative RMS error {error:.2e} {case}"
+    for number, (expected, actual) in enumerate(zip(*sums, strict=True)):
+        error = relative_rms(actual, expected)
+        assert error < tolerance, f"sums of profiled slice {number}: relative RMS error {error:.2e} {case}"
+    for expected, actual in zip(*recovered, strict=True):
+        assert np.abs(actual - expected).max() < tolerance, f"recovery {case}"

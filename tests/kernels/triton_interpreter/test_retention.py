@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from quire.attention.triton import TritonAttention
+from quire.engine.graphs import DecodeGraphs
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
 
+from ...retention_cases import BOS, Bench, Head, HeadWeights
+from ...retention_oracle import Rules
+from ...tiny_models import tiny_shape
 from ..harness import Shape
 from ..masking import check_hidden
-from ..profiling import check_history
+from ..profiling import HISTORY, check_history
+from .test_graphs import FakeGraph, Recorder, install_fakes
 
 SHAPES = [
-    Shape(dim=16, group=3, heads=2, layers=2),
+    Shape(dim=16, group=3, heads=2, layers=1),
     Shape(dim=64, group=4, heads=1, layers=1, dtype=torch.bfloat16),
     Shape(dim=80, group=1, heads=2, layers=1, dtype=torch.float16),
 ]
@@ -21,7 +29,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"D{shap
 
 @each_shape
 @pytest.mark.parametrize("num_rows, prefills", [(1, []), (7, []), (20, []), (3, [(130, 1), (65, 40), (0, 70)])])
-def test_pages_with_masks_attend_like_the_reference(
+def test_pages_with_masks_are_attended_to_and_profiled_like_the_reference(
     shape: Shape, num_rows: int, prefills: list[tuple[int, int]], seed: int
 ) -> None:
     check_hidden(TritonAttention, shape, seed % 10000, num_rows=num_rows, prefills=prefills)
@@ -29,9 +37,48 @@ def test_pages_with_masks_attend_like_the_reference(
 
 @each_shape
 def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> None:
-    check_history(TritonAttention, shape, None, seed=seed % 100)
+    check_history(TritonAttention, shape, None, HISTORY[:3], seed=seed % 100)
+
+
+def test_every_layer_keeps_its_own_rows(seed: int) -> None:
+    check_history(TritonAttention, Shape(dim=16, layers=2), None, [[(0, 70, 20), (1, 5, 2)]], seed=seed % 100)
 
 
 @pytest.mark.parametrize("window", [5, 100])
 def test_columns_outside_a_window_get_nothing(window: int) -> None:
     check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None)
+
+
+def random_prompt(random: np.random.Generator, length: int) -> list[int]:
+    return [BOS, *random.choice([*range(97, 123), *b" ,.:?"], length - 1).tolist()]
+
+
+@pytest.mark.parametrize("replays", [False, True], ids=["eager", "graphs"])
+def test_an_engine_keeps_and_answers_like_the_oracle(replays: bool, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prompts that are decided on beside answers, over more than one seal, some heads with frequent tokens."""
+    shape = tiny_shape()
+    heads = [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]]
+    rules = Rules(threshold=0.8, frequent=0.2, local=0.2, profile_rows=20)
+    options = {"scheduler.max_running": 4, "scheduler.token_budget": 200}
+    bench = Bench(shape, HeadWeights(shape, heads, seed=1), rules, "reference", options=options)
+    engine = bench.witness.engine
+    backend = engine.attention = TritonAttention(engine.attention.spec)  # type: ignore[attr-defined]
+    captured: list[FakeGraph] = []
+    if replays:
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        recorder = Recorder(engine.model)
+        engine.decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
+        install_fakes(monkeypatch, recorder, captured)
+    random = np.random.default_rng(seed)
+    common = random_prompt(random, 70)
+    outputs: dict[str, RequestOutput] = {}
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    for name, length in (("first", 60), ("second", 75)):
+        bench.witness.add(name, common + random_prompt(random, length), params)
+        for _ in range(5):
+            bench.witness.step(outputs)
+    bench.witness.drain(outputs)
+    bench.check()
+    kept = [each.kept_fraction for each in outputs.values()]
+    assert all(each is not None and each < 1 for each in kept), kept
+    assert bool(captured) == replays
