@@ -65,12 +65,12 @@ class Prompts:
 
 
 def profiled_spec(
-    shape: Shape, codec: str | None, *, tokens: int = 2048, sinks: int = 0, strict: bool = True
+    shape: Shape, codec: str | None, *, tokens: int = 2048, sinks: int = 0, strict: bool = True, device: str = "cpu"
 ) -> AttentionSpec:
     """A poisoned pool with room for so many tokens, dense or in one of the CODECS, and for their column sums."""
     if codec is None:
-        return make_spec(shape, tokens // PAGE_TOKENS, sums=True)
-    spec = encoded_spec(shape, CODECS[codec](shape), tokens=tokens, sinks=sinks, sums=True)
+        return make_spec(shape, tokens // PAGE_TOKENS, device, sums=True)
+    spec = encoded_spec(shape, CODECS[codec](shape), tokens=tokens, sinks=sinks, sums=True, device=device)
     return replace(spec, strict=strict)
 
 
@@ -137,15 +137,17 @@ def check_history(
     sinks: int = 1,
     strict: bool = True,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """The backend sums and recovers like the reference; a row's attention adds up to one, and is the same as without a
-    profile; what is not profiled leaves nothing."""
-    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict) for _ in range(3)]
+    profile, on a GPU up to rounding; what is not profiled leaves nothing."""
+    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict, device=device) for _ in range(3)]
     plain = run_history(ReferenceAttention, specs[0], steps, seed)
     fast = run_history(make, specs[1], steps, seed)
     without = run_history(make, specs[2], steps, seed, profiles=False)
     tolerance = TOLERANCE[shape.dtype]
-    assert all(torch.equal(*outputs) for outputs in zip(fast.outputs, without.outputs, strict=True))
+    for outputs in zip(fast.outputs, without.outputs, strict=True):
+        assert torch.equal(*outputs) or (device != "cpu" and relative_rms(*outputs) < tolerance)
     rows: dict[int, int] = {}
     for number, step in enumerate(steps):
         case = f"in step {number} {step} for {shape} {codec}"

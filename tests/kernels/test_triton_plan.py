@@ -304,8 +304,8 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
         for sequence in running:
             sequence[0] += 1
     assert uploaded == 0, "rows were uploaded twice"
+    assert len({key.batch_size for key in fixed}) >= 4 and 300 < shared_steps < 1000
     assert any(key.batch_size > 1 and not key.shares for key in fixed), "some steps share nothing"
-    assert {(size, shares) for size, shares in fixed if size > 1 and not shares}, "some steps share nothing"
     assert max(position for position, *_ in running) > 5 * PAGE_TOKENS
 
 
