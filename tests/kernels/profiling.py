@@ -53,7 +53,9 @@ class Prompts:
             new = table.take(-(-self.sequences.lengths[name] // PAGE_TOKENS) - len(held), table.sums)
             shape = (*table.pages.shape[1:], len(new) * PAGE_TOKENS)
             table.sums.store(table, new, np.zeros(shape, np.float32))
-            self.sums[name] = np.append(held, new)
+            if len(new):
+                # The same array while nothing is added to it: a decode step may take its plan one further.
+                self.sums[name] = np.append(held, new)
             if last_rows is not None and profiles:
                 slices[at] = replace(slices[at], profiled=Profiled(self.sums[name], last_rows))
         return slices

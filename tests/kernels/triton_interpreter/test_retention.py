@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.attention.plan import AttentionPlan, AttentionSpec
+from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
 from quire.engine.graphs import DecodeGraphs
 from quire.engine.outputs import RequestOutput
@@ -14,9 +16,9 @@ from quire.engine.params import SamplingParams
 from ...retention_cases import BOS, Bench, Head, HeadWeights
 from ...retention_oracle import Rules
 from ...tiny_models import tiny_shape
-from ..harness import Shape
+from ..harness import Shape, make_spec, relative_rms
 from ..masking import check_hidden
-from ..profiling import HISTORY, check_history
+from ..profiling import HISTORY, Prompts, check_history
 from .test_graphs import FakeGraph, Recorder, install_fakes
 
 SHAPES = [
@@ -47,6 +49,61 @@ def test_every_layer_keeps_its_own_rows(seed: int) -> None:
 @pytest.mark.parametrize("window", [5, 100])
 def test_columns_outside_a_window_get_nothing(window: int) -> None:
     check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None)
+
+
+class Attending:
+    """Attention of every layer in place of a model; what a row asks and stores follows from its token."""
+
+    shape = None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        heads = spec.num_kv_heads * (spec.group_size + 2)
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(spec.num_layers, 50, heads, spec.head_dim, generator=generator).to(spec.dtype)
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        found = []
+        for layer, rows in enumerate(self.rows):
+            num_kv = self.spec.num_kv_heads
+            q, k, v = rows[tokens].split([num_kv * self.spec.group_size, num_kv, num_kv], 1)
+            plan.write(layer, k, v)
+            found.append(plan.attend(layer, q)[: len(tokens)])
+        return torch.cat(found, 1)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+
+def test_a_replayed_step_adds_to_sums_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whether it was captured, replayed or only moved on, and across a chunk's end; padded rows add nothing."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    captured: list[FakeGraph] = []
+    found, built = [], 0
+    for backend_of in (ReferenceAttention, TritonAttention):
+        spec = make_spec(Shape(dim=16, group=2, layers=2), 12, sums=True)
+        backend, prompts, model = backend_of(spec), Prompts(spec), Attending(spec)
+        decode = model.hidden
+        if isinstance(backend, TritonAttention):
+            recorder = Recorder(model)
+            decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
+            install_fakes(monkeypatch, recorder, captured)
+        generator = torch.Generator().manual_seed(seed)
+        outputs = []
+        for step in range(6):
+            rows = [(name, (20, 61, 3)[name] if step == 0 else 1, 0) for name in range(3 if step < 5 else 2)]
+            positions = torch.tensor([prompts.sequences.lengths.get(name, 0) for name, *_ in rows])
+            plan = backend.plan(prompts.step(rows))
+            tokens = torch.randint(50, (sum(count for _, count, _ in rows),), generator=generator)
+            if step == 0:
+                model.hidden(tokens, positions, plan)
+            else:
+                outputs.append(decode(tokens, positions, plan).clone())
+        found.append([*outputs, *(torch.from_numpy(prompts.of(name)) for name in range(3))])
+        built = getattr(backend, "plans_built", 0)
+    assert len(captured) == 2 and built == 4, "one moves on, one has a new chunk, one has fewer rows"
+    for number, (expected, actual) in enumerate(zip(*found, strict=True)):
+        assert relative_rms(actual, expected) < 1e-5, f"step {number}" if number < 5 else f"sums of {number - 5}"
 
 
 def random_prompt(random: np.random.Generator, length: int) -> list[int]:

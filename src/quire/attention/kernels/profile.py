@@ -234,9 +234,9 @@ def recover(
     bits = tl.load(kept + layer_head * num_words + word, mask=word < num_words, other=0)
     nearest = tl.load(local + layer_head)
     target = out + layer_head * tl.num_programs(1) + index
-    tl.store(target, 0.0)
     # Local tokens of the first row begin before those of others.
     if (mask == 0) | ((bits == 0) & (start + P <= first_position - nearest + 1)):
+        tl.store(target, 0.0)
         return
 
     page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
