@@ -226,7 +226,8 @@ class TritonPlan:
             append = is_short and self.is_decode
             inputs = q, k if append else None, v if append else None, out
             lists = self.positions, self.indices, pieces, self.entries
-            sums = partials.o, partials.lse, partials.arrivals, backend.reads
+            left = partials.o, partials.lse, partials.arrivals
+            lse = None if self.profile is None else self.profile.lse
             strides = layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0)
             options = page_sizes(spec) | {
                 "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "ROTATE": spec.cos is not None,
@@ -238,15 +239,15 @@ class TritonPlan:
             if backend.tables is None:
                 del options["PAGE"]
                 attend[grid](
-                    *inputs, backend.arena, backend.mirror.pages, self._masks, spec.cos, spec.sin, *lists, *sums[:3],
-                    None if self.profile is None else self.profile.lse, *sums[3:], *strides, **options,
+                    *inputs, backend.arena, backend.mirror.pages, self._masks, spec.cos, spec.sin, *lists, *left,
+                    lse, backend.reads, *strides, **options,
                 )  # fmt: skip
                 continue
             tables, sinks = backend.tables, spec.table.sinks
             attend_encoded[grid](
                 *inputs, backend.arena, *backend.views, backend.mirror.pages, backend.mirror.sidecars, spec.cos,
                 spec.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
-                *sums, self._staged_id, *strides, HP=tables.pairs_padded,
+                *left, backend.reads, self._staged_id, *strides, HP=tables.pairs_padded,
                 SINKS=sinks.num_tokens if sinks is not None else 0, KIND=tables.kernel_id,
                 KEY_PARTS=tables.key_parts, VALUE_PARTS=tables.value_parts,
                 MOST_KEY_SLOTS=tables.key_slots, MOST_VALUE_SLOTS=tables.value_slots, **options,
