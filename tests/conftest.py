@@ -7,8 +7,12 @@ import random
 import sys
 from pathlib import Path
 
-import hypothesis
 import pytest
+
+try:
+    import hypothesis
+except ImportError:  # on machines that run tests/gpu alone
+    hypothesis = None  # type: ignore[assignment]
 
 # Before anything imports torch: as many threads everywhere, so that results and timings do not depend on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -25,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(2**32)
     config.option.hypothesis_seed = str(config.option.seed)
+    if hypothesis is None:
+        return
     # On a busy machine the time of one example says nothing; pytest-timeout catches what hangs.
     hypothesis.settings.register_profile("quire", deadline=None)
     hypothesis.settings.load_profile("quire")

@@ -58,7 +58,9 @@ class Prompts:
             new = table.take(-(-self.sequences.lengths[name] // PAGE_TOKENS) - len(held), table.sums)
             shape = (*table.pages.shape[1:], len(new) * PAGE_TOKENS)
             table.sums.store(table, new, np.zeros(shape, np.float32))
-            self.sums[name] = np.append(held, new)
+            if len(new):
+                # The same array while nothing is added to it: a decode step may take its plan one further.
+                self.sums[name] = np.append(held, new)
             if last_rows is not None and profiles:
                 peaks = (last_rows or count) if self.peaks else 0
                 # Rows of one chunk may have something behind them that is far from them all.
@@ -73,12 +75,12 @@ class Prompts:
 
 
 def profiled_spec(
-    shape: Shape, codec: str | None, *, tokens: int = 2048, sinks: int = 0, strict: bool = True
+    shape: Shape, codec: str | None, *, tokens: int = 2048, sinks: int = 0, strict: bool = True, device: str = "cpu"
 ) -> AttentionSpec:
     """A poisoned pool with room for so many tokens, dense or in one of the CODECS, and for their column sums."""
     if codec is None:
-        return make_spec(shape, tokens // PAGE_TOKENS, sums=True)
-    spec = encoded_spec(shape, CODECS[codec](shape), tokens=tokens, sinks=sinks, sums=True)
+        return make_spec(shape, tokens // PAGE_TOKENS, device, sums=True)
+    spec = encoded_spec(shape, CODECS[codec](shape), tokens=tokens, sinks=sinks, sums=True, device=device)
     return replace(spec, strict=strict)
 
 
@@ -146,16 +148,18 @@ def check_history(
     sinks: int = 1,
     strict: bool = True,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """The backend sums, notes peaks and recovers like the reference; a row's attention adds up to one, and is the same
-    as without a profile; what is not profiled leaves nothing."""
-    check_peaks(make, shape, codec, steps, sinks=sinks, strict=strict, seed=seed)
-    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict) for _ in range(3)]
+    as without a profile, on a GPU up to rounding; what is not profiled leaves nothing."""
+    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict, device=device) for _ in range(5)]
+    check_peaks(make, specs[3:], shape, codec, steps, seed)
     plain = run_history(ReferenceAttention, specs[0], steps, seed)
     fast = run_history(make, specs[1], steps, seed)
     without = run_history(make, specs[2], steps, seed, profiles=False)
     tolerance = TOLERANCE[shape.dtype]
-    assert all(torch.equal(*outputs) for outputs in zip(fast.outputs, without.outputs, strict=True))
+    for outputs in zip(fast.outputs, without.outputs, strict=True):
+        assert torch.equal(*outputs) or (device != "cpu" and relative_rms(*outputs) < tolerance)
     rows: dict[int, int] = {}
     for number, step in enumerate(steps):
         case = f"in step {number} {step} for {shape} {codec}"
@@ -175,16 +179,15 @@ def check_history(
 
 
 def check_peaks(
-    make: MakeBackend, shape: Shape, codec: str | None, steps: Steps, *, sinks: int, strict: bool, seed: int
+    make: MakeBackend, specs: list[AttentionSpec], shape: Shape, codec: str | None, steps: Steps, seed: int
 ) -> None:
     """The backend notes peaks like the reference."""
-    specs = [profiled_spec(shape, codec, sinks=sinks, strict=strict) for _ in range(2)]
     plain = run_history(ReferenceAttention, specs[0], steps, seed, peaks=True)
     fast = run_history(make, specs[1], steps, seed, peaks=True)
     for number, (actual, expected) in enumerate(zip(fast.sums, plain.sums, strict=True)):
         for name, peaks in expected.items():
             error = np.abs(actual[name] - peaks).max()
-            # Probabilities of two bfloat16 roundings of a score: relative to each, and none is above 1.
+            # Single probabilities, of scores that are rounded: no sum of many makes up for it.
             assert error < 4 * TOLERANCE[shape.dtype], (
                 f"peaks of {name}: {error:.2e} in step {number} for {shape} {codec}"
             )

@@ -24,9 +24,19 @@ import triton
 from quire.attention.kernels.attend import attend
 from quire.attention.kernels.encode import encode_groups, encode_nuq
 from quire.attention.kernels.encoded import attend_encoded
-from quire.attention.kernels.launch import common_launch, encoded_launches, launches
+from quire.attention.kernels.launch import (
+    Launch,
+    common_launch,
+    encoded_launches,
+    launches,
+    profile_launch,
+    single_profile_launch,
+)
+from quire.attention.kernels.profile import place_queries, recover, sum_columns, sum_single_columns
 from quire.attention.kernels.write import write
-from quire.attention.triton import ENCODE_WARPS, PIECES_PER_PROCESSOR, WRITE_ROWS
+from quire.attention.triton import PIECES_PER_PROCESSOR
+from quire.attention.triton_plan import ENCODE_WARPS, WRITE_ROWS
+from quire.attention.triton_profile import PLACE_ROWS
 from quire.cache.codecs.group import KERNEL_ID as GROUP
 from quire.cache.codecs.nuq import KERNEL_ID as NUQ
 from quire.cache.page import PAGE_TOKENS, UNIT
@@ -43,16 +53,23 @@ COMMON = ("common-2", "common-8", "common-16", "common-64")
 
 @functools.cache
 def attention(
-    kind: str, dtype: torch.dtype, group: int, dim: int, window: int = 0, rotate: bool = True
+    kind: str, dtype: torch.dtype, group: int, dim: int, window: int = 0, rotate: bool = True, masked: bool = False
 ) -> tuple[Compiled, int]:
-    """The attention kernel and its warps. kind: one of KINDS, or "common-" and the rows of a step that shares."""
+    """The attention kernel and its warps. kind: one of KINDS, or "common-" and the rows of a step that shares. masked:
+    with masks of pages, and the lse of rows.
+    """
     short, tall = launches(dtype, group, dim)
     launch = tall if kind == "tall" else short
     if kind.startswith("common-"):
         launch = common_launch(tall, group, int(kind.removeprefix("common-")))
     arguments = attention_arguments(kind, dtype, group, dim, window, rotate) | {"ROWS": launch.rows}
+    if masked:
+        arguments |= {"masks": "*i64", "lse": "*fp32"}
     compiled = compile_for(HOPPER, attend, arguments, warps=launch.warps, stages=launch.stages)
-    print(f"\nattend {kind} {dtype} G{group} D{dim}: {describe(compiled)}, {launch.rows} rows, {launch.warps} warps")
+    print(
+        f"\nattend {kind} {dtype} G{group} D{dim}{' masked' * masked}: {describe(compiled)}, {launch.rows} rows,"
+        f" {launch.warps} warps"
+    )
     return compiled, launch.warps
 
 
@@ -65,7 +82,7 @@ def attention_arguments(
     arguments: dict[str, Any] = dict.fromkeys(("q", "out", "arena"), pointer)
     arguments |= dict.fromkeys(("new_k", "new_v"), pointer if append else None)
     arguments |= dict.fromkeys(("table", "positions", "indices", "pieces", "entries", "arrivals"), "*i32")
-    arguments["reads"] = None
+    arguments |= dict.fromkeys(("reads", "masks", "lse"))
     arguments |= dict.fromkeys(("partial_o", "partial_lse"), "*fp32")
     arguments |= dict.fromkeys(("cos", "sin"), "*fp32" if rotate else None)
     arguments |= {"layer": "i32", "q_stride": "i32:16", "k_stride": "i32:16", "v_stride": "i32:16"}
@@ -93,8 +110,9 @@ def describe(compiled: Compiled) -> str:
 
 @pytest.mark.parametrize("kind", KINDS + COMMON)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str, dim: int) -> None:
-    compiled, warps = attention(kind, torch.bfloat16, 4, dim)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str, dim: int, masked: bool) -> None:
+    compiled, warps = attention(kind, torch.bfloat16, 4, dim, masked=masked)
     assert compiled.stack_bytes == 0 and not compiled.count(r"\b(LDL|STL)\b"), describe(compiled)
     copies = compiled.count(r"\bLDGSTS\.")
     assert copies > 0 and compiled.count(r"\bLDGSTS\.\S*128") == copies
@@ -145,6 +163,48 @@ def test_attention_compiles_for_other_shapes(
     compiled, _ = attention(kind, dtype, group, dim, window, rotate)
     # Some compilers keep a few scalars of the smallest head in local memory, and float32 runs without tensor cores.
     assert compiled.stack_bytes == 0 or dtype == torch.float32 or dim < 64, describe(compiled)
+
+
+def profile_arguments(kernel: Any, dtype: torch.dtype, group: int, dim: int, rows: int) -> dict[str, Any]:
+    """What a kernel of profiles takes, for a model with 32 layers and 8 kv heads."""
+    pointer = POINTERS[str(dtype).removeprefix("torch.")]
+    arguments: dict[str, Any] = dict.fromkeys(("q", "queries", "kept_queries", "arena"), pointer)
+    arguments |= dict.fromkeys(("lse", "kept_lse", "cos", "sin", "sums", "out"), "*fp32")
+    arguments |= dict.fromkeys(("kept_places", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
+    arguments |= dict.fromkeys(("masks", "kept", "local"), "*i64") | {"q_stride": "i32:16"}
+    numbers = ("layer", "num_rows", "num_kept", "first_kept", "count", "first_position", "first_start", "num_words")
+    arguments |= dict.fromkeys(numbers, "i32") | {"L": 32, "H": 8, "G": group, "D": dim, "P": PAGE_TOKENS}
+    arguments |= {"DP": triton.next_power_of_2(dim), "ROWS": rows, "UNIT": UNIT // dtype.itemsize, "WINDOW": 0}
+    arguments |= {"SCALE": math.log2(math.e) / math.sqrt(dim), "ROTATE": True}
+    return {name: arguments[name] for name in kernel.arg_names}
+
+
+@pytest.mark.parametrize(
+    "dtype, group, dim",
+    [(torch.bfloat16, 4, 128), (torch.bfloat16, 3, 64), (torch.float16, 8, 80), (torch.float32, 3, 64)],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", [place_queries, sum_columns, sum_single_columns, recover], ids=lambda k: k.__name__)
+def test_profiles_spill_nothing_and_copy_keys_and_queries_16_bytes_at_a_time(
+    kernel: Any, dtype: torch.dtype, group: int, dim: int
+) -> None:
+    launch = profile_launch(dtype, group, dim)
+    if kernel is place_queries:
+        launch = Launch(PLACE_ROWS, 4, 3)
+    elif kernel is sum_single_columns:
+        launch = single_profile_launch(dtype, group)
+    arguments = profile_arguments(kernel, dtype, group, dim, launch.rows)
+    compiled = compile_for(HOPPER, kernel, arguments, warps=launch.warps, stages=launch.stages)
+    print(f"\n{kernel.__name__} {dtype} G{group} D{dim}: {describe(compiled)}, {launch}")
+    assert compiled.stack_bytes == 0 and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
+    assert compiled.registers * launch.warps * 32 <= REGISTERS
+    if kernel is place_queries:
+        return
+    copies = compiled.count(r"\bLDGSTS\.")
+    assert copies > 0 and compiled.count(r"\bLDGSTS\.\S*128") == copies
+    if dtype != torch.float32:
+        products = r"\bHMMA\." if kernel is sum_single_columns else r"\bHGMMA\."
+        assert compiled.count(products) > 0, "products run outside the tensor cores"
 
 
 PAGE_POINTERS = {"words": "*i32", "halves": "*fp16", "octets": "*u8", "sidecars": "*i32"}

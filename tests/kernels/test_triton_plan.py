@@ -12,14 +12,18 @@ from hypothesis import strategies as st
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.plan import Profiled, RowSlice
 from quire.cache.page import PAGE_TOKENS
+from quire.cache.policies import Chain
+from quire.cache.retained import Retained, pack
 from quire.cache.segment import Path
 
 from .harness import Shape, make_spec
+from .profiling import profiled_spec
 from .sharing import counting, forest, sharers, taking
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
 from quire.attention.triton import BATCH_SIZES, TritonAttention
+from quire.attention.triton_plan import GraphKey
 
 
 def slices_at(lengths: list[tuple[int, int]]) -> list[RowSlice]:
@@ -240,7 +244,7 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
     spec = make_spec(Shape(layers=2, heads=2, dim=16), 900, positions=8192)
     backend = TritonAttention(spec)
     random = np.random.default_rng(0)
-    fixed: dict[tuple[int, bool], list] = {}
+    fixed: dict[GraphKey, list] = {}
     mirror = backend.mirror.pages.data_ptr()
     take = taking(spec)
     prefixes = [(np.empty(0, np.int32), ())]
@@ -271,7 +275,7 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
         plan = backend.plan(slices)
         size = plan.batch_size
         assert size == next(size for size in BATCH_SIZES if size >= len(running))
-        assert plan.graph_key == (size, plan.shares) and (not plan.shares or size > 1)
+        assert plan.graph_key == (size, plan.shares, False) and (not plan.shares or size > 1)
         shared_steps += plan.shares
         partials = backend.partials
         arrays = [plan.positions, plan.write_chunk, plan.short, plan.tall, plan.entries]
@@ -300,8 +304,8 @@ def test_a_decode_plan_keeps_its_addresses_and_shapes_over_a_thousand_steps() ->
         for sequence in running:
             sequence[0] += 1
     assert uploaded == 0, "rows were uploaded twice"
-    assert len({size for size, _ in fixed}) >= 4 and 300 < shared_steps < 1000
-    assert {(size, shares) for size, shares in fixed if size > 1 and not shares}, "some steps share nothing"
+    assert len({key.batch_size for key in fixed}) >= 4 and 300 < shared_steps < 1000
+    assert any(key.batch_size > 1 and not key.shares for key in fixed), "some steps share nothing"
     assert max(position for position, *_ in running) > 5 * PAGE_TOKENS
 
 
@@ -353,13 +357,108 @@ def test_steps_that_no_graph_can_hold_have_no_batch_size() -> None:
     assert backend.plan([RowSlice(5, 1, chunk)] * 257).batch_size is None
 
 
-def test_slices_that_are_profiled_are_refused() -> None:
+def test_what_cannot_be_profiled_is_said() -> None:
+    nothing = np.zeros((1, 2, 1), np.uint64), np.zeros((1, 2), np.int64)
     spec = make_spec(Shape(layers=1), 4, sums=True)
     sums = spec.table.take(1, spec.table.sums)
     piece = RowSlice(0, 9, spec.table.take(1, spec.table.open_codec), profiled=Profiled(sums))
     backend = TritonAttention(spec)
-    with pytest.raises(NotImplementedError, match="does not profile prompts yet; use attention.backend cpu"):
-        backend.plan([piece])
-    plan = backend.plan([replace(piece, profiled=None)])
-    with pytest.raises(NotImplementedError, match="does not profile prompts yet"):
-        plan.recovered(0, np.zeros((1, 2, 1), np.uint64), np.zeros((1, 2), np.int64))
+    for kept in (piece, replace(piece, profiled=None)):
+        with pytest.raises(AssertionError, match="no rows of slice 0 are kept"):
+            backend.plan([kept]).recovered(0, *nothing)
+    with pytest.raises(AssertionError, match="the chunk table has no column sums"):
+        TritonAttention(make_spec(Shape(layers=1), 4)).plan([piece])
+    encoded = TritonAttention(profiled_spec(Shape(layers=1), "g4"))
+    for other in (piece, replace(piece, start=64, num_rows=1, profiled=None, num_gone=1)):
+        with pytest.raises(NotImplementedError, match="dense pages alone; use cache.codec dense"):
+            encoded.plan([other])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 700), st.booleans(), st.integers(0, 9)), min_size=1, max_size=8),
+    prefill=st.sampled_from([None, (0, 100), (130, 3)]),
+    heads=st.sampled_from([1, 8]),
+    processors=st.sampled_from([1, 8, 132]),
+)
+def test_a_smaller_path_is_read_before_its_row(pieces, prefill, heads, processors) -> None:  # type: ignore[no-untyped-def]
+    """Whatever retention took out of it: its last chunk stands where the row does, the others somewhere before."""
+    slices = slices_at([(start, 1) for start, _, _ in pieces] + ([prefill] if prefill else []))
+    for index, (_, _, gone) in enumerate(pieces):
+        slices[index] = replace(slices[index], start=slices[index].start + gone * PAGE_TOKENS, num_gone=gone)
+    layout = lay_out(slices, Tiles(4, heads, 16, 128, 2 * processors, processors), None)
+    check_partials(layout)
+    for row, piece in enumerate(slices[: len(pieces)]):
+        chunks = piece.chunks[: piece.start // PAGE_TOKENS + 1 - piece.num_gone].tolist()
+        assert read_by(layout, row) == chunks and layout.write_chunk[row] == chunks[-1]
+        own = [each for each in (*layout.short.tolist(), *layout.tall.tolist()) if each[0] <= row < each[0] + each[1]]
+        ends = [start + chunks * PAGE_TOKENS for _, _, _, chunks, start, *_ in own]
+        assert max(ends) == (piece.start // PAGE_TOKENS + 1) * PAGE_TOKENS
+
+
+def test_masks_are_mirrored_where_they_change() -> None:
+    spec = make_spec(Shape(dim=16), 6, sums=True)
+    backend, table = TritonAttention(spec), spec.table
+    assert table.masks is not None and table.sums is not None and backend.mirror.masks is not None
+    chunks = table.take(3, table.open_codec)
+
+    def mirrored() -> None:
+        backend.mirror.refresh(chunks)
+        assert (backend.mirror.masks[chunks].numpy().view(np.uint64) == table.masks[chunks]).all()
+
+    mirrored()
+    assert backend.mirror.is_whole[chunks].all()
+    table.drop((chunks[:1], np.array([1]), np.array([0])))
+    mirrored()
+    assert backend.mirror.is_whole[chunks].tolist() == [False, True, True]
+    # What a path keeps is packed.
+    path = Path(num_sealed=3, sums=table.take(3, table.sums))
+    path.append(chunks)
+    everything = np.zeros((spec.num_layers, spec.num_kv_heads), np.uint8)
+    path.retained = Retained.whole(Chain(1.0, 0.5, 0.5), everything, 192, 3)
+    kept = np.random.default_rng(0).random(path.retained.positions.shape) < 0.4
+    kept[1, 0, :PAGE_TOKENS] = False
+    path.retained.drop(kept)
+    pack(table, path, np.zeros(kept.shape, np.float32))
+    chunks = path.chunks
+    mirrored()
+    assert not backend.mirror.is_whole[chunks].all()
+
+
+def test_steps_are_masked_only_where_they_may_have_to_be() -> None:
+    spec = make_spec(Shape(dim=16), 8, sums=True)
+    backend, table = TritonAttention(spec), spec.table
+    prompt, decoding = RowSlice(0, 70, table.take(2, table.open_codec)), table.take(2, table.open_codec)
+    assert backend.plan([prompt])._masks is None
+    row = RowSlice(80, 1, decoding)
+    assert backend.plan([row])._masks is backend.mirror.masks, "one graph for all steps"
+    assert backend.plan([row, prompt])._masks is None
+    table.drop((decoding[:1], np.array([0]), np.array([1])))
+    assert backend.plan([row, prompt])._masks is backend.mirror.masks
+    assert TritonAttention(make_spec(Shape(dim=16), 8)).plan([RowSlice(0, 1, decoding)])._masks is None
+
+
+def test_a_graph_of_a_profiled_step_holds_any_columns() -> None:
+    spec = make_spec(Shape(dim=16), 20, sums=True)
+    backend, table = TritonAttention(spec), spec.table
+    assert table.sums is not None
+    keys, places = set(), set()
+    for start in (5, 200):
+        for count in (3, 4):
+            num_chunks = start // PAGE_TOKENS + 1
+            chunks, sums = table.take(num_chunks, table.open_codec), table.take(num_chunks, table.sums)
+            plan = backend.plan([RowSlice(start, 1, chunks, profiled=Profiled(sums))] * count)
+            assert plan.profile is not None
+            keys.add(plan.graph_key)
+            addresses = plan.profile.lse, plan.profile._singles, plan.profile._num_columns
+            places.add(tuple(each.data_ptr() for each in addresses))
+            columns = plan.profile._singles[: 5 * num_chunks * count].view(-1, 5)
+            assert columns[:, 2].tolist() == chunks.tolist() * count and columns[:, 3].tolist() == sums.tolist() * count
+            assert columns[:, 4].tolist() == list(range(0, num_chunks * PAGE_TOKENS, PAGE_TOKENS)) * count
+            with plan.rehearsed():
+                assert plan.profile._num_columns.item() == 0
+            assert plan.profile._num_columns.item() == num_chunks * count
+            table.give(np.concatenate((chunks, sums)))
+    assert keys == {(4, False, True)} and len(places) == 1
+    kept = RowSlice(5, 1, chunks, profiled=Profiled(sums, 1))
+    assert backend.plan([kept]).graph_key is None and backend.plan([replace(kept, profiled=None)]).graph_key[2] is False

@@ -135,6 +135,7 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
     masks = (retained.by_row(retained.positions >= 0) * _BITS).sum(-1, dtype=np.uint64)  # [L, H, rows]
     table.drop(places_of(rows, (masks == 0) & has_page(table, rows)))
     table.masks[rows] = masks.transpose(2, 0, 1)
+    table.takes[rows] += 1
     sums = _close_ranks(table, path, masks, sums)
     if table.encodes:
         _say_where(table, path)
@@ -218,7 +219,6 @@ def _close_ranks(
         masks = np.where(is_empty, 0, np.take_along_axis(masks, order, -1))
         table.masks[rows] = masks.transpose(2, 0, 1)
         table.positions[rows] = np.where(is_empty.transpose(2, 0, 1), -1, table.positions[rows])
-        table.takes[rows] += 1
         slots = order[..., None]
         moved = np.take_along_axis(retained.by_row(retained.positions), slots, 2)
         retained.positions = np.where(is_empty[..., None], -1, moved).reshape(retained.positions.shape)

@@ -337,8 +337,11 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
     retain = config.retain
     if not retain.is_on:
         return
-    if backend == "triton":
-        raise ConfigError("retention runs on the cpu and reference backends so far; use attention.backend reference")
+    if backend == "triton" and config.cache.codec != "dense":
+        raise ConfigError(
+            f"retention on a GPU reads dense pages alone so far, and cache.codec is {config.cache.codec};"
+            " use cache.codec dense, or retain nothing"
+        )
     if config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
         raise ConfigError(
             f"retain.chain begins with {retain.members[0]}; with cache.sink_tokens it must begin with special, which"

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.attention.triton import TritonAttention, TritonPlan
+from quire.attention.triton import TritonAttention
+from quire.attention.triton_plan import GraphKey, TritonPlan
 from quire.models.plan import Model
 
 
@@ -34,7 +35,7 @@ class DecodeGraphs:
         self._batch_sizes = frozenset(batch_sizes)
         self._tokens, self._positions = torch.zeros(2, max(batch_sizes), dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, plan: TritonPlan) -> Tensor:
@@ -48,7 +49,7 @@ class DecodeGraphs:
         assert plan.is_decode and tokens.shape == positions.shape == (rows,), (
             f"{tuple(tokens.shape)} tokens for a plan of {rows} rows"
         )
-        if key is None or key[0] not in self._batch_sizes:
+        if key is None or key.batch_size not in self._batch_sizes:
             tokens, positions = (
                 tokens.to(self._device, non_blocking=True),
                 positions.to(self._device, non_blocking=True),
@@ -58,7 +59,8 @@ class DecodeGraphs:
         self._tokens[:rows].copy_(tokens, non_blocking=True)
         self._positions[:rows].copy_(positions, non_blocking=True)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key[0], plan)
+            with plan.rehearsed():
+                self._graphs[key] = self._capture(key.batch_size, plan)
         graph, logits = self._graphs[key]
         graph.replay()
         plan.seal()

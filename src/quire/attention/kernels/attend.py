@@ -16,6 +16,9 @@ In a decode step (APPEND) the program that holds a row's open chunk also rotates
 and takes them from registers, so there is no launch for the write either, and nothing is read back that was just
 written.
 
+With retention a head may lack pages, or see some slots of one alone: a mask of 64 bits for each page says which. What
+it leaves out is neither loaded nor seen.
+
 Reads dense pages only; where sealed chunks are encoded, `kernels.encoded` does the same with them.
 
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
@@ -54,6 +57,16 @@ def load_rotated(
 
 
 @triton.jit
+def is_seen(
+    mask,   # i64
+    slots,  # i32, of any shape, below 64
+):  # fmt: skip
+    """Which slots a page's mask leaves, i1: in words of 32 bits, as the tile's other numbers."""
+    word = tl.where(slots < 32, mask.to(tl.int32), (mask >> 32).to(tl.int32))
+    return (word >> (slots & 31) & 1) != 0
+
+
+@triton.jit
 def piece_of(pieces, indices, entries):
     """The fields of this program's piece, in the order of `attend`'s `pieces`; its lists as pointers."""
     piece = pieces + tl.program_id(1).to(tl.int64) * 12
@@ -73,6 +86,7 @@ def attend(
     out,            # [R, H * G, D], dense
     arena,          # the arena as page elements; a page starts at id * UNIT, so every row of it is 16-byte aligned
     table,          # i32 [C, L, H] page ids
+    masks,          # i64 [C, L, H], slots of pages that are seen, 0 where there is no page; or None: all are
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     positions,      # i32 [R]
     indices,        # i32, chunk ids
@@ -83,6 +97,7 @@ def attend(
     partial_o,      # f32 [slots, H, G, D]
     partial_lse,    # f32 [slots, H, G], base 2
     arrivals,       # i32 [slots, H], zero between launches
+    lse,            # f32 [R, H, G], base 2, of all a row sees; or None: nobody asks
     reads,          # i32 [C, H], or None: one is added for every page read
     layer, q_stride, k_stride, v_stride,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
@@ -158,21 +173,33 @@ def attend(
 
     # Page ids run one chunk ahead and chunk ids two, so that no load of keys waits for the two lookups before it.
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
+    if masks is not None:
+        mask_entry = masks + layer.to(tl.int64) * H + head
+        mask = tl.load(mask_entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
         if reads is not None:
-            tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1)
+            is_read = mask != 0 if masks is not None else True
+            tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         base = arena + page.to(tl.int64) * UNIT + slots[:, None] * D + d[None, :]
         page = tl.load(entry + ahead.to(tl.int64) * (L * H))
+        if masks is not None:
+            seen = is_seen(mask, slots)
+            mask = tl.load(mask_entry + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         at = start + i * P + slots
         # Slots at `end` and beyond are unwritten: neither worth their bytes nor safe to multiply by zero.
-        written = (at < end)[:, None] & in_row[None, :]
+        written = at < end
+        if masks is not None:
+            written &= seen
+        written = written[:, None] & in_row[None, :]
         keys = tl.load(base, mask=written, other=0.0)
         score = tl.dot(query, keys.T, input_precision="ieee")
         visible = at[None, :] < position[:, None] if APPEND else at[None, :] <= position[:, None]
         if WINDOW:
             visible &= at[None, :] > position[:, None] - WINDOW
+        if masks is not None:
+            visible &= seen[None, :]
         score = tl.where(visible, score, float("-inf"))
         peak = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(peak == float("-inf"), 0.0, peak)
@@ -184,8 +211,8 @@ def attend(
         top = peak
 
     leave(
-        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, head,
-        H, G, D, DP, ROWS,
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
+        head, H, G, D, DP, ROWS,
     )  # fmt: skip
 
 
@@ -195,11 +222,13 @@ def leave(
     slot,               # first partial slot, or -1: writes the output
     parts, num_parts,   # entries of the block's parts; 0: nobody merges them here
     top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over what the piece read
-    partial_o, partial_lse, arrivals, head,
+    partial_o, partial_lse, arrivals,
+    row_lse,            # f32 [R, H, G], or None
+    head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What a piece leaves: its rows of the output, or partials; where it is the last of its block's parts to arrive,
-    also the output of them all.
+    """What a piece leaves: its rows of the output, and their lse if it is asked for, or partials; where it is the last
+    of its block's parts to arrive, also the output of them all.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -215,8 +244,10 @@ def leave(
     target = out + (first_row.to(tl.int64) * H + head) * (G * D) + channels
     if slot < 0:
         tl.store(target, o.to(out.dtype.element_ty), mask=mask)
+        if row_lse is not None:
+            tl.store(row_lse + (first_row.to(tl.int64) * H + head) * G + heads, lse_of(top, total), mask=valid)
     else:
-        lse = tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), float("-inf"))
+        lse = lse_of(top, total)
         first_head = (slot.to(tl.int64) * H + head) * G
         tl.store(partial_o + first_head * D + channels, o, mask=mask)
         tl.store(partial_lse + first_head + heads, lse, mask=valid)
@@ -228,11 +259,22 @@ def leave(
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
             if arrived == num_parts - 1:
                 tl.store(arrival, 0)
-                _, total, acc = sum_partials(
+                top, total, acc = sum_partials(
                     parts, num_parts, partial_o, partial_lse, num_rows, head, H, G, D, DP, ROWS
                 )
                 o = acc / tl.where(total > 0, total, 1.0)[:, None]
                 tl.store(target, o.to(out.dtype.element_ty), mask=mask)
+                if row_lse is not None:
+                    tl.store(row_lse + (first_row.to(tl.int64) * H + head) * G + heads, lse_of(top, total), mask=valid)
+
+
+@triton.jit
+def lse_of(top, total):
+    """The logarithm, base 2, of the sum of exponentials, from their maximum and the sum relative to it; -inf over
+    nothing.
+    """
+    saw = total > 0
+    return tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), float("-inf"))
 
 
 @triton.jit

@@ -282,6 +282,6 @@ def attend_encoded(
         top, total, acc = attend_dense(top, total, acc, query, own_keys, own_values, visible)
 
     leave(
-        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, head,
-        H, G, D, DP, ROWS,
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, None,
+        head, H, G, D, DP, ROWS,
     )  # fmt: skip

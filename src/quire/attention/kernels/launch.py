@@ -46,3 +46,18 @@ def common_launch(tall: Launch, group_size: int, num_rows: int, warps: int = 4) 
     """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
     return tall if rows >= tall.rows else Launch(rows, warps, tall.stages)
+
+
+def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:
+    """How the rows of a slice pass before a page of keys: in tiles of rows x G, whose products are half of what
+    attention makes of them.
+    """
+    least = max(16, triton.next_power_of_2(group_size))
+    if dtype == torch.float32:
+        return Launch(least, 8, 2)
+    return Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
+
+
+def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
+    """The same for slices of one row: nothing but reading keys."""
+    return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)

@@ -142,11 +142,13 @@ def lay_out(
     starts = np.array([piece.start for piece in slices], np.int64)
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     ends = starts + counts
-    lengths = -(-ends // PAGE_TOKENS)
+    # Chunks that retention has taken out of a path stood before its last one.
+    gone = np.array([piece.num_gone for piece in slices], np.int64)
+    lengths = -(-ends // PAGE_TOKENS) - gone
     paths = np.cumsum(lengths) - lengths
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
     # Where the ids of the chunks that a slice writes stand, of the first of them: in its path, or apart.
-    own = paths + starts // PAGE_TOKENS
+    own = paths + starts // PAGE_TOKENS - gone
     sources = Sources(encodes)
     if encodes:
         apart = [sources.of(piece) for piece in slices]
@@ -161,7 +163,7 @@ def lay_out(
         low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
         num_own = np.full_like(starts, int(encodes))
         ones = np.ones_like(starts)
-        blocks = np.stack((np.arange(len(starts)), ones, paths + low, lengths - low, low, own, num_own), 1)
+        blocks = np.stack((np.arange(len(starts)), ones, paths + low, lengths - low, low + gone, own, num_own), 1)
         is_tall = np.zeros(len(blocks), bool)
     else:
         owner = np.repeat(np.arange(len(slices)), counts)
@@ -169,6 +171,8 @@ def lay_out(
         positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
         write_chunk = indices[own[owner] + positions // PAGE_TOKENS - starts[owner] // PAGE_TOKENS]
         blocks, is_tall, owner = _blocks(starts, counts, paths, first_rows, tiles, window, encodes)
+        blocks[:, 3] -= gone[owner]
+        blocks[:, 4] += gone[owner]
         if encodes:
             # Of its slice's chunks a block has those up to its own, or that alone.
             last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS

@@ -1,0 +1,253 @@
+"""What the profiled slices of a step leave on a GPU: column sums, and the rows that `recovered` looks at again. Knows
+dense pages alone, which hold every key as it was computed.
+
+A step has two kinds of columns, as it has short and tall pieces: those of slices of one row, which read keys and little
+else, and those of many rows, which are a product each. Arrays of decode steps lie where graphs find them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
+from quire.attention.kernels.profile import place_queries, recover, sum_columns, sum_single_columns
+from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.profile import FAR_TOKENS
+from quire.attention.triton_memory import TableMirror
+from quire.cache.page import PAGE_TOKENS, UNIT
+
+COLUMN_INTS = 6
+"""See `kernels.profile`."""
+
+PLACE_ROWS = 32
+"""Query rows x G of a program of `place_queries`."""
+
+SINGLES_PER_PROCESSOR = 8
+"""Programs for columns of one row that a multiprocessor holds at once, so that the loads of several are under way. A
+guess, not measured: 16 KiB of keys of head size 128 each."""
+
+_HEADER = 32
+"""int32s before the columns in their buffer: how many there are of slices of one row; 128 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The last rows of a slice, which `recovered` looks at again.
+
+    first_place     of the first one among all that the step keeps
+    count           how many
+    first_position  of the first one
+    chunks          int32, those they see
+    first_start     position of the first slot of the first chunk
+    """
+
+    first_place: int
+    count: int
+    first_position: int
+    chunks: NDArray[np.int32]
+    first_start: int
+
+
+class ProfileMemory:
+    """What profiles need in GPU memory from step to step. That of decode steps never moves: graphs hold it.
+
+    sums          the arena as float32
+    lse           f32 [batch, H, G] of decode steps, base 2
+    queries       [H * batch * G * D] of decode steps, as scores take them
+    num_programs  for columns of slices of one row, of each kv head
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, mirror: TableMirror, processors: int, batch_size: int, max_columns: int
+    ) -> None:
+        self.spec = spec
+        self.mirror = mirror
+        self.device = spec.table.pool.device
+        self.arena = spec.table.pool.arena.view(spec.dtype)
+        self.sums = spec.table.pool.arena.view(torch.float32)
+        heads = spec.num_kv_heads * spec.group_size
+        self.lse = torch.empty(batch_size, heads, dtype=torch.float32, device=self.device)
+        self.queries = torch.empty(batch_size * heads * spec.head_dim, dtype=spec.dtype, device=self.device)
+        self.num_programs = max(1, -(-SINGLES_PER_PROCESSOR * processors // spec.num_kv_heads))
+        self.launch = profile_launch(spec.dtype, spec.group_size, spec.head_dim)
+        self.single_launch = single_profile_launch(spec.dtype, spec.group_size)
+        self._columns = torch.zeros(_HEADER + COLUMN_INTS * max_columns, dtype=torch.int32, device=self.device)
+        self._room: dict[str, Tensor] = {}
+
+    def decode_columns(self, num_ints: int) -> Tensor:
+        """The start of the one buffer of decode steps' columns."""
+        return self._columns[:num_ints]
+
+    def room(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """At least so many elements, which the next call with the name may give again."""
+        if name not in self._room or len(self._room[name]) < count:
+            self._room[name] = torch.empty(count, dtype=dtype, device=self.device)
+        return self._room[name]
+
+
+class StepProfile:
+    """The profile of one step.
+
+    lse       f32 [R or more, H, G], base 2, where attention leaves it
+    num_kept  rows that are kept
+    """
+
+    def __init__(self, memory: ProfileMemory, slices: Sequence[RowSlice], batch_size: int | None) -> None:
+        spec = memory.spec
+        self._memory = memory
+        columns, is_single, kept_places, self._kept = _columns_of(slices, spec.window)
+        memory.mirror.refresh(columns[:, 2:4].reshape(-1))
+        self.num_kept = sum(kept.count for kept in self._kept.values())
+        self._num_singles = int(is_single.sum())
+        self._num_tall = len(columns) - self._num_singles
+        at_places = _HEADER + columns.size
+        host = torch.empty(
+            at_places + len(kept_places) * (self.num_kept > 0),
+            dtype=torch.int32,
+            pin_memory=memory.device.type == "cuda",
+        )
+        ints: NDArray[np.int32] = host.numpy()
+        ints[0] = self._num_singles
+        ints[_HEADER:at_places] = np.concatenate((columns[is_single], columns[~is_single])).reshape(-1)
+        if self.num_kept:
+            ints[at_places:] = kept_places
+        if batch_size is None or self.num_kept:
+            device = torch.empty(len(host), dtype=torch.int32, device=memory.device)
+        else:
+            device = memory.decode_columns(len(host))
+        device.copy_(host, non_blocking=True)
+        self._num_columns = device[:1]
+        self._singles = device[_HEADER:]
+        self._tall = device[_HEADER + COLUMN_INTS * self._num_singles :]
+        self._kept_places = device[at_places:] if self.num_kept else None
+        heads = spec.num_kv_heads * spec.group_size
+        self.lse, self._queries = memory.lse, memory.queries
+        if batch_size is None:
+            self.lse = memory.room("lse", len(kept_places) * heads, torch.float32)
+            self._queries = memory.room("queries", len(kept_places) * heads * spec.head_dim, spec.dtype)
+        count = spec.num_layers * heads * self.num_kept
+        self._kept_queries = memory.room("kept_queries", count * spec.head_dim, spec.dtype) if count else None
+        self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A decode step that runs inside adds nothing: it has no columns as long."""
+        count = self._num_columns.clone()
+        self._num_columns.zero_()
+        yield
+        self._num_columns.copy_(count)
+
+    def add(self, layer: int, q: Tensor, positions: Tensor) -> None:
+        """Adds the attention of a layer's profiled rows to their column sums, and keeps its last rows; once attention
+        has left its lse.
+
+        q  un-rotated [R, H * G, D], rows strided
+        """
+        memory, spec = self._memory, self._memory.spec
+        mirror, sizes = memory.mirror, page_sizes(spec)
+        heads = spec.num_kv_heads
+        place_queries[(heads, triton.cdiv(len(q) * spec.group_size, PLACE_ROWS))](
+            q, self._queries, self.lse, self._kept_places, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
+            positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.group_size, D=spec.head_dim,
+            DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.head_dim),
+            ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        inputs = (
+            self._queries, self.lse, memory.arena, memory.sums, mirror.pages, mirror.masks, positions,
+        )  # fmt: skip
+        if self._num_singles:
+            sum_single_columns[(heads, memory.num_programs)](
+                *inputs, self._num_columns, self._singles, layer, len(q), **self._options(memory.single_launch)
+            )
+        if self._num_tall:
+            sum_columns[(heads, self._num_tall)](*inputs, self._tall, layer, len(q), **self._options(memory.launch))
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan."""
+        assert slice_index in self._kept, f"no rows of slice {slice_index} are kept"
+        memory, spec, rows = self._memory, self._memory.spec, self._kept[slice_index]
+        shape = spec.num_layers, spec.num_kv_heads
+        assert kept.shape[:2] == shape == local.shape, f"{kept.shape} and {local.shape} for {shape} layers and heads"
+        out = torch.empty(*shape, len(rows.chunks), dtype=torch.float32, device=memory.device)
+        words, nearest, chunks = (
+            torch.from_numpy(np.ascontiguousarray(array)).to(memory.device)
+            for array in (kept.astype(np.uint64).view(np.int64), local.astype(np.int64), rows.chunks)
+        )
+        recover[(math.prod(shape), len(rows.chunks))](
+            self._kept_queries, self._kept_lse, memory.arena, memory.mirror.pages, memory.mirror.masks, chunks, words,
+            nearest, out, self.num_kept, rows.first_place, rows.count, rows.first_position, rows.first_start,
+            kept.shape[2], **self._options(memory.launch),
+        )  # fmt: skip
+        return (out.double().sum(-1) / (spec.group_size * rows.count)).cpu().numpy()
+
+    def _options(self, launch: Launch) -> dict[str, int | bool]:
+        spec = self._memory.spec
+        sizes = page_sizes(spec)
+        del sizes["PAGE"]
+        return {
+            **sizes, "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "num_warps": launch.warps,
+            "num_stages": launch.stages, "enable_fp_fusion": True,
+        }  # fmt: skip
+
+
+def page_sizes(spec: AttentionSpec) -> dict[str, int]:
+    """The compile-time constants that say how pages lie."""
+    return {
+        "L": spec.num_layers, "H": spec.num_kv_heads, "D": spec.head_dim, "P": PAGE_TOKENS,
+        "DP": triton.next_power_of_2(spec.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
+        "PAGE": spec.table.open_codec.page_bytes // UNIT,
+    }  # fmt: skip
+
+
+def _columns_of(
+    slices: Sequence[RowSlice], window: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], dict[int, _Kept]]:
+    """The columns of a step's profiled slices, int32 [n, COLUMN_INTS], and which of them one row looks at; of all rows
+    the place among those that are kept, or -1; and by slice, which these are.
+    """
+    counts = np.array([piece.num_rows for piece in slices], np.int64)
+    first_rows = np.cumsum(counts) - counts
+    numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]
+    starts = np.array([slices[number].start for number in numbers], np.int64)
+    gone = np.array([slices[number].num_gone for number in numbers], np.int64)
+    low = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // PAGE_TOKENS
+    high = -(-(starts + counts[numbers]) // PAGE_TOKENS) - gone
+    lengths = high - low
+    bounds = list(zip(numbers, low.tolist(), high.tolist(), strict=True))
+    columns = np.empty((int(lengths.sum()), COLUMN_INTS), np.int32)
+    profiles = [profiled for piece in slices if (profiled := piece.profiled) is not None]
+    peaks = np.array([profiled.peaks for profiled in profiles], np.int64)
+    skipped = np.where(peaks > 0, counts[numbers] - peaks, 0)
+    columns[:, 0] = np.repeat(first_rows[numbers] + skipped, lengths)
+    columns[:, 1] = np.repeat(counts[numbers] - skipped, lengths)
+    columns[:, 2] = np.concatenate([slices[number].chunks[first:end] for number, first, end in bounds])
+    columns[:, 3] = np.concatenate(
+        [profiled.sums[first:end] for profiled, (_, first, end) in zip(profiles, bounds, strict=True)]
+    )
+    ordinal = np.arange(len(columns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    columns[:, 4] = (np.repeat(low + gone, lengths) + ordinal) * PAGE_TOKENS
+    near = np.minimum(lengths, [profiled.near for profiled in profiles])
+    columns[:, 5] = np.where(ordinal >= np.repeat(lengths - near, lengths), FAR_TOKENS, 0)
+    columns[np.repeat(peaks == 0, lengths), 5] = -1
+    places = np.full(int(counts.sum()), -1, np.int32)
+    kept: dict[int, _Kept] = {}
+    num_kept = 0
+    for number, first, end in bounds:
+        piece = slices[number]
+        if piece.profiled is not None and (last_rows := piece.profiled.last_rows):
+            after = int(first_rows[number]) + piece.num_rows
+            places[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
+            position = piece.start + piece.num_rows - last_rows
+            start = (first + piece.num_gone) * PAGE_TOKENS
+            kept[number] = _Kept(num_kept, last_rows, position, piece.chunks[first:end], start)
+            num_kept += last_rows
+    return columns, columns[:, 1] == 1, places, kept

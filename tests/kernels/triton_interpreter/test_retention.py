@@ -1,0 +1,144 @@
+"""Masks of pages, column sums and recovery in the interpreter, against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.attention.plan import AttentionPlan, AttentionSpec
+from quire.attention.reference import ReferenceAttention
+from quire.attention.triton import TritonAttention
+from quire.engine.graphs import DecodeGraphs
+from quire.engine.outputs import RequestOutput
+from quire.engine.params import SamplingParams
+
+from ...retention_cases import BOS, Bench, Head, HeadWeights
+from ...retention_oracle import Rules
+from ...tiny_models import tiny_shape
+from ..harness import Shape, make_spec, relative_rms
+from ..masking import check_hidden
+from ..profiling import HISTORY, Prompts, check_history
+from .test_graphs import FakeGraph, Recorder, install_fakes
+
+SHAPES = [
+    Shape(dim=16, group=3, heads=2, layers=1),
+    Shape(dim=64, group=4, heads=1, layers=1, dtype=torch.bfloat16),
+    Shape(dim=80, group=1, heads=2, layers=1, dtype=torch.float16),
+]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"D{shape.dim}-G{shape.group}-{shape.dtype}")
+
+
+@each_shape
+@pytest.mark.parametrize("num_rows, prefills", [(1, []), (7, []), (20, []), (3, [(130, 1), (65, 40), (0, 70)])])
+def test_pages_with_masks_are_attended_to_and_profiled_like_the_reference(
+    shape: Shape, num_rows: int, prefills: list[tuple[int, int]], seed: int
+) -> None:
+    check_hidden(TritonAttention, shape, seed % 10000, num_rows=num_rows, prefills=prefills)
+
+
+@each_shape
+def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> None:
+    check_history(TritonAttention, shape, None, HISTORY[:3], seed=seed % 100)
+
+
+def test_every_layer_keeps_its_own_rows(seed: int) -> None:
+    check_history(TritonAttention, Shape(dim=16, layers=2), None, [[(0, 70, 20), (1, 5, 2)]], seed=seed % 100)
+
+
+@pytest.mark.parametrize("window", [5, 100])
+def test_columns_outside_a_window_get_nothing(window: int) -> None:
+    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None)
+
+
+class Attending:
+    """Attention of every layer in place of a model; what a row asks and stores follows from its token."""
+
+    shape = None
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        heads = spec.num_kv_heads * (spec.group_size + 2)
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(spec.num_layers, 50, heads, spec.head_dim, generator=generator).to(spec.dtype)
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        found = []
+        for layer, rows in enumerate(self.rows):
+            num_kv = self.spec.num_kv_heads
+            q, k, v = rows[tokens].split([num_kv * self.spec.group_size, num_kv, num_kv], 1)
+            plan.write(layer, k, v)
+            found.append(plan.attend(layer, q)[: len(tokens)])
+        return torch.cat(found, 1)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+
+def test_a_replayed_step_adds_to_sums_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whether it was captured, replayed or only moved on, and across a chunk's end; padded rows add nothing."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    captured: list[FakeGraph] = []
+    found, built = [], 0
+    for backend_of in (ReferenceAttention, TritonAttention):
+        spec = make_spec(Shape(dim=16, group=2, layers=2), 12, sums=True)
+        backend, prompts, model = backend_of(spec), Prompts(spec), Attending(spec)
+        decode = model.hidden
+        if isinstance(backend, TritonAttention):
+            recorder = Recorder(model)
+            decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
+            install_fakes(monkeypatch, recorder, captured)
+        generator = torch.Generator().manual_seed(seed)
+        outputs = []
+        for step in range(6):
+            rows = [(name, (20, 61, 3)[name] if step == 0 else 1, 0) for name in range(3 if step < 5 else 2)]
+            positions = torch.tensor([prompts.sequences.lengths.get(name, 0) for name, *_ in rows])
+            plan = backend.plan(prompts.step(rows))
+            tokens = torch.randint(50, (sum(count for _, count, _ in rows),), generator=generator)
+            if step == 0:
+                model.hidden(tokens, positions, plan)
+            else:
+                outputs.append(decode(tokens, positions, plan).clone())
+        found.append([*outputs, *(torch.from_numpy(prompts.of(name)) for name in range(3))])
+        built = getattr(backend, "plans_built", 0)
+    assert len(captured) == 2 and built == 4, "one moves on, one has a new chunk, one has fewer rows"
+    for number, (expected, actual) in enumerate(zip(*found, strict=True)):
+        assert relative_rms(actual, expected) < 1e-5, f"step {number}" if number < 5 else f"sums of {number - 5}"
+
+
+def random_prompt(random: np.random.Generator, length: int) -> list[int]:
+    return [BOS, *random.choice([*range(97, 123), *b" ,.:?"], length - 1).tolist()]
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_an_engine_keeps_and_answers_like_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, seed: int, budget: float | None
+) -> None:
+    """Prompts that are decided on beside answers, over more than one seal, some heads with frequent tokens; decode
+    steps are graphs.
+    """
+    shape = tiny_shape()
+    heads = [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]]
+    rules = Rules(threshold=0.8, frequent=0.2, local=0.2, profile_rows=20, budget=budget)
+    options = {"scheduler.max_running": 4, "scheduler.token_budget": 200}
+    bench = Bench(shape, HeadWeights(shape, heads, seed=1), rules, "reference", options=options)
+    engine = bench.witness.engine
+    backend = engine.attention = TritonAttention(engine.attention.spec)  # type: ignore[attr-defined]
+    captured: list[FakeGraph] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    recorder = Recorder(engine.model)
+    engine.decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
+    install_fakes(monkeypatch, recorder, captured)
+    random = np.random.default_rng(seed)
+    common = random_prompt(random, 70)
+    outputs: dict[str, RequestOutput] = {}
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    for name, length in (("first", 60), ("second", 75)):
+        bench.witness.add(name, common + random_prompt(random, length), params)
+        for _ in range(5):
+            bench.witness.step(outputs)
+    bench.witness.drain(outputs)
+    bench.check()
+    kept = [each.kept_fraction for each in outputs.values()]
+    assert all(each is not None and each < 1 for each in kept), kept
+    assert len(captured) == 2, "one row, and two"
