@@ -4,9 +4,9 @@
                                             [--settings dense,nuq3,dense+0.8,nuq3+0.8] [--model smollm2] [--markdown]
 
 DIR has war_and_peace.txt: prompts are stretches of it, one token shorter than the context. A setting is a codec and,
-after a +, a threshold (retain.threshold). More requests than can fit are queued; sequences whose prompt is computed go
-on decoding until no more are admitted and all are past the context, nobody preempted. Each setting in a process of its
-own, in bfloat16; prefixes are not shared.
+after a +, a threshold (retain.threshold) or, as in nuq3+b0.5, a budget (retain.budget). More requests than can fit are
+queued; sequences whose prompt is computed go on decoding until no more are admitted and all are past the context,
+nobody preempted. Each setting in a process of its own, in bfloat16; prefixes are not shared.
 
 kept   of the prompts' tokens in all heads, on average
 bytes  of pages, positions and sums that a sequence holds at the end, from the allocator
@@ -79,7 +79,7 @@ def main() -> None:
 
 def measure(setting: str, given: argparse.Namespace) -> dict[str, float]:
     """Queues more requests than fit, and counts who decodes when no more is admitted."""
-    codec, _, threshold = setting.partition("+")
+    codec, _, kept = setting.partition("+")
     options = {
         "cache.memory": given.memory,
         "cache.codec": codec,
@@ -87,8 +87,9 @@ def measure(setting: str, given: argparse.Namespace) -> dict[str, float]:
         "runtime.threads": given.threads,
     }
     options |= {"scheduler.max_running": 512, "model.max_context": 2 * given.context}
-    if threshold:
-        options["retain.threshold"] = float(threshold)
+    if kept:
+        name = "retain.budget" if kept.startswith("b") else "retain.threshold"
+        options[name] = float(kept.removeprefix("b"))
     with LLM(given.model, options) as llm:
         text = (given.data / "war_and_peace.txt").read_text(encoding="utf-8")
         ids = llm.tokenizer.encode(text, add_special=False)
