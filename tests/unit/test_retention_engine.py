@@ -323,6 +323,34 @@ def test_how_a_prompt_is_cut_decides_nothing(budget: float | None) -> None:
     assert len(kept) == 1
 
 
+@pytest.mark.parametrize("budget", [0.1, 0.4, 0.5, 0.75])
+def test_a_budget_is_kept_to_whenever_pages_are_dealt_and_used_up(budget: float) -> None:
+    """In the allocator's bytes: pages, the peaks beside them, and the open chunk. That, and a page that begins the
+    sequence, is the least.
+    """
+    options = {"cache.share": False}
+    bench = Bench(SHAPE, MIXED, Rules(0.0, profile_rows=40, budget=budget), chunks=80, options=options)
+    witness, manager = bench.witness, bench.witness.engine.scheduler.manager
+    table = manager.table
+    assert table.sums is not None
+    page_bytes = table.page_bytes(table.sealed_codec, 0, 0) + table.sums.page_bytes
+    num_heads = SHAPE.num_layers * SHAPE.num_kv_heads
+    witness.add("x", [token if token != BOS else 32 for token in prompt_of(370, 31)], greedy(141))
+    (sequence,) = witness.sequences["x"]
+    checked = set()
+    while witness.engine.has_work:
+        witness.step({})
+        path = sequence.path
+        if path.retained is not None and (path.num_tokens % 64 == 0 or path.num_tokens == sequence.num_prompt):
+            held = table.bytes_of(path.chunks) + table.bytes_of(path.sums)
+            room = budget * -(-path.num_tokens // 64) * manager.chunk_bytes
+            least = num_heads * (1 + (path.num_tokens % 64 > 0)) * page_bytes
+            assert room - page_bytes < held <= max(room, least), path.num_tokens
+            checked.add(path.num_tokens)
+    assert checked == {370, 384, 448}
+    bench.check()
+
+
 def test_a_prompt_may_be_pinned_though_its_answer_keeps_less() -> None:
     bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=12, options={"cache.share": True})
     engine, prompt = bench.witness.engine, prompt_of(200, 14)
