@@ -70,6 +70,7 @@ class FakeEngine:
     prompts       as they came
     cached        (salt, prefix): what it says its cache holds
     pinned_salts  what it was asked to pin for
+    kept_fraction  what it says of every prompt
     """
 
     model_name = "fake"
@@ -93,6 +94,7 @@ class FakeEngine:
         self.prompts: list[dict[str, Any]] = []
         self.cached: list[tuple[str, Prefix]] = []
         self.pinned_salts: list[str] = []
+        self.kept_fraction: float | None = None
 
     def prepare(self, prompt: Any, params: SamplingParams) -> None:
         if len(prompt["prompt_token_ids"]) >= self.max_context:
@@ -159,7 +161,9 @@ class FakeEngine:
                 outputs.append(output)
                 self.decoded += 1
             step += 1
-            yield RequestOutput(request_id, None, ids, prompt_logprobs, outputs, not running, 3)
+            yield RequestOutput(
+                request_id, None, ids, prompt_logprobs, outputs, not running, 3, kept_fraction=self.kept_fraction
+            )
 
     def stats(self) -> dict[str, Any]:
         return {

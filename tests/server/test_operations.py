@@ -173,6 +173,7 @@ async def test_metrics_count_what_happened():
     engine = FakeEngine()
     async with client(engine) as http:
         await http.post("/v1/completions", json={"prompt": "abcde", "max_tokens": 5, "n": 2})
+        engine.kept_fraction = 0.25
         await http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 9, "stream": True})
         await http.post("/v1/completions", json={"foo": 1})
         await http.get("/some/unknown/url")
@@ -193,6 +194,9 @@ async def test_metrics_count_what_happened():
     assert values["quire_http_responses_total", "404", "other"] == 1
     for name in ("time_to_first_token", "time_per_output_token", "request"):
         assert values[f"quire_{name}_seconds_count",] == 2
+    assert values["quire_retention_kept_ratio_count",] == 1
+    assert values["quire_retention_kept_ratio_sum",] == 0.25
+    assert values["quire_retention_freed_bytes_total",] == 12
     assert values["quire_cache_bytes", "cached"] == 7
     assert values["quire_prefill_tokens_total", "computed"] == 10
     assert values["quire_prefix_cache_hit_rate",] == 5 / 15

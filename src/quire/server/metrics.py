@@ -22,6 +22,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
+SHARES = tuple(count / 10 for count in range(1, 11))
+
 
 def hit_rate(cached: int, computed: int) -> float:
     """The share of prompt tokens that came from the cache; 0 before there were any."""
@@ -48,6 +50,12 @@ class Metrics:
         )
         self.whole = Histogram(
             "quire_request_seconds", "From arrival to the last token.", buckets=SECONDS, registry=self.registry
+        )
+        self.kept = Histogram(
+            "quire_retention_kept_ratio",
+            "What retention kept of requests' prompts, of the tokens in all heads.",
+            buckets=SHARES,
+            registry=self.registry,
         )
         self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.generation_tokens = Counter("quire_generation_tokens", "Tokens generated.", registry=self.registry)
@@ -77,6 +85,7 @@ class RequestTimer:
         self.num_choices = num_choices
         self.num_tokens = 0
         self.first: float | None = None
+        self.kept: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
         """Count one item of the engine."""
@@ -87,6 +96,8 @@ class RequestTimer:
                 self.metrics.finished.labels(output.finish_reason).inc()
         if self.first is None and self.num_tokens:
             self.first = time.monotonic()
+        if item.kept_fraction is not None:
+            self.kept = item.kept_fraction
 
     def end(self, reason: str) -> None:
         """Record the request; choices still open ended for `reason`."""
@@ -98,6 +109,8 @@ class RequestTimer:
         if self.first is not None:
             metrics.prompt_tokens.inc(self.num_prompt_tokens)
             metrics.first_token.observe(self.first - self.arrived)
+            if self.kept is not None:
+                metrics.kept.observe(self.kept)
             steps = self.num_tokens / self.num_choices - 1
             if steps >= 1:
                 metrics.per_token.observe((now - self.first) / steps)
