@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from quire.attention.triton import BATCH_SIZES, TritonAttention
 from quire.attention.triton_plan import GraphKey
+from quire.attention.triton_profile import COLUMN_INTS
 
 
 def slices_at(lengths: list[tuple[int, int]]) -> list[RowSlice]:
@@ -452,7 +453,7 @@ def test_a_graph_of_a_profiled_step_holds_any_columns() -> None:
             keys.add(plan.graph_key)
             addresses = plan.profile.lse, plan.profile._singles, plan.profile._num_columns
             places.add(tuple(each.data_ptr() for each in addresses))
-            columns = plan.profile._singles[: 5 * num_chunks * count].view(-1, 5)
+            columns = plan.profile._singles[: COLUMN_INTS * num_chunks * count].view(-1, COLUMN_INTS)
             assert columns[:, 2].tolist() == chunks.tolist() * count and columns[:, 3].tolist() == sums.tolist() * count
             assert columns[:, 4].tolist() == list(range(0, num_chunks * PAGE_TOKENS, PAGE_TOKENS)) * count
             with plan.rehearsed():
