@@ -184,15 +184,16 @@ class Bench:
     def engine(self, **options: Any) -> Engine:
         """An engine of the model; options come on top of those that retain."""
         rules = self.rules
-        retain = {
-            "retain.threshold": rules.threshold,
-            "retain.frequent": rules.frequent,
-            "retain.local": rules.local,
-            "retain.chain": ",".join(rules.members),
-            "retain.profile_rows": rules.profile_rows,
-        }
+        retain: dict[str, Any] = {"retain.profile_rows": rules.profile_rows}
         if rules.budget is not None:
-            retain |= {"retain.threshold": "off", "retain.budget": rules.budget}
+            retain["retain.budget"] = rules.budget
+        else:
+            retain |= {
+                "retain.threshold": rules.threshold,
+                "retain.frequent": rules.frequent,
+                "retain.local": rules.local,
+                "retain.chain": ",".join(rules.members),
+            }
         options = {"attention.backend": self.backend, "runtime.threads": 1, **retain, **self.options, **options}
         engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
         retainer = engine.scheduler.manager.retainer
@@ -215,7 +216,8 @@ class Bench:
         for sealed, other in seen.items():
             assert other.policies == run.policies, f"policies after {sealed} chunks"
         if sequence.kept_fraction is not None and not run.num_ties:
-            kept = [len(each) for of_layer in run.of_prompt for each in of_layer]
+            open_chunk = frozenset(range(n // CHUNK * CHUNK, n))
+            kept = [len(each | open_chunk) for of_layer in run.of_prompt for each in of_layer]
             assert abs(sequence.kept_fraction - sum(kept) / (len(kept) * n)) < 1e-9
         if sequence in self.witness.is_changed:
             assert run.num_ties, "computed again, it keeps something else"

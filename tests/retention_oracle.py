@@ -147,6 +147,11 @@ class Oracle:
             everything = [[set(range(sealed * CHUNK)) for _ in heads] for _ in policies]
             dealt = self._deal(tokens[:num_prompt], peaks, everything, other)
             of_prompt = [[each | set(range(sealed * CHUNK, num_prompt)) for each in of_layer] for of_layer in dealt]
+            last = attention.seen[:, :, -rules.num_profiled(num_prompt) :].double().mean(2)
+            recovery = [
+                [[float(last[layer, head, sorted(each)].sum())] for head, each in enumerate(of_layer)]
+                for layer, of_layer in enumerate(of_prompt)
+            ]
         for layer in range(shape.num_layers if rules.budget is None else 0):
             decided = [
                 self._decide(
@@ -302,11 +307,11 @@ class Oracle:
         rules = self.rules
         assert rules.budget is not None
         end = len(tokens) // CHUNK * CHUNK
-        special = rules.marked("special", tokens[:end])
+        special = {at for at in rules.marked("special", tokens) if at < end}
         num_heads = sum(map(len, alive))
         each = rules.page_bytes + SUMS_BYTES
-        room = rules.budget * num_heads * rules.page_bytes * math.ceil(len(tokens) / CHUNK)
-        room -= num_heads * each * (len(tokens) % CHUNK > 0)
+        # The open chunk counts, also before it has a token.
+        room = rules.budget * num_heads * rules.page_bytes * (len(tokens) // CHUNK + 1) - num_heads * each
         pages: list[tuple[float, int, int, list[int]]] = []
         worths: list[dict[int, float]] = []
         ordered: list[list[int]] = []

@@ -129,6 +129,13 @@ class RetainConfig(Group):
                 raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
         if self.budget != "off" and self.threshold != "off":
             raise ConfigError("retain.budget and retain.threshold are two ways to decide; leave one off")
+        if self.budget != "off":
+            for name in ("frequent", "local", "chain"):
+                if getattr(self, name) != getattr(RetainConfig, name):
+                    raise ConfigError(
+                        f"retain.{name} is of retain.threshold, and retain.budget is given, which ranks tokens by what"
+                        " looks back at them; leave one off"
+                    )
         if self.budget != "off" and not 0 < self.budget <= 1:
             raise ConfigError(f"retain.budget is {self.budget}; it must be above 0 and at most 1, all of the bytes")
 

@@ -79,7 +79,7 @@ def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> N
         for delta in engine.step():
             gather(outputs, delta)
         if step % 30 == 20:
-            engine.scheduler._preempt(engine.scheduler.running[step % 4])
+            engine.scheduler.preempt(engine.scheduler.running[step % 4])
     assert engine.stats()["preemptions"] == 3
     drain(engine, outputs)
     assert [outputs[str(index)].outputs[0].token_ids for index in range(4)] == expected

@@ -119,7 +119,7 @@ def test_what_others_computed_during_a_preemption_is_no_work_of_ours() -> None:
     engine.add("first", None, prompt, GREEDY)
     engine.step()
     (sequence,) = engine.scheduler.running
-    engine.scheduler._preempt(sequence)
+    engine.scheduler.preempt(sequence)
     assert 0 < sequence.high_water < 320
     engine.scheduler.waiting.clear()
     engine.add("second", None, prompt, GREEDY)

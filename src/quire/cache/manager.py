@@ -80,12 +80,15 @@ class Admission:
 
 
 class Need(NamedTuple):
-    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums."""
+    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums; and
+    rows of the table for paths that will hold pages beside the tree.
+    """
 
     sealed: int
     open: int = 0
     sidecars: int = 0
     sums: int = 0
+    rows: int = 0
 
     def plus(self, other: Need) -> Need:
         """Both together."""
@@ -177,7 +180,8 @@ class CacheManager:
         need = self._need(0, False, num_tokens)
         has_sidecar = self.table.sinks is not None and not found
         sums = 0 if self.retainer is None else self.retainer.num_sums(num_tokens)
-        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar), sums)
+        rows = 0 if self.retainer is None else found
+        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar), sums, rows)
         growth = Need(len(self._live) + 1 if self._live else 0, sums=len(self._live) * (self.retainer is not None))
         if self.retainer is None:
             total = need.plus(self._promised())
@@ -350,7 +354,9 @@ class CacheManager:
         assert self.retainer is not None and holder.path.retained is None
         path, retainer = holder.path, self.retainer
         before = self.table.bytes_of(path.chunks)
-        retainer.begin(holder, decided, lambda pages: self._fits(self._promised(), pages=pages))
+        self._evict_for(Need(0, rows=path.num_shared))
+        places = Need(0, sums=path.num_sealed * self.table.encodes)
+        retainer.begin(holder, decided, lambda pages: self._fits(places.plus(self._promised()), pages=pages))
         self._evict_for(Need(0, sums=retainer.places(path, path.num_sealed)), lambda: retainer.wanted(path))
         retainer.finish(path)
         self._note_peak()
@@ -500,9 +506,13 @@ class CacheManager:
             else:
                 count, sums = self.retainer.match(holder, limit, is_hit)
                 if count:
-                    # The path has locked whose sums these are.
-                    self._evict_for(Need(0, sums=len(sums)))
-                    self.retainer.copy_sums(path, sums)
+                    self.table.give(path.sums)
+                    path.sums = path.sums[:0]
+                    # The path has locked whose sums these are. Where there is no room for both, they become its own.
+                    if self._make_room(Need(0, sums=len(sums))):
+                        self.retainer.copy_sums(path, sums)
+                    else:
+                        path.sums = tree.take_sums(path, len(sums))
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         return count
@@ -543,12 +553,13 @@ class CacheManager:
 
         pages  of sealed chunks that are wanted besides, int64 [L, H]
         """
-        tree, sidecars, sums, rows = self.tree, need.sidecars, need.sums, 0
+        tree, sidecars, sums, rows = self.tree, need.sidecars, need.sums, need.rows
         if tree is not None:
-            rows = int(np.max(apart_from)) - tree.num_idle
+            rows += int(np.max(apart_from)) - tree.num_idle
             pages = pages - (tree.idle - apart_from)
             sidecars -= (tree.num_idle_starts - starts) * self._has_sidecars
-            sums -= tree.num_idle_sums
+            # Sums may go wherever they are: what was found with them can be computed.
+            sums -= tree.num_sums
         more = None if isinstance(pages, int) else pages
         return self.table.fits(need.sealed, need.open, sidecars, sums, more, rows)
 
@@ -557,13 +568,25 @@ class CacheManager:
         return self.table.sinks is not None
 
     def _evict_for(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> None:
-        """Drops as few idle chunks as leave room for what is needed, which fits.
+        """Drops as few idle chunks, and then sums of others, as leave room for what is needed, which fits.
 
         pages  of sealed chunks that are needed besides, int64 [L, H]: what is dropped may leave fewer
         """
-        while not self.table.fits(*need, (more := pages())):
+        if not self._make_room(need, pages):
+            if self.tree is not None:
+                self.table.give(self.tree.drop_sums())
+            assert self._fits_now(need, pages()), "what is needed was to fit once all that is idle is gone"
+
+    def _fits_now(self, need: Need, pages: NDArray[np.int64] | None = None) -> bool:
+        sealed, num_open, sidecars, sums, rows = need
+        return self.table.fits(sealed, num_open, sidecars, sums, pages, rows)
+
+    def _make_room(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> bool:
+        """The same with idle chunks alone. False if they do not suffice: then none is left."""
+        while not self._fits_now(need, (more := pages())):
             tree = self.tree
-            assert tree is not None and tree.num_idle, "what is needed was to fit once all that is idle is gone"
+            if tree is None or not tree.num_idle:
+                return False
             starts = tree.num_idle_starts * self._has_sidecars
 
             def might_fit(
@@ -573,12 +596,14 @@ class CacheManager:
                 more: NDArray[np.int64] | None = more,
             ) -> bool:
                 # Any of them may have sums and a sidecar, and pages that somebody reads.
-                sealed, num_open, sidecars, num_sums = need
-                return self.table.fits(sealed - count, num_open, sidecars - min(count, starts), num_sums - sums, more)
+                sealed, num_open, sidecars, num_sums, rows = need
+                sidecars -= min(count, starts)
+                return self.table.fits(sealed - count, num_open, sidecars, num_sums - sums, more, rows)
 
             # No fewer will do. More may have to go: what each of them has shows when they are gone.
             least = bisect.bisect_left(range(tree.num_idle), True, key=might_fit)
             self.table.give(tree.evict(max(1, least)))
+        return True
 
     def _promised(self, apart_from: Holder | None = None, coming: _Ahead | None = None) -> Need:
         """Chunks that admitted sequences were promised and have not taken.
@@ -597,16 +622,16 @@ class CacheManager:
             wants_open = self.table.encodes and not has_open and path.filled < 0
             # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
             has_none = self.table.sinks is not None and not path.num_stored
-            sealed, sums = lacks.sealed, 0
+            sealed, sums, rows = lacks.sealed, 0, 0
             if self.retainer is not None and not path.is_decided:
                 held = path.num_stored - path.num_shared
                 alone = sum(
                     len(segment.chunks) for segment in path.segments if not segment.pins and segment.locks.max() <= 1
                 )
                 ahead.append(_Ahead(held + sealed, num_chunks + sealed, alone, held))
-                sums = self.retainer.num_sums(tokens) - len(path.sums)
+                sums, rows = self.retainer.num_sums(tokens) - len(path.sums), path.num_stored
                 sealed = 0
-            total = total.plus(Need(sealed, int(wants_open), int(has_none), max(0, sums)))
+            total = total.plus(Need(sealed, int(wants_open), int(has_none), max(0, sums), rows))
         if coming is not None:
             ahead.append(coming)
         return total.plus(Need(self._at_most(ahead)))

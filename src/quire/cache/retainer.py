@@ -9,7 +9,6 @@ Within a budget nothing of this is needed: what ranks tokens is what the last ro
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -19,11 +18,9 @@ from numpy.typing import NDArray
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.retained import Retained, has_page, pack, places_of, to_own
-from quire.cache.retention import Decided, KeepRatio, Retention
-from quire.cache.segment import ChunkTable, Path, Segment
+from quire.cache.retention import Decided, KeepRatio, PageBytes, Retention
+from quire.cache.segment import POSITIONS_BYTES, ChunkTable, Path, Segment
 from quire.cache.tree import PrefixTree
-
-log = logging.getLogger("quire")
 
 SUMS_ROWS = 3
 """Rows of sums for each chunk of a prompt, at most: its own, and those of two beginnings that the tree keeps. Where a
@@ -99,7 +96,7 @@ class Retainer:
             first = (path.num_stored - 1) * PAGE_TOKENS
             places = places_of(row, (path.retained.policies < path.retained.chain.full)[..., None])
             positions = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
-            self.table.place(places, np.broadcast_to(positions, (len(places[0]), PAGE_TOKENS)))
+            self.table.place(places, np.tile(positions, (len(places[0]), 1)))
         count = self.lacks(path, num_tokens)
         if not count:
             return
@@ -140,8 +137,7 @@ class Retainer:
         return self.tree.sums_within(holder.namespace, holder.token_ids, limit)[0]
 
     def copy_sums(self, path: Path, sums: NDArray[np.int32]) -> None:
-        """The path begins with these sums, in rows of its own."""
-        self.table.give(path.sums)
+        """The path, which has none, begins with these sums, in rows of its own."""
         path.sums = self._copy(sums)
 
     def is_coming(self, holder: Prompted) -> bool:
@@ -187,7 +183,9 @@ class Retainer:
         if not len(path.sums):
             return None
         if self.retention.budget is None:
-            return (num_last,)
+            # After the decision, if a head goes on needing them.
+            is_wanted = path.retained is None or self.retention.has_sums(path.retained.policies).any()
+            return (num_last,) if is_wanted else None
         if path.retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
             return 0, 1, 1 + (path.retained.origins[-1:] == path.num_sealed - 1).sum().item()
@@ -220,17 +218,14 @@ class Retainer:
 
     def begin(self, holder: Prompted, decided: Decided, has_room: Callable[[NDArray[np.int64]], bool]) -> None:
         """The path lets go of what its heads do not keep of its prompt. What it keeps is to be packed by `finish`, when
-        there is room for `wanted`.
+        there is room for `wanted`. The table has rows for what it shares.
 
         has_room  whether pages of sealed chunks, int64 [L, H], would fit if all that is idle now went
         """
         path, table = holder.path, self.table
         path.is_decided = True
         self._forget_coming(holder)
-        no_rows = path.num_shared > table.num_free
-        if no_rows:
-            log.warning("nothing of a prompt of %d tokens is dropped: the table has no rows left", holder.num_prompt)
-        if no_rows or (decided.policies == self.retention.chain.full).all():
+        if (decided.policies == self.retention.chain.full).all():
             # Nothing changes, now or later.
             self.ratio.learn(1.0)
             table.give(path.sums)
@@ -285,7 +280,7 @@ class Retainer:
         retained.seal(path.num_sealed - 1)
         num_pages = self._num_pages(path)
         sums = self._sums.load(self.table, path.sums[: retained.num_rows])
-        retained.drop(self.retention.keep_on(retained, tokens, sums, self.table.page_sizes(self.table.sealed_codec)))
+        retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
         self._pack(path, sums)
         self._loosen(path)
         self._count_freed(num_pages, path)
@@ -338,6 +333,13 @@ class Retainer:
             heads[segment] = below = below | held[:, :, rows].any(-1)
         if any((heads[segment] != before).any() for segment, before in path.reads()):
             self.tree.loosen(path, heads)
+
+    @property
+    def page_bytes(self) -> PageBytes:
+        """What pages of any sequence take."""
+        table, sums = self.table, self._sums.page_bytes
+        sealed = table.page_sizes(table.sealed_codec).astype(np.int64)
+        return PageBytes(sealed, sums + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, sums)
 
     @property
     def _keeps_sums(self) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.budget import deal, worth
-from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.policies import Chain, Mask, decide, keep_on, occurrences
 from quire.cache.retained import Retained
@@ -84,6 +83,22 @@ class Decided:
 
 
 @dataclass(frozen=True)
+class PageBytes:
+    """What a head's pages take.
+
+    sealed  int [L, H]
+    beside  what stands beside each of those that are packed: sums or peaks, and positions where chunks are encoded
+    open    of every head
+    sums    of them, what stands beside an open page
+    """
+
+    sealed: NDArray[np.int64]
+    beside: int
+    open: int
+    sums: int
+
+
+@dataclass(frozen=True)
 class Retention:
     """How a model's requests retain.
 
@@ -126,13 +141,13 @@ class Retention:
         return special
 
     def decide(
-        self, tokens: Sequence[int], sums: NDArray[np.float32], recover: Recover | None, page_bytes: NDArray[np.int32]
+        self, tokens: Sequence[int], sums: NDArray[np.float32], recover: Recover | None, page_bytes: PageBytes
     ) -> Decided:
         """What to keep of a prompt.
 
         sums        float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
         recover     None only with a budget: then nothing says what is recovered
-        page_bytes  int32 [L, H], of the pages it will be kept in
+        page_bytes  of the pages it will be kept in
         """
         if self.budget is not None:
             return self._deal(tokens, sums, recover, page_bytes)
@@ -148,10 +163,11 @@ class Retention:
 
         found = decide(self.chain, self.marks(tokens), sums.reshape(-1, n).astype(np.float64), n, local_recovery)
         kept, recovery = found.kept.reshape(*shape, n), found.recovery.reshape(*shape, -1)
+        kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
         return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
 
     def _deal(
-        self, tokens: Sequence[int], peaks: NDArray[np.float32], recover: Recover | None, page_bytes: NDArray[np.int32]
+        self, tokens: Sequence[int], peaks: NDArray[np.float32], recover: Recover | None, page_bytes: PageBytes
     ) -> Decided:
         """What to keep of a prompt within the budget."""
         num_layers, num_heads, n = peaks.shape
@@ -175,26 +191,25 @@ class Retention:
         tokens: Sequence[int],
         peaks: NDArray[np.float32],
         positions: NDArray[np.int32],
-        page_bytes: NDArray[np.int32],
+        page_bytes: PageBytes,
     ) -> Mask:
-        """What heads keep of sealed tokens, bool [L * H, slots], so that pages, the sums beside them and the open chunk
-        stay within the budget.
+        """What heads keep of sealed tokens, bool [L * H, slots], so that until the next chunk is sealed pages, what
+        stands beside them and the open chunk stay within the budget.
         """
         assert self.budget is not None
-        n = len(tokens)
-        sizes = page_bytes.reshape(-1).astype(np.int64)
-        # What is open is not dropped, and counts as if it were sealed.
-        most = self.budget * int(sizes.sum()) * -(-n // PAGE_TOKENS)
-        sizes += SumsCodec.page_bytes
-        if n % PAGE_TOKENS:
-            most -= int(sizes.sum())
-        num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
-        special = self._special(tokens[:num_sealed])
-        worths = worth(peaks, positions, num_sealed)
-        return deal(worths, positions, special, num_sealed, sizes, PAGE_TOKENS, most)
+        sealed = page_bytes.sealed.reshape(-1)
+        num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
+        # There is an open chunk, or the next token begins one; it is not dropped.
+        most = self.budget * (int(sealed.sum()) * num_chunks + num_heads * page_bytes.open)
+        most -= num_heads * (page_bytes.open + page_bytes.sums)
+        end = num_chunks * PAGE_TOKENS
+        # A marker may go on in the open chunk.
+        special = self._special(tokens)[:end]
+        worths = worth(peaks, positions, end)
+        return deal(worths, positions, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
 
     def keep_on(
-        self, retained: Retained, tokens: Sequence[int], sums: NDArray[np.float32], page_bytes: NDArray[np.int32]
+        self, retained: Retained, tokens: Sequence[int], sums: NDArray[np.float32], page_bytes: PageBytes
     ) -> Mask:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 

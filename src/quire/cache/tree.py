@@ -152,15 +152,37 @@ class PrefixTree:
 
     def keep_sums(self, path: Path, num_chunks: int, sums: NDArray[np.int32]) -> NDArray[np.int32]:
         """Gives the tree the sums of a path's first chunks, all of them in the tree: rows int32 [num_chunks], complete
-        up to their end. Returns those that it has no use for.
+        up to their end. Returns rows that it has no use for, or no more: a prompt that goes on from another has longer
+        sums of all that one had, and who else begins so is likely to go on as well. Where others part, and where this
+        path has yet to be found, sums stay.
         """
         segment = self._ending_at(path, num_chunks)
         if segment.sums is not None:
             return sums
+        self._set_sums(segment, sums)
+        given_up = [
+            self._set_sums(each, None)
+            for each in path.segments
+            if each.end < segment.end and len(each.children) < 2 and each.end // PAGE_TOKENS not in path.stops
+        ]
+        return np.concatenate((np.empty(0, np.int32), *given_up))
+
+    def take_sums(self, path: Path, num_chunks: int) -> NDArray[np.int32]:
+        """The rows of sums of a path's first chunks, which the tree has no longer."""
+        return self._set_sums(self._ending_at(path, num_chunks), None)
+
+    def drop_sums(self) -> NDArray[np.int32]:
+        """All rows of sums, which the tree has no longer. Nobody reads them but to copy them."""
+        found = [self._set_sums(segment, None) for _, segment in list(self.segments())]
+        return np.concatenate((np.empty(0, np.int32), *found))
+
+    def _set_sums(self, segment: Segment, sums: NDArray[np.int32] | None) -> NDArray[np.int32]:
+        """Returns those it had."""
+        before = np.empty(0, np.int32) if segment.sums is None else segment.sums
         self._count(segment, -1)
         segment.sums = sums
         self._count(segment, 1)
-        return np.empty(0, np.int32)
+        return before
 
     def sums_within(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> tuple[int, NDArray[np.int32]]:
         """The longest beginning of the tokens, `limit` chunks at most, that has sums: its chunks, and their rows."""

@@ -342,7 +342,8 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
             f"retention on a GPU reads dense pages alone so far, and cache.codec is {config.cache.codec};"
             " use cache.codec dense, or retain nothing"
         )
-    if config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
+    chained = retain.threshold != "off"
+    if chained and config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
         raise ConfigError(
             f"retain.chain begins with {retain.members[0]}; with cache.sink_tokens it must begin with special, which"
             " holds them"

@@ -214,7 +214,7 @@ class Engine:
             hidden = self.model.hidden(tokens, positions, plan)
             failed = self._prompt_logprobs(batch, hidden)
             if failed:
-                return self._fail(batch, failed)
+                return self._fail(batch, slices, failed)
             decided = self._decide(batch, slices, plan)
             if not sampling:
                 self.scheduler.commit(batch, (), decided)
@@ -351,9 +351,13 @@ class Engine:
             row += piece.count
         return failed
 
-    def _fail(self, batch: Batch, failed: list[Request]) -> list[RequestOutput]:
+    def _fail(self, batch: Batch, slices: list[RowSlice], failed: list[Request]) -> list[RequestOutput]:
         """Ends requests whose prompt gives no finite logits; the step is done again without them."""
         outputs = []
+        for piece, looks in zip(reversed(batch.slices), (each.profiled for each in reversed(slices)), strict=True):
+            # What its rows look at is in its sums already, and would be there twice.
+            if looks is not None and not looks.peaks and piece.sequence.request not in failed:
+                self.scheduler.preempt(piece.sequence)
         for request in failed:
             log.error("request %s: %s", request.request_id, NOT_FINITE)
             live = [sequence for sequence in request.sequences if sequence.state is not State.FINISHED]
@@ -372,7 +376,7 @@ class Engine:
                     sequence.request.prompt_ids,
                     manager.sums_of(sequence),
                     functools.partial(plan.recovered, index) if looks.last_rows else None,
-                    manager.table.page_sizes(manager.table.sealed_codec),
+                    manager.retainer.page_bytes,
                 )
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug("request %s: %s", sequence.name, found[sequence].summary())

@@ -329,12 +329,13 @@ class Scheduler:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
         while not self.manager.extend(sequence, num_tokens):
             youngest = max(self.running, key=lambda running: running.order)
-            self._preempt(youngest)
+            self.preempt(youngest)
             if youngest is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages; it waits, before all others, to be computed again."""
         self.running.remove(sequence)
         self.manager.release(sequence)
         sequence.state = State.WAITING
