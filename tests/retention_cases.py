@@ -177,8 +177,10 @@ class Bench:
     def __post_init__(self) -> None:
         self.witness = Witness(self.engine())
         table = self.witness.engine.scheduler.manager.table
-        (page_bytes,) = set(table.page_sizes(table.sealed_codec).ravel().tolist())
-        self.oracle = Oracle(self.shape, self.weights, replace(self.rules, page_bytes=page_bytes))
+        page_bytes = table.page_sizes(table.sealed_codec).ravel().tolist() if self.rules.budget is not None else [0]
+        assert len(set(page_bytes)) == 1, "the oracle deals pages of one size"
+        rules = replace(self.rules, page_bytes=page_bytes[0])
+        self.oracle = Oracle(self.shape, self.weights, rules, self._stored if table.encodes else None)
         self.runs: dict[Sequence, Run] = {}
 
     def engine(self, **options: Any) -> Engine:
@@ -200,6 +202,22 @@ class Bench:
         if retainer is not None:
             retainer.retention = replace(retainer.retention, special=rules.special, punctuation=rules.punctuation)
         return engine
+
+    def _stored(self, layer: int, chunk: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk, encoded and decoded, but for the first tokens of a sequence."""
+        table = self.witness.engine.scheduler.manager.table
+        exact = table.sinks.num_tokens if table.sinks is not None and chunk == 0 else 0
+        parts = keys.clone(), values.clone()
+        for part in parts:
+            part[:, :exact] = 0.0
+        decoded = [
+            table.sealed_codec.decode(layer, head, table.sealed_codec.encode(layer, head, k[None], v[None]))
+            for head, (k, v) in enumerate(zip(*parts, strict=True))
+        ]
+        found = tuple(torch.cat([pair[part] for pair in decoded]).float() for part in (0, 1))
+        for part, given in zip(found, (keys, values), strict=True):
+            part[:, :exact] = given[:, :exact]
+        return found[0], found[1]
 
     def check(self) -> None:
         """Holds all that the engine did so far to the oracle."""
@@ -223,8 +241,10 @@ class Bench:
             assert run.num_ties, "computed again, it keeps something else"
             return run
         differ = (torch.stack(logits) - run.logits).abs().amax(-1)
-        assert float(differ.max()) < 1e-4, f"logits differ by {differ.tolist()}"
+        # With codes, one in a million numbers stands at an edge, and may get another one here than there.
+        most = 1e-4 if self.oracle.stored is None else 5e-3
+        assert float(differ.max()) < most, f"logits differ by {differ.tolist()}"
         if sequence.request.params.greedy:
             chosen = run.logits.gather(1, torch.tensor(tokens[n:])[:, None])[:, 0]
-            assert (chosen >= run.logits.amax(-1) - 2e-4).all()
+            assert (chosen >= run.logits.amax(-1) - 2 * float(differ.max()) - 1e-4).all()
         return run

@@ -99,3 +99,36 @@ def test_encoded_pages_are_refused_on_a_gpu(codec: str) -> None:
 def test_a_chain_that_would_drop_exact_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"retain.chain.*special"):
         make_engine("nuq3", **{"retain.chain": "frequent,local"})
+
+
+@RULES
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, rule: dict[str, object]) -> None:
+    """Exactly, in every step: pages of each head's own size, with a sidecar where first tokens are exact."""
+    engine = make_engine(codec, **{"cache.share": False}, **rule)
+    manager = engine.scheduler.manager
+    table = manager.table
+    sizes = table.page_sizes(table.sealed_codec).astype(int)
+    engine.add("x", None, ids(300, 1), LONG)
+    num_checked = 0
+    while engine.has_work:
+        engine.step()
+        for path in (sequence.path for sequence in engine.scheduler.running):
+            if path.retained is None or manager.retainer is None:
+                continue
+            pages = -(-path.retained.kept // 64)
+            packed = path.retained.policies < path.retained.chain.full
+            has_sums = manager.retainer.retention.has_sums(path.retained.policies)
+            is_open = path.num_tokens % 64 > 0
+            expected = int((pages * (sizes + 256 * packed + 256 * has_sums)).sum())
+            expected += is_open * int(packed.size * table.open_codec.page_bytes + 256 * has_sums.sum())
+            expected += table.sidecar_bytes if table.sinks is not None else 0
+            assert table.pool.bytes_out == expected, path.num_tokens
+            num_checked += is_open
+    assert num_checked > 100
+
+
+def test_settings_that_a_budget_would_ignore_are_refused() -> None:
+    for name, value in (("frequent", 0.2), ("local", 0.1), ("chain", "special,local")):
+        with pytest.raises(ConfigError, match=f"retain.{name} is of retain.threshold, and retain.budget is given"):
+            make_engine("g4", **{"retain.threshold": "off", "retain.budget": 0.5, f"retain.{name}": value})

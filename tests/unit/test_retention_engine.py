@@ -37,10 +37,15 @@ def drawn_head(rng: random.Random) -> Head:
     return Head(**told, noise=rng.choice([0.0, 0.5, 2.0, 4.0]))
 
 
-def drawn_bench(rng: random.Random, backend: str, budget: float | None = None, **options: Any) -> Bench:
-    shape = tiny_shape(rng.choice(["llama", "llama", "qwen3", "smollm"]))
+def drawn_bench(
+    rng: random.Random, backend: str, budget: float | None = None, codec: str = "dense", **options: Any
+) -> Bench:
+    dims = {} if codec == "dense" else {"head_dim": 64 if codec == "nuq3" else 16}
+    shape = tiny_shape(rng.choice(["llama", "llama", "qwen3", "smollm"]), **dims)
     heads = [[drawn_head(rng) for _ in range(shape.num_kv_heads)] for _ in range(shape.num_layers)]
     members = rng.sample(MEMBERS, rng.randint(1, 4)) if rng.random() < 0.4 else MEMBERS
+    if codec == "nuq3":  # whose exact first tokens are special
+        members = ("special", *(member for member in members if member != "special"))
     rules = Rules(
         threshold=rng.choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1]),
         frequent=rng.choice([0.0, 0.02, 0.1, 0.3, 0.3, 0.6, 1.0]),
@@ -51,6 +56,7 @@ def drawn_bench(rng: random.Random, backend: str, budget: float | None = None, *
         budget=budget,
     )
     options = {
+        "cache.codec": codec,
         "cache.share": rng.random() < 0.7,
         "scheduler.max_running": 4,
         "scheduler.token_budget": 4 + rules.profile_rows + 64 + rng.choice([0, 0, 64, 1000]),
@@ -104,6 +110,13 @@ def test_what_a_budget_keeps_is_what_the_oracle_keeps(number: int) -> None:
     rng = random.Random(number)
     budget = rng.choice([0.1, 0.25, 0.4, 0.5, 0.75, 0.9])
     run_drawn_case(rng, drawn_bench(rng, "cpu" if number % 5 else "reference", budget))
+
+
+@pytest.mark.parametrize("codec", ["g4", "nuq3"])
+@pytest.mark.parametrize("number", range(300, 312))
+def test_encoded_pages_keep_and_answer_like_the_oracle(number: int, codec: str) -> None:
+    rng = random.Random(number)
+    run_drawn_case(rng, drawn_bench(rng, "cpu" if number % 4 else "reference", codec=codec))
 
 
 SHAPE = tiny_shape()
