@@ -23,8 +23,8 @@ from quire.cache.segment import POSITIONS_BYTES, ChunkTable, Path, Segment
 from quire.cache.tree import PrefixTree
 
 SUMS_ROWS = 3
-"""Rows of sums for each chunk of a prompt, at most: its own, and those of two beginnings that the tree keeps. Where a
-chunk is encoded, positions beside its packed pages take one more."""
+"""Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
+go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
 
 
 class Prompted(Protocol):

@@ -115,7 +115,7 @@ class ChunkTable:
         for size in sizes_used | {self.sidecar_bytes} - {0}:
             pool.available(size)  # refuses a size that cannot be
         # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, and sums;
-        # so many that they run out late, and `fits` counts them too.
+        # so many that bytes run out before, and `fits` counts them too.
         most = pool.num_bytes // min(self.chunk_bytes(codec) for codec in codecs)
         self.capacity = most if sums is None else RETAINED_ROWS * most
         self.masks = None if sums is None else np.zeros((self.capacity, num_layers, num_heads), np.uint64)

@@ -5,7 +5,8 @@ quire profile MODEL --input prompts.jsonl --json all.json   a prompt a line, as 
 
 Each head of each layer has the first policy that recovers enough of its attention. The table has for each policy the
 heads that have it and the share of the tokens they keep, the heads it was tried for, and what it recovers of their
-attention on average. Bytes are those that the prompt's keys and values take in the cache.
+attention on average. With --retain.budget tokens of all heads are ranked instead: one policy, and a share that is each
+head's own. Bytes are those that the prompt's keys and values take in the cache.
 
 Without --retain.threshold and --retain.budget the threshold is 0.95.
 
