@@ -53,6 +53,7 @@ def main() -> None:
         if done.returncode:
             sys.exit(done.stderr)
         found[setting] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{setting}: {found[setting]['sequences']} sequences", file=sys.stderr)
     base = found[settings[0]]["sequences"]
     rows = [
         [
