@@ -456,6 +456,16 @@ def test_a_conversation_of_many_turns_keeps_what_each_turn_alone_would(budget: f
     assert hits > 10 * 64 * 10
 
 
+def test_a_prompt_that_fills_the_memory_leaves_most_of_itself_in_the_cache() -> None:
+    """Only as many of its last chunks go as its heads keep pages."""
+    bench = Bench(SHAPE, MIXED, Rules(0.0, profile_rows=16, budget=0.25), chunks=9, options={"cache.share": True})
+    prompt = [token if token != BOS else 32 for token in prompt_of(500, 6)]
+    first, again = (answer(bench, name, (prompt, greedy(3)))[0] for name in ("cold", "hit"))
+    bench.check()
+    assert first.num_cached_tokens == 0 and again.num_cached_tokens >= 4 * 64
+    assert_same_tokens(bench, again, first.token_ids)
+
+
 def test_a_long_prompt_is_admitted_though_most_of_it_is_cached() -> None:
     """What it finds and what it will keep of it together are more than there is; one of them goes."""
     bench = Bench(SHAPE, THRIFTY, Rules(0.8, 0.1, 0.1, profile_rows=40), chunks=9, options={"cache.share": True})

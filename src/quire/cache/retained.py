@@ -86,7 +86,8 @@ class Retained:
         found = self.in_place
         if self.holds_last and self.num_rows:
             found = found.copy()
-            found[..., -1] |= (self.positions[..., -PAGE_TOKENS:] >= 0).all(-1)
+            whole = self.origins[-1] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
+            found[..., -1] |= (self.positions[..., -PAGE_TOKENS:] == whole).all(-1)
         return found
 
     def seal(self, origin: int) -> None:
@@ -117,6 +118,7 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
     retained = path.retained
     assert retained is not None and table.masks is not None
     rows = path.chunks[: retained.num_rows]
+    drop_empty(table, path)
     alive = retained.positions >= 0
     is_target = np.repeat(targets(table, path), PAGE_TOKENS, -1)
     writable = np.repeat(~retained.stays, PAGE_TOKENS, -1)
@@ -142,15 +144,32 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
     return sums
 
 
+def drop_empty(table: ChunkTable, path: Path) -> None:
+    """Drops pages that hold no token of the path."""
+    retained = path.retained
+    assert retained is not None
+    rows = path.chunks[: retained.num_rows]
+    is_empty = ~retained.by_row(retained.positions >= 0).any(-1)
+    table.drop(places_of(rows, is_empty & has_page(table, rows)))
+
+
 def targets(table: ChunkTable, path: Path) -> NDArray[np.bool_]:
-    """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those that stay left out."""
+    """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those that stay left out.
+
+    The last ones, for where memory is short the tree gives a prompt's end up first, and pages that nobody else holds
+    need no copy; but before them the first one, if exact first tokens stand beside it.
+    """
     retained = path.retained
     assert retained is not None
     stays = retained.stays
     writable: NDArray[np.bool_] = ~stays & has_page(table, path.chunks[: retained.num_rows])
     alive = retained.by_row(retained.positions >= 0).sum(-1)
     need = -(-(alive * ~stays).sum(-1) // PAGE_TOKENS)
-    return np.asarray(writable & (np.cumsum(writable, -1) <= need[..., None]))
+    behind = np.cumsum(writable[..., ::-1], -1)[..., ::-1]
+    if retained.num_rows and table.sinks is not None:
+        behind = behind + writable[..., :1]
+        behind[..., 0] = 1
+    return np.asarray(writable & (behind <= need[..., None]))
 
 
 def to_own(table: ChunkTable, path: Path) -> Places:

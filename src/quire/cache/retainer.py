@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.cache.retained import Retained, has_page, pack, places_of, to_own
+from quire.cache.retained import Retained, drop_empty, has_page, pack, places_of, to_own
 from quire.cache.retention import Decided, KeepRatio, PageBytes, Retention
 from quire.cache.segment import POSITIONS_BYTES, ChunkTable, Path, Segment
 from quire.cache.tree import PrefixTree
@@ -251,6 +251,7 @@ class Retainer:
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
         path.retained = retained
+        drop_empty(table, path)  # what is evicted of such pages is free at once
         self._loosen(path)
 
     def wanted(self, path: Path) -> NDArray[np.int64]:
@@ -266,7 +267,7 @@ class Retainer:
         retained = path.retained
         if retained is None:
             return
-        num_pages = self._num_pages(path)
+        num_pages = np.full(retained.policies.shape, path.num_sealed)  # that it had until it was decided on
         self.table.detach(to_own(self.table, path))
         self._pack(path, self._sums.load(self.table, path.sums[: retained.num_rows]))
         if num_pages.sum():

@@ -152,7 +152,9 @@ def resolve(
             f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
         )
     memory = arena.num_bytes
-    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], max_running + PAGE_TOKENS)
+    # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.
+    least = max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
+    budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], least)
     check_budget(budget, max_running)
     _check_retention(config, shape, backend, budget, fits.max_context)
     cores = usable_cores()
