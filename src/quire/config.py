@@ -103,8 +103,8 @@ class RetainConfig(Group):
     that does, and keeps everything if none does, as with a threshold above 1. off: all heads keep everything."""
     budget: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
     """In place of a threshold, the share of a sequence's bytes that is kept, while it grows too: of all heads' tokens
-    those that the prompt's last rows, and every row since, look back at most. The settings below but `profile_rows` are
-    of a threshold."""
+    those that the prompt's last rows, and every row since, look back at most. Above 0, at most 1. Of the settings below
+    only `profile_rows` applies to it."""
     frequent: Annotated[float, AtLeast(0)] = 0.3
     """Share of a sequence's current length that the member `frequent` keeps beside the members before it."""
     local: Annotated[float, AtLeast(0)] = 0.3
