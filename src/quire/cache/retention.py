@@ -123,11 +123,13 @@ class Retention:
         object.__setattr__(self, "_punctuation", np.array(sorted(self.punctuation), np.int64))
 
     def num_profiled(self, num_prompt: int) -> int:
-        """Last rows of a prompt that are profiled for `local`: they are computed even if they are cached."""
+        """Last rows of a prompt that are profiled together: they are computed even if they are cached."""
         return min(self.profile_rows, -(-num_prompt // PROFILED_SHARE))
 
     def num_reusable(self, num_prompt: int) -> int:
-        """Chunks at the beginning of a prompt that need not be computed if they, and their sums, are cached."""
+        """Chunks at the beginning of a prompt that need not be computed if they, and with a threshold their sums, are
+        cached.
+        """
         return (num_prompt - self.num_profiled(num_prompt)) // PAGE_TOKENS
 
     def marks(self, tokens: Sequence[int]) -> Mapping[str, Mask]:
