@@ -377,3 +377,43 @@ def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
         manager.release(holder)
     manager.check()
     assert manager.stats()["bytes_used"] == 0
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_sums_that_are_found_are_copied_or_where_there_is_no_room_taken(
+    is_tight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(40)
+    tree = manager.tree
+    assert tree is not None
+    prompt = [1, *range(10, 309)]
+    policies = [[0] * H for _ in range(L)]
+    first, again = Holder(prompt), Holder(list(prompt))
+    assert start(manager, first, policies)
+    manager.release(first)
+    held = tree.num_sums
+    assert held > 0
+    if is_tight:
+        monkeypatch.setattr(manager, "_make_room", lambda need, pages=None: False)
+    assert manager.admit(again) is not None
+    assert again.path.num_shared > 0 and len(again.path.sums) == again.path.num_shared
+    assert tree.num_sums == (held - again.path.num_shared if is_tight else held)
+    manager.check()
+    monkeypatch.undo()
+    compute(manager, again)
+    retain(manager, again, policies)  # whose sums are those of the whole prompt
+
+
+def test_sums_of_the_tree_go_when_nothing_idle_is_left() -> None:
+    manager = make_manager(40)
+    tree = manager.tree
+    assert tree is not None
+    holder = Holder([1, *range(10, 309)])
+    assert manager.admit(holder) is not None
+    compute(manager, holder)
+    held = tree.num_sums
+    assert held > 0 and tree.num_idle == 0
+    manager.table.give(tree.drop_sums())
+    manager.check()
+    assert tree.num_sums == 0 and held > 0
+    retain(manager, holder, [[0] * H for _ in range(L)])
