@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.manager import CacheManager, Need
+from quire.cache.manager import CacheManager
 from quire.cache.page import PAGE_TOKENS, PagePool
 from quire.cache.policies import Chain
 from quire.cache.retention import Decided, Retention
+from quire.cache.room import Need
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
@@ -368,7 +369,7 @@ def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
             if what == "end":
                 live.remove(holder)
                 manager.release(holder)
-            elif manager._fits(Need(4, sums=4)):
+            elif manager.room.fits(Need(4, sums=4)):
                 decode(manager, holder, prompt(data.draw(st.integers(1, 130)), 9))
         manager.check()
         for holder in live:

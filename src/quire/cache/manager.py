@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.prefixes import explain
-from quire.cache.retainer import Retainer
+from quire.cache.retainer import Looks, Retainer
 from quire.cache.retention import Decided, Retention
+from quire.cache.room import Ahead, Need, Room
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
@@ -66,44 +66,12 @@ class Holder(Protocol):
         ...
 
 
-def chunks_of(num_tokens: int) -> int:
-    """Chunks that hold so many tokens, the last perhaps open."""
-    return -(-num_tokens // PAGE_TOKENS)
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
     """What an admitted sequence starts with: tokens found in the cache, and sealed chunks reserved for it."""
 
     cached_tokens: int
     reserved_chunks: int
-
-
-class Need(NamedTuple):
-    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums; and
-    rows of the table for paths that will hold pages beside the tree.
-    """
-
-    sealed: int
-    open: int = 0
-    sidecars: int = 0
-    sums: int = 0
-    rows: int = 0
-
-    def plus(self, other: Need) -> Need:
-        """Both together."""
-        return Need(*map(sum, zip(self, other, strict=True)))
-
-
-class _Ahead(NamedTuple):
-    """Chunks of a sequence that retention will make smaller: those of its own it will hold until then, all it will have
-    then, those of them in the tree that only it reads, and those of its own it holds now.
-    """
-
-    to_hold: int
-    to_have: int
-    alone: int
-    held: int = 0
 
 
 class CacheManager:
@@ -114,6 +82,7 @@ class CacheManager:
     tree      what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
     lifetime  seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
     retainer  makes what sequences hold smaller; None without retention
+    room      what fits beside what was promised
     capacity  sealed chunks that one sequence may have if it is alone
     """
 
@@ -128,7 +97,8 @@ class CacheManager:
         self.tree = tree
         self.lifetime = lifetime
         self.retainer = None if retention is None else Retainer(retention, table, tree)
-        self.capacity = self._capacity()
+        self.room = Room(table, tree, self.retainer)
+        self.capacity = self.room.capacity()
         self._live: dict[Holder, int] = {}  # holder -> tokens it was promised room for
         self._bytes_peak = 0
         self._refused: object = None  # who was last refused, and what it depended on
@@ -177,7 +147,7 @@ class CacheManager:
                     starts += not segment.users and segment.start == 0
                     alone += count * (not segment.locks.any())
         num_tokens = len(holder.token_ids) if self.retainer is None else holder.num_prompt
-        need = self._need(0, False, num_tokens)
+        need = self.room.need(0, False, num_tokens)
         has_sidecar = self.table.sinks is not None and not found
         sums = 0 if self.retainer is None else self.retainer.num_sums(num_tokens)
         rows = 0 if self.retainer is None else found
@@ -186,9 +156,9 @@ class CacheManager:
         if self.retainer is None:
             total = need.plus(self._promised())
         else:
-            coming = _Ahead(need.sealed, need.sealed + found, alone)
+            coming = Ahead(need.sealed, need.sealed + found, alone)
             total = need._replace(sealed=0).plus(self._promised(coming=coming))
-        return need if self._fits(total.plus(growth), taken, starts) else None
+        return need if self.room.fits(total.plus(growth), taken, starts) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
@@ -268,12 +238,12 @@ class CacheManager:
         """
         path, table = holder.path, self.table
         has_open = path.num_chunks + path.num_gone > path.num_stored
-        need = self._need(path.num_stored, has_open, num_tokens)
+        need = self.room.need(path.num_stored, has_open, num_tokens)
         if self.retainer is not None:
             need = need._replace(sums=self.retainer.lacks(path, num_tokens) + self.retainer.places(path, need.sealed))
         if not any(need):
             return True
-        if not self._fits(need.plus(self._promised(apart_from=holder))):
+        if not self.room.fits(need.plus(self._promised(apart_from=holder))):
             return False
         self._evict_for(need)
         if need.sealed:
@@ -345,7 +315,7 @@ class CacheManager:
         """
         return 0 if self.retainer is None else self.retainer.last_rows(holder, num_tokens)
 
-    def looks(self, holder: Holder, num_last: int) -> tuple[int, ...] | None:
+    def looks(self, holder: Holder, num_last: int) -> Looks | None:
         """See Retainer.looks; None without retention."""
         return None if self.retainer is None else self.retainer.looks(holder.path, num_last)
 
@@ -356,7 +326,7 @@ class CacheManager:
         before = self.table.bytes_of(path.chunks)
         self._evict_for(Need(0, rows=path.num_shared))
         places = Need(0, sums=path.num_sealed * self.table.encodes)
-        retainer.begin(holder, decided, lambda pages: self._fits(places.plus(self._promised()), pages=pages))
+        retainer.begin(holder, decided, lambda pages: self.room.fits(places.plus(self._promised()), pages=pages))
         self._evict_for(Need(0, sums=retainer.places(path, path.num_sealed)), lambda: retainer.wanted(path))
         retainer.finish(path)
         self._note_peak()
@@ -468,19 +438,10 @@ class CacheManager:
             return self.capacity
         num_chunks, num_starts = self.tree.num_protected
         # All that is there now is the tree's, and what is not protected would go.
-        return self._capacity(num_chunks - self.tree.num_chunks, num_starts - self.tree.num_unread_starts)
+        return self.room.capacity(num_chunks - self.tree.num_chunks, num_starts - self.tree.num_unread_starts)
 
-    def _capacity(self, num_chunks: int = 0, num_starts: int = 0) -> int:
-        """Sealed chunks that one sequence may have beside so many more than there are now, some of which begin
-        sequences.
-        """
-        most, has_open, has_sidecar = self.table.capacity, int(self.table.encodes), int(self.table.sinks is not None)
-
-        def too_many(count: int) -> bool:
-            sums = 0 if self.retainer is None else self.retainer.num_sums(count * PAGE_TOKENS)
-            return not self.table.fits(num_chunks + count, has_open, (num_starts + 1) * has_sidecar, sums)
-
-        return bisect.bisect_left(range(1, most + 1), True, key=too_many)
+    def _promised(self, apart_from: Holder | None = None, coming: Ahead | None = None) -> Need:
+        return self.room.promised(self._live.items(), apart_from, coming)
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
@@ -522,50 +483,15 @@ class CacheManager:
             self.table.give(np.array([path.filled], np.int32))
             path.filled = -1
 
-    def _need(self, num_stored: int, has_open: bool, num_tokens: int) -> Need:
-        """What a sequence with so many sealed chunks, and perhaps an open one, lacks for so many tokens."""
-        if not self.table.encodes:
-            return Need(max(0, chunks_of(num_tokens) - num_stored))
-        sealed = max(0, num_tokens // PAGE_TOKENS - num_stored)
-        in_open = num_tokens > (num_stored + sealed) * PAGE_TOKENS
-        has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
-        return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
-
     def _store_sums(self, holder: Holder) -> None:
         """Keeps the sums of a prompt's beginning for others, if it ends where they may want them and there is room."""
         path = holder.path
         assert self.retainer is not None
         need = Need(0, sums=self.retainer.to_store(path))
-        if need.sums and self._fits(need.plus(self._promised(apart_from=holder))):
+        if need.sums and self.room.fits(need.plus(self._promised(apart_from=holder))):
             self._evict_for(need)
             self.retainer.store(path)
         self.retainer.stop_coming(holder)
-
-    def _fits(
-        self,
-        need: Need,
-        apart_from: NDArray[np.int64] | int = 0,
-        starts: int = 0,
-        pages: NDArray[np.int64] | int = 0,
-    ) -> bool:
-        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many pages, int64
-        [L, H], of chunks some of which begin sequences.
-
-        pages  of sealed chunks that are wanted besides, int64 [L, H]
-        """
-        tree, sidecars, sums, rows = self.tree, need.sidecars, need.sums, need.rows
-        if tree is not None:
-            rows += int(np.max(apart_from)) - tree.num_idle
-            pages = pages - (tree.idle - apart_from)
-            sidecars -= (tree.num_idle_starts - starts) * self._has_sidecars
-            # Sums may go wherever they are: what was found with them can be computed.
-            sums -= tree.num_sums
-        more = None if isinstance(pages, int) else pages
-        return self.table.fits(need.sealed, need.open, sidecars, sums, more, rows)
-
-    @property
-    def _has_sidecars(self) -> bool:
-        return self.table.sinks is not None
 
     def _evict_for(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> None:
         """Drops as few idle chunks, and then sums of others, as leave room for what is needed, which fits.
@@ -575,19 +501,15 @@ class CacheManager:
         if not self._make_room(need, pages):
             if self.tree is not None:
                 self.table.give(self.tree.drop_sums())
-            assert self._fits_now(need, pages()), "what is needed was to fit once all that is idle is gone"
-
-    def _fits_now(self, need: Need, pages: NDArray[np.int64] | None = None) -> bool:
-        sealed, num_open, sidecars, sums, rows = need
-        return self.table.fits(sealed, num_open, sidecars, sums, pages, rows)
+            assert self.room.fits_now(need, pages()), "what is needed was to fit once all that is idle is gone"
 
     def _make_room(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> bool:
         """The same with idle chunks alone. False if they do not suffice: then none is left."""
-        while not self._fits_now(need, (more := pages())):
+        while not self.room.fits_now(need, (more := pages())):
             tree = self.tree
             if tree is None or not tree.num_idle:
                 return False
-            starts = tree.num_idle_starts * self._has_sidecars
+            starts = tree.num_idle_starts * self.room.has_sidecars
 
             def might_fit(
                 count: int,
@@ -604,47 +526,3 @@ class CacheManager:
             least = bisect.bisect_left(range(tree.num_idle), True, key=might_fit)
             self.table.give(tree.evict(max(1, least)))
         return True
-
-    def _promised(self, apart_from: Holder | None = None, coming: _Ahead | None = None) -> Need:
-        """Chunks that admitted sequences were promised and have not taken.
-
-        coming  one more that is to be admitted
-        """
-        total = Need(0)
-        ahead: list[_Ahead] = []
-        for holder, tokens in self._live.items():
-            if holder is apart_from:
-                continue
-            path = holder.path
-            num_chunks = path.num_chunks + path.num_gone
-            has_open = num_chunks > path.num_stored
-            lacks = self._need(path.num_stored, has_open, tokens)
-            wants_open = self.table.encodes and not has_open and path.filled < 0
-            # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
-            has_none = self.table.sinks is not None and not path.num_stored
-            sealed, sums, rows = lacks.sealed, 0, 0
-            if self.retainer is not None and not path.is_decided:
-                held = path.num_stored - path.num_shared
-                alone = sum(
-                    len(segment.chunks) for segment in path.segments if not segment.pins and segment.locks.max() <= 1
-                )
-                ahead.append(_Ahead(held + sealed, num_chunks + sealed, alone, held))
-                sums, rows = self.retainer.num_sums(tokens) - len(path.sums), path.num_stored
-                sealed = 0
-            total = total.plus(Need(sealed, int(wants_open), int(has_none), max(0, sums), rows))
-        if coming is not None:
-            ahead.append(coming)
-        return total.plus(Need(self._at_most(ahead)))
-
-    def _at_most(self, ahead: Sequence[_Ahead]) -> int:
-        """Chunks that sequences will hold at most, beyond those they hold, if one after the other is computed and then
-        made as small as most requests are. With an expected ratio of 1, all that they lack together.
-        """
-        ratio = 1.0 if self.retainer is None else self.retainer.ratio.expected
-        most = before = 0.0
-        for to_hold, to_have, alone, held in ahead:
-            # What was found is copied in part when it is packed; then it is idle, if nobody else reads it.
-            after = ratio * to_have - alone
-            most = max(most, before + max(to_hold, after) - held)
-            before += after - held
-        return math.ceil(most)

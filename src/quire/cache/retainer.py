@@ -9,8 +9,9 @@ Within a budget nothing of this is needed: what ranks tokens is what the last ro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,14 @@ from quire.cache.tree import PrefixTree
 SUMS_ROWS = 3
 """Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
 go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
+
+
+class Looks(NamedTuple):
+    """How a slice is profiled: see `Profiled`."""
+
+    last_rows: int
+    peaks: int = 0
+    near: int = sys.maxsize
 
 
 class Prompted(Protocol):
@@ -65,8 +74,8 @@ class Retainer:
         self.watch: Callable[[Decided, int, int], None] | None = None
         self.bytes_freed = 0
         self._sums: SumsCodec = table.sums
-        # Who is about to keep the sums of which beginning, in the order in which they said so.
-        self._coming: dict[tuple[Hashable, int, int], Prompted] = {}
+        # Who is about to keep sums, in the order in which they first said so: of a beginning at each of its stops.
+        self._coming: dict[Prompted, None] = {}
 
     # ---- while the prompt is computed ------------------------------------------------------------------------------
 
@@ -124,9 +133,10 @@ class Retainer:
         # Sums are kept where the last rows begin, and where what the tree has of this prompt ends: others may, too.
         known = sum(each for _, each in tree.walk(holder.namespace, tokens, limit))
         path.stops = tuple(sorted({stop for stop in (known, limit) if stop > path.num_shared}))
-        self._forget_coming(holder)
-        for stop in path.stops:
-            self._coming.setdefault(self._beginning(holder, stop), holder)
+        if path.stops:
+            self._coming.setdefault(holder)
+        else:
+            self.forget(holder)
         return max(0, count - first), sums
 
     def reusable(self, holder: Prompted, limit: int) -> int:
@@ -144,17 +154,16 @@ class Retainer:
         """Whether another sequence that came before is about to keep sums this one could begin with."""
         if self.tree is None or not self._coming:
             return False
-        path = holder.path
-        limit = self.retention.num_reusable(holder.num_prompt)
-        for (namespace, stop, _), other in self._coming.items():
+        tokens, limit = holder.token_ids, self.retention.num_reusable(holder.num_prompt)
+        for other in self._coming:
             if other is holder:
                 return False
-            if (
-                path.num_shared < stop <= limit
-                and namespace == holder.namespace
-                and self._coming.get(self._beginning(holder, stop)) is other
-            ):
-                return True
+            # Most prompts differ in their first chunk, if they do.
+            if other.namespace == holder.namespace and other.token_ids[:PAGE_TOKENS] == tokens[:PAGE_TOKENS]:
+                stops = [stop for stop in other.path.stops if holder.path.num_shared < stop <= limit]
+                ends = (end for stop in stops if (end := stop * PAGE_TOKENS) > other.path.num_tokens)
+                if any(other.token_ids[:end] == tokens[:end] for end in ends):
+                    return True
         return False
 
     def slice_end(self, holder: Prompted) -> int:
@@ -175,8 +184,8 @@ class Retainer:
         is_end = num_tokens == holder.num_prompt and not holder.path.is_decided
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
-    def looks(self, path: Path, num_last: int) -> tuple[int, ...] | None:
-        """How a slice is profiled, as `Profiled.last_rows`, `peaks` and `near`; None if it is not.
+    def looks(self, path: Path, num_last: int) -> Looks | None:
+        """How a slice is profiled; None if it is not.
 
         num_last  its rows at the end over which is decided then; 0: none
         """
@@ -185,12 +194,12 @@ class Retainer:
         if self.retention.budget is None:
             # After the decision, if a head goes on needing them.
             is_wanted = path.retained is None or self.retention.has_sums(path.retained.policies).any()
-            return (num_last,) if is_wanted else None
+            return Looks(num_last) if is_wanted else None
         if path.retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
-            return 0, 1, 1 + (path.retained.origins[-1:] == path.num_sealed - 1).sum().item()
+            return Looks(0, 1, 1 + int((path.retained.origins[-1:] == path.num_sealed - 1).sum()))
         # How much is recovered is shown, and decides nothing.
-        return (num_last if self.watch is not None else 0, num_last) if num_last else None
+        return Looks(num_last if self.watch is not None else 0, num_last) if num_last else None
 
     def to_store(self, path: Path) -> int:
         """Rows of sums that are to be kept for others now: of all of a path that ends at one of its stops."""
@@ -204,11 +213,11 @@ class Retainer:
     def stop_coming(self, holder: Prompted) -> None:
         """Whatever was to be kept of a sequence is, or will not be."""
         if holder.path.num_tokens >= max(holder.path.stops, default=0) * PAGE_TOKENS:
-            self._forget_coming(holder)
+            self.forget(holder)
 
     def forget(self, holder: Prompted) -> None:
-        """The sequence ends or is preempted."""
-        self._forget_coming(holder)
+        """A sequence is not about to keep sums any more: they are there, or it ends, or is preempted."""
+        self._coming.pop(holder, None)
 
     # ---- once it is computed ---------------------------------------------------------------------------------------
 
@@ -224,7 +233,7 @@ class Retainer:
         """
         path, table = holder.path, self.table
         path.is_decided = True
-        self._forget_coming(holder)
+        self.forget(holder)
         if (decided.policies == self.retention.chain.full).all():
             # Nothing changes, now or later.
             self.ratio.learn(1.0)
@@ -355,13 +364,6 @@ class Retainer:
     def _count_freed(self, before: NDArray[np.int64], path: Path) -> None:
         sizes = self.table.page_sizes(self.table.sealed_codec)
         self.bytes_freed += int(((before - self._num_pages(path)) * sizes).sum())
-
-    def _beginning(self, holder: Prompted, num_chunks: int) -> tuple[Hashable, int, int]:
-        return holder.namespace, num_chunks, hash(tuple(holder.token_ids[: num_chunks * PAGE_TOKENS]))
-
-    def _forget_coming(self, holder: Prompted) -> None:
-        for key in [key for key, other in self._coming.items() if other is holder]:
-            del self._coming[key]
 
     def _copy(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """New rows with the same sums."""

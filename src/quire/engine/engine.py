@@ -18,6 +18,7 @@ from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.cache.page import PAGE_TOKENS
 from quire.cache.prefixes import Prefix, prefixes
+from quire.cache.retainer import Looks
 from quire.cache.retention import Decided
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -54,11 +55,8 @@ LOGIT_ROWS = 256
 """Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
 
 
-def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...], looks: tuple[int, ...] | None = None) -> RowSlice:
-    """The rows of a sequence in a step, as attention sees them.
-
-    looks  `Retainer.looks`
-    """
+def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...], looks: Looks | None = None) -> RowSlice:
+    """The rows of a sequence in a step, as attention sees them."""
     path = piece.sequence.path
     profiled = None if looks is None else Profiled(path.sums, *looks)
     return RowSlice(piece.start, piece.count, path.chunks, shared, path.filled, profiled, path.num_gone)
