@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 class Columns:
     """What the profiled slices of a step look at, as int32 arrays.
 
-    rows         [r, 2]: query row, its place among those whose queries are kept or -1
+    scored       int64 [R, 3], of all rows of the step: where the scores stand that attention leaves of a row, or -1;
+                 position of the first slot of its first column, and how many columns it has
+    num_scores   that attention leaves, of one query head
+    rows         [r, 2]: query row, its place among those whose queries are kept or -1; of those that leave no scores
     profiles     [n, 8], a slice each: first row, rows, first of its columns, columns, position of the first slot of the
                  first one, place of the first row that is kept, rows that are kept, rows whose peaks are noted
     columns      [c, 6], a chunk of a path each: profile, chunk as rows behind it see it, as its own rows do, row of the
@@ -33,6 +36,8 @@ class Columns:
     index        of each slice, its profile
     """
 
+    scored: NDArray[np.int64]
+    num_scores: int
     rows: NDArray[np.int32]
     profiles: NDArray[np.int32]
     columns: NDArray[np.int32]
@@ -44,7 +49,9 @@ class Columns:
 def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes: bool, strict: bool) -> Columns:
     """The columns of a step's profiled slices. Arguments as of `plan.lay_out`, which names staged chunks alike."""
     sources = Sources(encodes)
-    rows: list[NDArray[np.int32]] = []
+    scored = np.full((sum(piece.num_rows for piece in slices), 3), -1, np.int64)
+    num_scores = 0
+    rows: list[NDArray[np.int32]] = [np.empty((0, 2), np.int32)]
     profiles: list[tuple[int, ...]] = []
     columns: list[NDArray[np.int32]] = []
     kept_chunks: list[int] = []
@@ -78,9 +85,13 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
                 num_kept + profiled.last_rows - piece.num_rows
             )
             places[: piece.num_rows - profiled.last_rows] = -1
-            rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), places), 1))
             index[number] = len(profiles)
             start = (low + piece.num_gone) * PAGE_TOKENS
+            if piece.num_rows == 1 and not profiled.last_rows:
+                scored[first_row] = num_scores, start, high - low
+                num_scores += (high - low) * PAGE_TOKENS
+            else:
+                rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), places), 1))
             of_rows = first_row, piece.num_rows, num_columns, high - low, start
             profiles.append((*of_rows, num_kept, profiled.last_rows, profiled.peaks))
             columns.append(found)
@@ -88,6 +99,8 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             num_kept += profiled.last_rows
         first_row += piece.num_rows
     return Columns(
+        scored,
+        num_scores,
         np.concatenate(rows),
         np.array(profiles, np.int32),
         np.concatenate(columns),

@@ -30,7 +30,8 @@ _FIELDS: list[tuple[str, type]] = [
         (name, ctypes.c_void_p)
         for name in ("reads", "heads", "turns", "angles", "sidecars", "slot_positions", "bases", "seals", "lse")
     ),
-    *((name, ctypes.c_void_p) for name in ("profiled_rows", "profiles", "columns", "kept_chunks")),
+    *((name, ctypes.c_void_p) for name in ("scored_rows", "scores", "profiled_rows", "profiles", "columns")),
+    ("kept_chunks", ctypes.c_void_p),
     *((name, ctypes.c_void_p) for name in ("queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged")),
     *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
     *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows", "num_seals")),
@@ -188,17 +189,19 @@ class CpuPlan:
         found = self._columns = profiled_columns(
             self.slices, window=spec.window, encodes=spec.table.encodes, strict=spec.strict
         )
+        heads = spec.num_kv_heads * spec.group_size
+        plan.scored_rows = found.scored.ctypes.data
         plan.profiled_rows, plan.num_profiled_rows = found.rows.ctypes.data, len(found.rows)
         plan.profiles, plan.columns = found.profiles.ctypes.data, found.columns.ctypes.data
         plan.num_columns, plan.num_kept_rows = len(found.columns), found.num_kept
         plan.kept_chunks, plan.num_kept_pages = found.kept_chunks.ctypes.data, len(found.kept_chunks)
-        heads = spec.num_kv_heads * spec.group_size
         steps = self._backend.kernels.quire_query_steps(ctypes.addressof(plan))
         kept = spec.num_layers * found.num_kept * heads
         key_bytes = PAGE_TOKENS * spec.head_dim * spec.dtype.itemsize
         self._take_room(
             plan,
             lse=plan.num_rows * heads * 4,
+            scores=found.num_scores * heads * 4,
             queries=plan.num_rows * heads * steps * 4,
             limits=plan.num_rows * heads * 4,
             kept_queries=kept * steps * 4,

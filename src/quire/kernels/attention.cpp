@@ -169,6 +169,17 @@ inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, 
     for (int m = 0; m < count && page.mask != ALL_SLOTS; m++) hide_masked(page.mask, scores + m * ld);
 }
 
+// Leaves the scores of rows at, ..., at + count - 1 of the item to chunk c of its piece, which are `ld` apart, for those that want them.
+inline void leave_scores(const Plan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
+    if (!plan.scored_rows) return;
+    for (int m = 0; m < count; m++) {
+        const ScoredRow& row = plan.scored_rows[piece.first_row + (at + m) / plan.G];
+        if (row.first < 0) continue;
+        const int64_t column = (piece.start - row.start) / P + c;
+        std::memcpy(scores_of(plan, row, head, (at + m) % plan.G, column), scores + m * ld, P * sizeof(float));
+    }
+}
+
 // Brings near where the slots of a page stand, if they have positions of their own ...
 inline void prefetch_positions(const Page& page) {
     for (int t = 0; page.positions && t < P; t += LINE / 4) __builtin_prefetch(page.positions + t, 0, 3);
@@ -207,6 +218,7 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     else score(item.own, std::integral_constant<Turn, BY_POSITION>{});
     prefetch_angles(plan, after);
     hide_unseen(plan, piece, page, 0, COUNT, item.scores, P);
+    leave_scores(plan, piece, head, c, 0, COUNT, item.scores, P);
     load_ranges(page, item.scale, item.offset);
     soften<MathBf16, P, true, true, COUNT>(item.scores, item.probabilities, item.top, item.total, item.factor, item.scale, item.offset, item.shift);
     nuq_sums<COUNT>(plan, page, item.probabilities, item.acc, item.columns, item.factor, ahead);
@@ -249,7 +261,10 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
         const int count = item.rows - at < BLOCK ? item.rows - at : BLOCK;
         product<Math>(item.query + at * item.steps, item.steps, item.keys, SLOTS, item.scores, SLOTS, item.steps, count, SLOTS, nullptr,
                       keys_ahead[0]);
-        for (int i = 0; i < PAGES; i++) hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
+        for (int i = 0; i < PAGES; i++) {
+            hide_unseen(plan, piece, pages[i], at, count, item.scores + i * P, SLOTS);
+            leave_scores(plan, piece, head, c + i, at, count, item.scores + i * P, SLOTS);
+        }
         for (int m = 0; m < count; m += ROWS) {
             float* shift = plan.turns ? item.shift + at + m : nullptr;
             const auto soften_rows = scaled ? soften<Math, SLOTS, true> : soften<Math, SLOTS, false>;

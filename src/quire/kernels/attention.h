@@ -28,6 +28,12 @@ struct ProfiledRow {
     int32_t row, kept;
 };
 
+// A row whose scores attention leaves, so that they need not be made again: where those of one query head, [num_columns, 64], would begin if rows had
+// no others, or -1 if it leaves none; position of the first slot of the first column.
+struct ScoredRow {
+    int64_t first, start, num_columns;
+};
+
 // A slice of a prompt: consecutive rows, the last num_kept of them kept from place first_kept on.
 struct Profile {
     int32_t first_row, num_rows;
@@ -73,7 +79,9 @@ struct Plan {
     const int32_t* bases;         // [C] position of a chunk's first slot, or -1: follows from its place in the piece
     const Seal* seals;
     float* lse;                   // [R, H * G] of the layer at hand, natural log; or null: nothing is profiled
-    const ProfiledRow* profiled_rows;
+    const ScoredRow* scored_rows; // [R]; null: nothing is profiled
+    float* scores;                // [H * G, num_columns, 64] of each of them, of the layer at hand, base 2; of pages that a head does not have, anything
+    const ProfiledRow* profiled_rows;   // those that leave no scores
     const Profile* profiles;
     const Column* columns;
     const int32_t* kept_chunks;   // [kept pages] whose computed keys are kept
@@ -93,6 +101,12 @@ struct Plan {
     int32_t dense_page;           // bytes of a dense page
     int32_t decode;               // every sequence has one row: its pieces read no other row's keys, so they write their own; nothing is encoded
 };
+
+// The scores of a row, of one of G query heads, to a column.
+inline float* scores_of(const Plan& plan, const ScoredRow& row, int head, int g, int64_t column) {
+    const int64_t heads = static_cast<int64_t>(plan.H) * plan.G;
+    return plan.scores + row.first * heads + ((head * plan.G + g) * row.num_columns + column) * PAGE;
+}
 
 // Adds the attention of a layer's profiled rows to the column sums, after it is done; keeps what quire_recover looks at. q as of quire_attend.
 void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride);

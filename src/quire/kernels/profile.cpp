@@ -7,9 +7,9 @@
 //
 // Defined by attention/profile.py; tests/kernels/test_profile_kernel.py holds the two together.
 //
-// Attention leaves the lse of every row, so a probability follows from its score alone, which is made again. A work item is a chunk of a path and
-// a kv head: one panel of keys, before which all query rows pass that see it, rotated once for all chunks. Its page of sums is its own, and rows are
-// added in order, so that sums do not depend on how many threads there are.
+// Attention leaves the lse of every row, so a probability follows from its score alone: that of a row by itself it leaves too, others are made
+// again. A work item is a chunk of a path and a kv head: one panel of keys, before which all query rows pass that see it, rotated once for all chunks.
+// Its page of sums is its own, and rows are added in order, so that sums do not depend on how many threads there are.
 #include "queries.h"
 
 namespace quire {
@@ -159,6 +159,26 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
     each_row<Math>(plan, rows, low, high, start, item, note, column.far);
 }
 
+// Adds, or notes, what a row by itself looks at of a column, from the scores that attention left.
+template <bool ROUGH>
+void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, int head, int index, const Column& column, float* page) {
+    const int position = plan.positions[profile.first_row], start = profile.start + index * P;
+    const int seen = rows_before(start, P, position - (profile.num_peaks ? column.far : 0) + 1);   // slots that are far enough
+    alignas(64) float found[P] = {};
+    for (int g = 0; g < plan.G; g++) {
+        const float lse = plan.lse[(static_cast<int64_t>(profile.first_row) * plan.H + head) * plan.G + g];
+        if (!(lse > -INFINITY)) continue;   // a row that sees nothing has no probabilities
+        const float limit = lse * LOG2E;
+        const float* scores = scores_of(plan, row, head, g, index);
+        for (int t = 0; t < P; t += VL) {
+            const vf p = exp2<ROUGH>(load(scores + t) - limit);
+            store(found + t, profile.num_peaks ? max(p, load(found + t)) : load(found + t) + p);
+        }
+    }
+    const float share = 1.0f / static_cast<float>(plan.G);
+    for (int t = 0; t < seen; t++) page[t] = profile.num_peaks ? (found[t] > page[t] ? found[t] : page[t]) : page[t] + found[t] * share;
+}
+
 template <class Math, class T>
 void sum_column(const Plan& plan, int layer, int index, int head) {
     const Column& column = plan.columns[index];
@@ -168,6 +188,10 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
     const Rows rows{plan.queries + first * steps, plan.limits + first, plan.positions[profile.first_row]};
     // A head that retention needs no sums of, or that keeps nothing of the chunk.
     if (!mask_of(plan, layer, head, column.sums) || !mask_of(plan, layer, head, column.stored)) return;
+    if (const ScoredRow& row = plan.scored_rows[profile.first_row]; row.first >= 0) {
+        float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
+        return add_scores<Math::PAIR == 2>(plan, profile, row, head, index - profile.first_column, column, page);
+    }
     if (profile.num_peaks) return note_peaks<Math, T>(plan, profile, rows, layer, head, column, start);
     const int written = rows.position + profile.num_rows;
     const Lookers who = lookers(plan, rows.position, profile.num_rows, start);
