@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The checks and measurements that need a GPU, run from the working tree; nothing is installed.
 #
-#     scripts/gpu.sh tests|attention|encoded|decode|retention [ARGUMENT...]
+#     scripts/gpu.sh tests|attention|encoded|decode|retention|retention-encoded [ARGUMENT...]
 #
 # tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 8 minutes
 # attention  benchmarks/gpu_attention.py: attention on pages against torch's (--sweep tries launches)    about 2 minutes
 # encoded    benchmarks/gpu_encoded.py: the same on pages of every codec, and what encoding them costs  about 5 minutes
 # decode     benchmarks/gpu_decode.py: the Llama-3-8B shape against copy speed and transformers          about 4 minutes
 # retention  masks, sums and recovery against the reference, then benchmarks/gpu_retention.py           about 4 minutes
+# retention-encoded  the same comparisons where sealed chunks are encoded                               about 5 minutes
 #
 # Needs torch with CUDA, triton, numpy, pytest; `decode` also transformers. Says so and succeeds where there is no GPU.
 set -euo pipefail
@@ -34,8 +35,12 @@ case "$stage" in
     decode) exec timeout 540 "$PYTHON" benchmarks/gpu_decode.py "$@" ;;
     retention)
         timeout 330 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
-            -o "markers=gpu: needs a CUDA device" tests/gpu/test_retention.py
+            -o "markers=gpu: needs a CUDA device" -k "not encoded" tests/gpu/test_retention.py
         exec timeout 200 "$PYTHON" benchmarks/gpu_retention.py "$@"
         ;;
-    *) sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    retention-encoded)
+        exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
+            -o "markers=gpu: needs a CUDA device" -k encoded tests/gpu/test_retention.py "$@"
+        ;;
+    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -16,6 +16,7 @@ from quire.attention.triton import TritonAttention
 
 from ..kernels.harness import Shape
 from ..kernels.masking import check_hidden
+from ..kernels.placing import ROW_TOLERANCE, check_batch, check_sharers
 from ..kernels.profiling import HISTORY, check_history
 from ..tiny_models import save_tiny
 
@@ -44,13 +45,34 @@ def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> Non
     check_history(TritonAttention, shape, None, seed=seed % 100, device="cuda")
 
 
+@pytest.mark.parametrize("codec", ["mixed", "g4"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=["D128", "D64"])
+def test_prompts_with_encoded_chunks_are_profiled_like_the_reference(shape: Shape, codec: str, seed: int) -> None:
+    for strict in (True, False):
+        check_history(TritonAttention, shape, codec, sinks=5, strict=strict, seed=seed % 100, device="cuda")
+
+
+@pytest.mark.parametrize("codec", ["mixed", "g4"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=["D128", "D64"])
+def test_encoded_pages_with_positions_of_their_own_attend_and_are_profiled_like_the_reference(
+    shape: Shape, codec: str, seed: int
+) -> None:
+    for hides in (False, True):
+        check_batch(
+            TritonAttention, shape, codec, [200, 128, 255, 447], sinks=5, seed=seed % 1000, hides=hides,
+            tolerance=ROW_TOLERANCE, device="cuda",
+        )  # fmt: skip
+    check_sharers(TritonAttention, shape, codec, 20, sinks=5, seed=seed % 1000, device="cuda")
+
+
 @pytest.mark.parametrize("window", [5, 100])
 def test_columns_outside_a_window_get_nothing(window: int) -> None:
     shape = Shape(dtype=torch.bfloat16, layers=1, window=window)
     check_history(TritonAttention, shape, None, HISTORY[:3], device="cuda")
 
 
-def test_an_engine_keeps_and_answers_like_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["dense", pytest.param("g4", id="encoded")])
+def test_an_engine_keeps_and_answers_like_the_reference(codec: str, tmp_path: Path) -> None:
     """Over several seals. Rounding may choose another token once; whatever follows it is another answer."""
     pytest.importorskip("transformers", reason="the model is made with transformers, which is not installed")
     folder = save_tiny(tmp_path)
@@ -59,7 +81,12 @@ def test_an_engine_keeps_and_answers_like_the_reference(tmp_path: Path) -> None:
     prompts = [common + random.choice([*range(97, 123), *b" ,.:?"], length).tolist() for length in (40, 60, 100, 130)]
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     options = {"model.dtype": "float32", "cache.memory": "64MiB", "retain.threshold": 0.7, "retain.frequent": 0.2}
-    options |= {"scheduler.max_running": 4, "retain.profile_rows": 64, "attention.backend": "reference"}
+    options |= {
+        "cache.codec": codec,
+        "scheduler.max_running": 4,
+        "retain.profile_rows": 64,
+        "attention.backend": "reference",
+    }
     outputs: list[list[RequestOutput]] = []
     for changes in ({"runtime.device": "cpu"}, {"runtime.device": "cuda", "attention.backend": "triton"}):
         with LLM(str(folder), options | changes) as llm:

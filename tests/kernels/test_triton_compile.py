@@ -32,7 +32,7 @@ from quire.attention.kernels.launch import (
     profile_launch,
     single_profile_launch,
 )
-from quire.attention.kernels.profile import place_queries, recover, sum_columns, sum_single_columns
+from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
 from quire.attention.kernels.write import write
 from quire.attention.triton import PIECES_PER_PROCESSOR
 from quire.attention.triton_plan import ENCODE_WARPS, WRITE_ROWS
@@ -165,17 +165,30 @@ def test_attention_compiles_for_other_shapes(
     assert compiled.stack_bytes == 0 or dtype == torch.float32 or dim < 64, describe(compiled)
 
 
-def profile_arguments(kernel: Any, dtype: torch.dtype, group: int, dim: int, rows: int) -> dict[str, Any]:
-    """What a kernel of profiles takes, for a model with 32 layers and 8 kv heads."""
+def profile_arguments(
+    kernel: Any, dtype: torch.dtype, group: int, dim: int, rows: int, codec: int = 0
+) -> dict[str, Any]:
+    """What a kernel of profiles takes, for a model with 32 layers and 8 kv heads. codec: of sealed chunks, or 0."""
     pointer = POINTERS[str(dtype).removeprefix("torch.")]
     arguments: dict[str, Any] = dict.fromkeys(("q", "queries", "kept_queries", "arena"), pointer)
     arguments |= dict.fromkeys(("lse", "kept_lse", "cos", "sin", "sums", "out"), "*fp32")
     arguments |= dict.fromkeys(("kept_places", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
     arguments |= dict.fromkeys(("masks", "kept", "local"), "*i64") | {"q_stride": "i32:16"}
+    codes = dict.fromkeys(("slot_positions", "bases", "heads", "pairs"), "*i32") | {"key_books": "*fp32"}
+    arguments |= codes | PAGE_POINTERS
+    if codec != NUQ:
+        arguments |= dict.fromkeys(("heads", "pairs", "key_books"))
+    if not codec:
+        arguments |= dict.fromkeys([*codes, *PAGE_POINTERS])
+        if kernel is not place_queries:
+            arguments |= dict.fromkeys(("cos", "sin"))
+    arguments |= dict.fromkeys(("staged", "first_source", "first_target", "first_page"), "i64") | {"num_pages": "i32"}
+    arguments |= {"PAGE": 2 * PAGE_TOKENS * dim * dtype.itemsize // UNIT, "SINKS": int(codec == NUQ), "KIND": codec}
+    arguments |= {"HP": max(16, triton.next_power_of_2(dim // 2)), "KEY_PARTS": 7, "MOST_KEY_SLOTS": 1}
     numbers = ("layer", "num_rows", "num_kept", "first_kept", "count", "first_position", "first_start", "num_words")
     arguments |= dict.fromkeys(numbers, "i32") | {"L": 32, "H": 8, "G": group, "D": dim, "P": PAGE_TOKENS}
     arguments |= {"DP": triton.next_power_of_2(dim), "ROWS": rows, "UNIT": UNIT // dtype.itemsize, "WINDOW": 0}
-    arguments |= {"SCALE": math.log2(math.e) / math.sqrt(dim), "ROTATE": True}
+    arguments |= {"SCALE": math.log2(math.e) / math.sqrt(dim), "ROTATE": codec > 0 or kernel is place_queries}
     return {name: arguments[name] for name in kernel.arg_names}
 
 
@@ -207,14 +220,41 @@ def test_profiles_spill_nothing_and_copy_keys_and_queries_16_bytes_at_a_time(
         assert compiled.count(products) > 0, "products run outside the tensor cores"
 
 
+@pytest.mark.parametrize(
+    "codec, dtype, group, dim",
+    [(NUQ, torch.bfloat16, 4, 128), (GROUP, torch.bfloat16, 3, 64), (NUQ, torch.float32, 3, 80)],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", [sum_columns, sum_single_columns, recover, keep_keys], ids=lambda k: k.__name__)
+def test_profiles_of_encoded_pages_fit_a_multiprocessor(
+    kernel: Any, codec: int, dtype: torch.dtype, group: int, dim: int
+) -> None:
+    launch = single_profile_launch(dtype, group) if kernel is sum_single_columns else profile_launch(dtype, group, dim)
+    arguments = profile_arguments(kernel, dtype, group, dim, launch.rows, codec)
+    compiled = compile_for(HOPPER, kernel, arguments, warps=launch.warps, stages=launch.stages)
+    print(f"\n{kernel.__name__} codec {codec} {dtype} G{group} D{dim}: {describe(compiled)}, {launch}")
+    assert compiled.registers * launch.warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES
+    assert compiled.stack_bytes == 0 or dtype == torch.float32, describe(compiled)
+
+
 PAGE_POINTERS = {"words": "*i32", "halves": "*fp16", "octets": "*u8", "sidecars": "*i32"}
 
 
 @functools.cache
 def encoded_attention(
-    kind: str, codec: int, parts: int, slots: int, dtype: torch.dtype, group: int, dim: int, rotate: bool = True
+    kind: str,
+    codec: int,
+    parts: int,
+    slots: int,
+    dtype: torch.dtype,
+    group: int,
+    dim: int,
+    rotate: bool = True,
+    masked: bool = False,
 ) -> tuple[Compiled, int]:
-    """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two."""
+    """The kernel for encoded pages and its warps. parts: of the widths of keys and values, the powers of two. masked:
+    as of `attention`, with positions of slots.
+    """
     short, tall = encoded_launches(dtype, group, dim)
     launch = tall if kind == "tall" else short
     if kind.startswith("common-"):
@@ -222,6 +262,9 @@ def encoded_attention(
     table = codec == NUQ
     arguments = attention_arguments(kind, dtype, group, dim, 0, rotate) | PAGE_POINTERS
     arguments |= {"turns": "*fp32" if rotate else None, "staged": "i64"}
+    arguments |= dict.fromkeys(("slot_positions", "bases"), "*i32" if masked else None)
+    if masked:
+        arguments |= {"masks": "*i64", "lse": "*fp32"}
     arguments |= dict.fromkeys(("heads", "pairs"), "*i32" if table else None)
     arguments |= dict.fromkeys(("key_books", "value_books"), "*fp32" if table else None)
     arguments |= {
@@ -236,7 +279,8 @@ def encoded_attention(
     compiled = compile_for(HOPPER, attend_encoded, arguments, warps=launch.warps, stages=launch.stages)
     numbers = 2 * PAGE_TOKENS * dim / (launch.warps * 32)
     print(
-        f"\nencoded {kind} codec {codec} parts {parts} slots {slots} {dtype} G{group} D{dim}: {describe(compiled)},"
+        f"\nencoded {kind} codec {codec} parts {parts} slots {slots} {dtype} G{group} D{dim}{' masked' * masked}:"
+        f" {describe(compiled)},"
         f" {launch.warps} warps, {largest_loop(compiled) / numbers:.1f} instructions a number"
     )
     return compiled, launch.warps
@@ -264,6 +308,16 @@ def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, 
         shuffles = compiled.count(r"\bSHFL\.IDX")
         assert numbers <= shuffles <= numbers + 8, "a lookup does not stay inside its warp"
     assert compiled.count(r"\bHMMA\.") > 0
+
+
+@pytest.mark.parametrize("codec, parts", [(NUQ, 7), (GROUP, 0)])
+@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall"])
+def test_encoded_pages_seen_in_part_are_read_in_registers(kind: str, codec: int, parts: int) -> None:
+    compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128, masked=True)
+    assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
+    # Angles of every slot, and what tells them, are more than there are registers for.
+    most = {("tall", NUQ): 800, ("tall", GROUP): 160}.get((kind, codec), 200 if codec == NUQ else 0)
+    assert compiled.stack_bytes <= most, describe(compiled)
 
 
 @pytest.mark.parametrize(

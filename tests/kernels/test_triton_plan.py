@@ -369,10 +369,6 @@ def test_what_cannot_be_profiled_is_said() -> None:
             backend.plan([kept]).recovered(0, *nothing)
     with pytest.raises(AssertionError, match="the chunk table has no column sums"):
         TritonAttention(make_spec(Shape(layers=1), 4)).plan([piece])
-    encoded = TritonAttention(profiled_spec(Shape(layers=1), "g4"))
-    for other in (piece, replace(piece, start=64, num_rows=1, profiled=None, num_gone=1)):
-        with pytest.raises(NotImplementedError, match="dense pages alone; use cache.codec dense"):
-            encoded.plan([other])
 
 
 @settings(max_examples=100, deadline=None)
@@ -426,6 +422,25 @@ def test_masks_are_mirrored_where_they_change() -> None:
     assert not backend.mirror.is_whole[chunks].all()
 
 
+def test_positions_of_packed_slots_are_mirrored_too() -> None:
+    spec = profiled_spec(Shape(dim=16), "g4")
+    backend, table = TritonAttention(spec), spec.table
+    chunks, mirror = table.take(3, table.sealed_codec), backend.mirror
+    assert mirror.positions is not None and mirror.bases is not None
+    mirror.refresh(chunks)
+    assert mirror.is_whole[chunks].all() and (mirror.bases[chunks] == -1).all()
+    row = RowSlice(192, 1, np.append(chunks, table.take(1, table.open_codec)))
+    # A path whose second chunk is gone has its third in another's row, and all of its tokens.
+    table.bases[chunks[1]] = 128
+    table.place((chunks[:1], np.array([1]), np.array([0])), np.arange(64, dtype=np.int32)[None])
+    table.takes[chunks] += 1
+    prompt = RowSlice(256, 70, table.take(6, table.sealed_codec))
+    assert backend.plan([row, replace(prompt, chunks=np.append(chunks[2:], prompt.chunks))])._masks is not None
+    for there, here in ((mirror.positions, table.positions), (mirror.bases, table.bases)):
+        assert (there[chunks].numpy() == here[chunks]).all()
+    assert mirror.is_whole[chunks].tolist() == [False, False, True]
+
+
 def test_steps_are_masked_only_where_they_may_have_to_be() -> None:
     spec = make_spec(Shape(dim=16), 8, sums=True)
     backend, table = TritonAttention(spec), spec.table
@@ -454,8 +469,8 @@ def test_a_graph_of_a_profiled_step_holds_any_columns() -> None:
             addresses = plan.profile.lse, plan.profile._singles, plan.profile._num_columns
             places.add(tuple(each.data_ptr() for each in addresses))
             columns = plan.profile._singles[: COLUMN_INTS * num_chunks * count].view(-1, COLUMN_INTS)
-            assert columns[:, 2].tolist() == chunks.tolist() * count and columns[:, 3].tolist() == sums.tolist() * count
-            assert columns[:, 4].tolist() == list(range(0, num_chunks * PAGE_TOKENS, PAGE_TOKENS)) * count
+            assert columns[:, 2].tolist() == chunks.tolist() * count and columns[:, 4].tolist() == sums.tolist() * count
+            assert columns[:, 5].tolist() == list(range(0, num_chunks * PAGE_TOKENS, PAGE_TOKENS)) * count
             with plan.rehearsed():
                 assert plan.profile._num_columns.item() == 0
             assert plan.profile._num_columns.item() == num_chunks * count

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.config import EngineConfig
-from quire.engine.build import _check_retention
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -83,17 +81,6 @@ def test_a_preemption_changes_no_token(codec: str, rule: dict[str, object]) -> N
     assert engine.stats()["preemptions"] == 3
     drain(engine, outputs)
     assert [outputs[str(index)].outputs[0].token_ids for index in range(4)] == expected
-
-
-@pytest.mark.parametrize("codec", ["nuq3", "g4"])
-def test_encoded_pages_are_refused_on_a_gpu(codec: str) -> None:
-    shape = tiny_shape()
-    wanted = EngineConfig.from_options({"cache.codec": codec, "retain.threshold": 0.9})
-    with pytest.raises(ConfigError, match=rf"cache.codec is {codec}; use cache.codec dense, or retain nothing"):
-        _check_retention(wanted, shape, "triton", 10_000, shape.max_context)
-    _check_retention(wanted, shape, "cpu", 10_000, shape.max_context)
-    dense = EngineConfig.from_options({"retain.threshold": 0.9})
-    _check_retention(dense, shape, "triton", 10_000, shape.max_context)
 
 
 def test_a_chain_that_would_drop_exact_tokens_is_refused() -> None:

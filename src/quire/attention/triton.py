@@ -25,7 +25,7 @@ from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
 from quire.attention.plan import AttentionSpec, RowSlice, moves_on
 from quire.attention.triton_memory import Partials, TableMirror
 from quire.attention.triton_plan import TritonPlan, plan_offsets
-from quire.attention.triton_profile import ProfileMemory, StepProfile
+from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_of
 from quire.cache.page import PAGE_TOKENS, UNIT
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -40,8 +40,6 @@ PIECES_PER_PROCESSOR = 2
 MIN_SAVED_BYTES = 8 << 20
 """Bytes that a decode step must not read again, or its rows are read apart. A guess, not measured: two microseconds of
 an H200's memory, for a second launch in a graph."""
-
-_NO_PROFILES = "the triton backend profiles dense pages alone; use cache.codec dense, or attention.backend cpu on a CPU"
 
 
 class TritonAttention:
@@ -90,8 +88,10 @@ class TritonAttention:
         self._staged = torch.empty(0, dtype=torch.uint8, device=device)
         self.partials = Partials(spec)
         self.profiles = None
-        if table.sums is not None and not table.encodes:
-            self.profiles = ProfileMemory(spec, self.mirror, processors, self.batch_sizes[-1], MAX_DECODE_INDICES)
+        if table.sums is not None:
+            self.profiles = ProfileMemory(
+                spec, self.mirror, self.tables, processors, self.batch_sizes[-1], MAX_DECODE_INDICES
+            )
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
         self._last: TritonPlan | None = None
@@ -109,14 +109,8 @@ class TritonAttention:
         return self._plan_copies + self.mirror.copies
 
     def plan(self, slices: Sequence[RowSlice]) -> TritonPlan:
-        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further.
-
-        Raises NotImplementedError for slices that are profiled, or that retention has made smaller, where sealed chunks
-        are encoded.
-        """
+        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
         profiles = any(piece.profiled is not None for piece in slices)
-        if self.tables is not None and (profiles or any(piece.num_gone for piece in slices)):
-            raise NotImplementedError(_NO_PROFILES)
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be old, which only a new plan looks for.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
@@ -166,8 +160,7 @@ class TritonAttention:
         size = count * self.spec.num_kv_heads * table.open_codec.page_bytes
         if len(self._staged) < size + UNIT:
             self._staged = torch.empty(size + UNIT, dtype=torch.uint8, device=self.device)
-        distance = self._staged.data_ptr() - table.pool.arena.data_ptr()
-        return self._staged, -(-distance // UNIT)
+        return self._staged, page_id_of(self._staged, table)
 
 
 def _turns(spec: AttentionSpec) -> Tensor | None:

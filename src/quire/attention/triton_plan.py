@@ -123,8 +123,9 @@ class TritonPlan:
         self._num_short, self._num_tall = len(layout.short), len(layout.tall)
         # Graphs of decode steps are masked always, other steps where anything is hidden.
         mirror = backend.mirror
-        is_masked = mirror.masks is not None and (self.is_decode or not mirror.is_whole[layout.indices].all())
-        self._masks = mirror.masks if is_masked and backend.tables is None else None
+        named = layout.indices[layout.indices >= 0]
+        is_masked = mirror.masks is not None and (self.is_decode or not mirror.is_whole[named].all())
+        self._masks = mirror.masks if is_masked else None
 
     @property
     def graph_key(self) -> GraphKey | None:
@@ -244,16 +245,18 @@ class TritonPlan:
                 )  # fmt: skip
                 continue
             tables, sinks = backend.tables, spec.table.sinks
+            mirror = backend.mirror
+            placed = (None, None) if self._masks is None else (mirror.positions, mirror.bases)
             attend_encoded[grid](
-                *inputs, backend.arena, *backend.views, backend.mirror.pages, backend.mirror.sidecars, spec.cos,
+                *inputs, backend.arena, *backend.views, mirror.pages, self._masks, *placed, mirror.sidecars, spec.cos,
                 spec.sin, backend.turns, tables.heads, tables.pairs, tables.read_keys, tables.read_values, *lists,
-                *left, backend.reads, self._staged_id, *strides, HP=tables.pairs_padded,
+                *left, lse, backend.reads, self._staged_id, *strides, HP=tables.pairs_padded,
                 SINKS=sinks.num_tokens if sinks is not None else 0, KIND=tables.kernel_id,
                 KEY_PARTS=tables.key_parts, VALUE_PARTS=tables.value_parts,
                 MOST_KEY_SLOTS=tables.key_slots, MOST_VALUE_SLOTS=tables.value_slots, **options,
             )  # fmt: skip
         if self.profile is not None:
-            self.profile.add(layer, q, self.positions)
+            self.profile.add(layer, q, self.positions, self._staged_id)
         if layer == spec.num_layers - 1:
             self.seal()
         return out

@@ -1,5 +1,4 @@
-"""What the profiled slices of a step leave on a GPU: column sums, and the rows that `recovered` looks at again. Knows
-dense pages alone, which hold every key as it was computed.
+"""What the profiled slices of a step leave on a GPU: column sums, and the rows that `recovered` looks at again.
 
 A step has two kinds of columns, as it has short and tall pieces: those of slices of one row, which read keys and little
 else, and those of many rows, which are a product each. Arrays of decode steps lie where graphs find them again.
@@ -18,15 +17,20 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
-from quire.attention.kernels.profile import place_queries, recover, sum_columns, sum_single_columns
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
+from quire.attention.plan import AttentionSpec, RowSlice, Sources
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.triton_memory import TableMirror
 from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.segment import ChunkTable
 
-COLUMN_INTS = 6
+COLUMN_INTS = 8
 """See `kernels.profile`."""
+
+_ALWAYS = np.iinfo(np.int32).max
+"""A position that no row reaches: rows see the chunk as it was computed."""
 
 PLACE_ROWS = 32
 """Query rows x G of a program of `place_queries`."""
@@ -46,7 +50,7 @@ class _Kept:
     first_place     of the first one among all that the step keeps
     count           how many
     first_position  of the first one
-    chunks          int32, those they see
+    chunks          int32 [n, KEPT_INTS], those they see: see `kernels.profile`
     first_start     position of the first slot of the first chunk
     """
 
@@ -67,13 +71,23 @@ class ProfileMemory:
     """
 
     def __init__(
-        self, spec: AttentionSpec, mirror: TableMirror, processors: int, batch_size: int, max_columns: int
+        self,
+        spec: AttentionSpec,
+        mirror: TableMirror,
+        tables: EncodedTables | None,
+        processors: int,
+        batch_size: int,
+        max_columns: int,
     ) -> None:
         self.spec = spec
         self.mirror = mirror
+        self.tables = tables
         self.device = spec.table.pool.device
-        self.arena = spec.table.pool.arena.view(spec.dtype)
-        self.sums = spec.table.pool.arena.view(torch.float32)
+        arena = spec.table.pool.arena
+        self.arena, self.sums = arena.view(spec.dtype), arena.view(torch.float32)
+        self._codes = (
+            (None, None, None) if tables is None else (arena.view(torch.int32), arena.view(torch.float16), arena)
+        )
         heads = spec.num_kv_heads * spec.group_size
         self.lse = torch.empty(batch_size, heads, dtype=torch.float32, device=self.device)
         self.queries = torch.empty(batch_size * heads * spec.head_dim, dtype=spec.dtype, device=self.device)
@@ -93,6 +107,27 @@ class ProfileMemory:
             self._room[name] = torch.empty(count, dtype=dtype, device=self.device)
         return self._room[name]
 
+    @property
+    def pages(self) -> tuple[Tensor | None, ...]:
+        """The arena as its parts are read, and the mirror: what the kernels' arguments have from `arena` on, sums left
+        out.
+        """
+        return self.arena, *self._codes, self.mirror.pages, self.mirror.masks
+
+    @property
+    def encoded(self) -> tuple[Tensor | None, ...]:
+        """What is known of encoded pages: the kernels' arguments from `slot_positions` on."""
+        if self.tables is None:
+            return (None,) * 8
+        tables, mirror, spec = self.tables, self.mirror, self.spec
+        places = mirror.positions, mirror.bases, mirror.sidecars
+        return *places, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
+
+
+def page_id_of(room: Tensor, table: ChunkTable) -> int:
+    """The id that the first page has, as seen from the arena, in room beside it that has `UNIT` bytes to spare."""
+    return -((table.pool.arena.data_ptr() - room.data_ptr()) // UNIT)
+
 
 class StepProfile:
     """The profile of one step.
@@ -104,8 +139,9 @@ class StepProfile:
     def __init__(self, memory: ProfileMemory, slices: Sequence[RowSlice], batch_size: int | None) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, is_single, kept_places, self._kept = _columns_of(slices, spec.window)
-        memory.mirror.refresh(columns[:, 2:4].reshape(-1))
+        columns, is_single, kept_places, self._kept, kept_chunks = _columns_of(slices, spec)
+        named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
+        memory.mirror.refresh(named[named >= 0])
         self.num_kept = sum(kept.count for kept in self._kept.values())
         self._num_singles = int(is_single.sum())
         self._num_tall = len(columns) - self._num_singles
@@ -137,6 +173,13 @@ class StepProfile:
         count = spec.num_layers * heads * self.num_kept
         self._kept_queries = memory.room("kept_queries", count * spec.head_dim, spec.dtype) if count else None
         self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
+        self._num_pages = len(kept_chunks)
+        self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
+        # Half of a dense page of every layer and head; few steps have any, so it is not held from one to the next.
+        table = spec.table
+        size = self._num_pages * table.pages_per_chunk * table.open_codec.page_bytes // 2
+        self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
+        self._kept_page = page_id_of(self._kept_keys, table)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -146,14 +189,15 @@ class StepProfile:
         yield
         self._num_columns.copy_(count)
 
-    def add(self, layer: int, q: Tensor, positions: Tensor) -> None:
+    def add(self, layer: int, q: Tensor, positions: Tensor, staged: int) -> None:
         """Adds the attention of a layer's profiled rows to their column sums, and keeps its last rows; once attention
         has left its lse.
 
-        q  un-rotated [R, H * G, D], rows strided
+        q       un-rotated [R, H * G, D], rows strided
+        staged  page id of the first staged page
         """
         memory, spec = self._memory, self._memory.spec
-        mirror, sizes = memory.mirror, page_sizes(spec)
+        sizes = page_sizes(spec)
         heads = spec.num_kv_heads
         place_queries[(heads, triton.cdiv(len(q) * spec.group_size, PLACE_ROWS))](
             q, self._queries, self.lse, self._kept_places, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
@@ -161,15 +205,23 @@ class StepProfile:
             DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.head_dim),
             ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
+        if self._num_pages:
+            keep_keys[(heads, self._num_pages)](
+                memory.arena, memory.mirror.pages, self._kept_chunks, staged, self._kept_page, layer, **sizes,
+                num_warps=4,
+            )  # fmt: skip
+        arena, words, halves, octets, *mirror = memory.pages
         inputs = (
-            self._queries, self.lse, memory.arena, memory.sums, mirror.pages, mirror.masks, positions,
+            self._queries, self.lse, arena, words, halves, octets, memory.sums, *mirror, *memory.encoded, positions,
         )  # fmt: skip
         if self._num_singles:
             sum_single_columns[(heads, memory.num_programs)](
-                *inputs, self._num_columns, self._singles, layer, len(q), **self._options(memory.single_launch)
+                *inputs, self._num_columns, self._singles, staged, layer, len(q), **self._options(memory.single_launch)
             )
         if self._num_tall:
-            sum_columns[(heads, self._num_tall)](*inputs, self._tall, layer, len(q), **self._options(memory.launch))
+            sum_columns[(heads, self._num_tall)](
+                *inputs, self._tall, staged, layer, len(q), **self._options(memory.launch)
+            )
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
@@ -183,19 +235,23 @@ class StepProfile:
             for array in (kept.astype(np.uint64).view(np.int64), local.astype(np.int64), rows.chunks)
         )
         recover[(math.prod(shape), len(rows.chunks))](
-            self._kept_queries, self._kept_lse, memory.arena, memory.mirror.pages, memory.mirror.masks, chunks, words,
-            nearest, out, self.num_kept, rows.first_place, rows.count, rows.first_position, rows.first_start,
-            kept.shape[2], **self._options(memory.launch),
+            self._kept_queries, self._kept_lse, *memory.pages, *memory.encoded, chunks, words, nearest, out,
+            self._kept_page, self._num_pages, self.num_kept, rows.first_place, rows.count, rows.first_position,
+            rows.first_start, kept.shape[2], **self._options(memory.launch),
         )  # fmt: skip
         return (out.double().sum(-1) / (spec.group_size * rows.count)).cpu().numpy()
 
     def _options(self, launch: Launch) -> dict[str, int | bool]:
-        spec = self._memory.spec
-        sizes = page_sizes(spec)
-        del sizes["PAGE"]
+        spec, tables, sinks = self._memory.spec, self._memory.tables, self._memory.spec.table.sinks
         return {
-            **sizes, "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "num_warps": launch.warps,
-            "num_stages": launch.stages, "enable_fp_fusion": True,
+            **page_sizes(spec), "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0,
+            "HP": 0 if tables is None else tables.pairs_padded,
+            "SINKS": 0 if tables is None or sinks is None else sinks.num_tokens,
+            "KIND": 0 if tables is None else tables.kernel_id,
+            "KEY_PARTS": 0 if tables is None else tables.key_parts,
+            "MOST_KEY_SLOTS": 0 if tables is None else tables.key_slots,
+            "ROTATE": tables is not None and spec.cos is not None,
+            "num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True,
         }  # fmt: skip
 
 
@@ -209,11 +265,13 @@ def page_sizes(spec: AttentionSpec) -> dict[str, int]:
 
 
 def _columns_of(
-    slices: Sequence[RowSlice], window: int | None
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], dict[int, _Kept]]:
+    slices: Sequence[RowSlice], spec: AttentionSpec
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], dict[int, _Kept], NDArray[np.int32]]:
     """The columns of a step's profiled slices, int32 [n, COLUMN_INTS], and which of them one row looks at; of all rows
-    the place among those that are kept, or -1; and by slice, which these are.
+    the place among those that are kept, or -1; by slice, which these are; and the chunks, named as in `Sources`, whose
+    keys they saw as nobody will see them again.
     """
+    window, encodes = spec.window, spec.table.encodes
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]
@@ -230,24 +288,45 @@ def _columns_of(
     columns[:, 0] = np.repeat(first_rows[numbers] + skipped, lengths)
     columns[:, 1] = np.repeat(counts[numbers] - skipped, lengths)
     columns[:, 2] = np.concatenate([slices[number].chunks[first:end] for number, first, end in bounds])
-    columns[:, 3] = np.concatenate(
+    columns[:, 3] = columns[:, 2]
+    columns[:, 4] = np.concatenate(
         [profiled.sums[first:end] for profiled, (_, first, end) in zip(profiles, bounds, strict=True)]
     )
-    ordinal = np.arange(len(columns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    columns[:, 4] = (np.repeat(low + gone, lengths) + ordinal) * PAGE_TOKENS
+    ends = np.cumsum(lengths)
+    ordinal = np.arange(len(columns)) - np.repeat(ends - lengths, lengths)
+    columns[:, 5] = (np.repeat(low + gone, lengths) + ordinal) * PAGE_TOKENS
     near = np.minimum(lengths, [profiled.near for profiled in profiles])
-    columns[:, 5] = np.where(ordinal >= np.repeat(lengths - near, lengths), FAR_TOKENS, 0)
-    columns[np.repeat(peaks == 0, lengths), 5] = -1
+    columns[:, 6] = np.where(ordinal >= np.repeat(lengths - near, lengths), FAR_TOKENS, 0)
+    columns[np.repeat(peaks == 0, lengths), 6] = -1
+    columns[:, 7] = _ALWAYS
+    if encodes:
+        sources = Sources(encodes)
+        # Also of slices that are not profiled: staged chunks are numbered over all of them.
+        written = [sources.of(piece) for piece in slices]
+        own = [written[number] for number in numbers]
+        sizes = np.array([len(chunks) for chunks in own])
+        at = np.arange(int(sizes.sum())) + np.repeat(ends - np.cumsum(sizes), sizes)
+        columns[:, 7] = 0
+        columns[at, 2] = np.concatenate(own)
+        # A chunk that the step fills is seen as it was computed by its own rows, or by all of its slice.
+        filled = columns[at, 2] != columns[at, 3]
+        columns[at, 7] = np.where(filled & spec.strict, columns[at, 5] + PAGE_TOKENS, _ALWAYS)
     places = np.full(int(counts.sum()), -1, np.int32)
     kept: dict[int, _Kept] = {}
+    kept_chunks: list[int] = []
     num_kept = 0
-    for number, first, end in bounds:
+    for index, (number, first, _) in enumerate(bounds):
         piece = slices[number]
         if piece.profiled is not None and (last_rows := piece.profiled.last_rows):
             after = int(first_rows[number]) + piece.num_rows
             places[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
             position = piece.start + piece.num_rows - last_rows
-            start = (first + piece.num_gone) * PAGE_TOKENS
-            kept[number] = _Kept(num_kept, last_rows, position, piece.chunks[first:end], start)
+            seen = columns[ends[index] - lengths[index] : ends[index]][:, [2, 3, 7]].copy()
+            # Encoded by now, and there as it was computed for one layer only.
+            beside = (seen[:, 0] != seen[:, 1]) & (seen[:, 2] > position)
+            names = seen[beside, 0].tolist()
+            seen[beside, 0] = ~np.arange(len(kept_chunks), len(kept_chunks) + len(names), dtype=np.int32)
+            kept_chunks += names
+            kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_gone) * PAGE_TOKENS)
             num_kept += last_rows
-    return columns, columns[:, 1] == 1, places, kept
+    return columns, columns[:, 1] == 1, places, kept, np.array(kept_chunks, np.int32)

@@ -71,8 +71,8 @@ class ChunkTable:
                      that nobody sees
     bases            int32 [capacity]; position of the chunk's first slot where that does not follow from the chunk's
                      place in its path, else -1
-    takes            int64 [capacity]; how often the chunk id was taken, or its pages were moved or its masks changed: a
-                     mirror of the two sees by it which rows are new
+    takes            int64 [capacity]; how often the chunk id was taken, or any of the above changed since: a mirror
+                     sees by it which rows are new
     num_moved_pages  pages moved so far, to make room in slabs
     Raises ConfigError if a page or a sidecar does not fit a slab of the pool.
     """

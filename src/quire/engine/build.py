@@ -339,11 +339,6 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
     retain = config.retain
     if not retain.is_on:
         return
-    if backend == "triton" and config.cache.codec != "dense":
-        raise ConfigError(
-            f"retention on a GPU reads dense pages alone so far, and cache.codec is {config.cache.codec};"
-            " use cache.codec dense, or retain nothing"
-        )
     chained = retain.threshold != "off"
     if chained and config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
         raise ConfigError(

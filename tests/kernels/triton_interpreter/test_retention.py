@@ -18,7 +18,8 @@ from ...retention_oracle import Rules
 from ...tiny_models import tiny_shape
 from ..harness import Shape, make_spec, relative_rms
 from ..masking import check_hidden
-from ..profiling import HISTORY, Prompts, check_history
+from ..placing import ROW_TOLERANCE, check_batch, check_sharers
+from ..profiling import HISTORY, Prompts, Steps, check_history
 from .test_graphs import FakeGraph, Recorder, install_fakes
 
 SHAPES = [
@@ -44,6 +45,55 @@ def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> Non
 
 def test_every_layer_keeps_its_own_rows(seed: int) -> None:
     check_history(TritonAttention, Shape(dim=16, layers=2), None, [[(0, 70, 20), (1, 5, 2)]], seed=seed % 100)
+
+
+ENCODED: Steps = [
+    [(0, 70, 20), (1, 3, 3)],  # a chunk that is seen as computed and as stored
+    [(0, 1, None), (1, 62, 62)],  # one that is filled from its middle on
+    [(0, 60, 10), (1, 1, 1)],
+]
+
+
+@pytest.mark.parametrize(
+    "shape, codec, sinks",
+    [
+        (Shape(dim=16, group=3, heads=1, layers=1), "mixed", 5),
+        (Shape(dim=32, group=4, heads=1, layers=1, dtype=torch.bfloat16), "nuq3", 0),
+        (Shape(dim=80, group=1, heads=2, layers=2, dtype=torch.float16), "g4", 1),
+    ],
+    ids=str,
+)
+def test_prompts_with_encoded_chunks_are_profiled_like_the_reference(shape: Shape, codec: str, sinks: int) -> None:
+    """Own chunks as they were computed, those before them as they are stored; first tokens exact."""
+    check_history(TritonAttention, shape, codec, ENCODED, sinks=sinks)
+
+
+def test_prompts_that_see_themselves_as_computed_are_profiled_so() -> None:
+    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1), "g4", ENCODED, strict=False)
+
+
+@pytest.mark.parametrize(
+    "shape, codec, sinks",
+    [
+        (Shape(dim=16, group=3, layers=1), "mixed", 5),
+        (Shape(dim=48, group=1, layers=1, heads=1, dtype=torch.bfloat16), "nuq3", 0),
+        (Shape(dim=64, group=4, layers=1, heads=1, dtype=torch.float16), "g4", 1),
+        (Shape(dim=16, group=1, layers=1, rotate=False), "mixed", 1),
+    ],
+    ids=str,
+)
+def test_encoded_pages_with_positions_of_their_own_attend_and_are_profiled_like_the_reference(
+    shape: Shape, codec: str, sinks: int
+) -> None:
+    """Of some pages heads see a part; a row that fills its chunk, and one that begins one."""
+    for hides in (False, True):
+        check_batch(TritonAttention, shape, codec, [200, 128, 255], sinks=sinks, hides=hides, tolerance=ROW_TOLERANCE)
+
+
+def test_sharers_of_pages_with_positions_of_their_own_attend_like_the_reference() -> None:
+    shape = Shape(heads=1, group=3, dim=16, layers=1)
+    backend = check_sharers(TritonAttention, shape, "mixed", 5, sinks=1)
+    assert isinstance(backend, TritonAttention) and backend._last is not None and backend._last.shares
 
 
 @pytest.mark.parametrize("window", [5, 100])
@@ -110,9 +160,9 @@ def random_prompt(random: np.random.Generator, length: int) -> list[int]:
     return [BOS, *random.choice([*range(97, 123), *b" ,.:?"], length - 1).tolist()]
 
 
-@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize("budget, codec", [(None, "dense"), (0.5, "dense"), (0.5, "g4")])
 def test_an_engine_keeps_and_answers_like_the_oracle(
-    monkeypatch: pytest.MonkeyPatch, seed: int, budget: float | None
+    monkeypatch: pytest.MonkeyPatch, seed: int, budget: float | None, codec: str
 ) -> None:
     """Prompts that are decided on beside answers, over more than one seal, some heads with frequent tokens; decode
     steps are graphs.
@@ -120,7 +170,7 @@ def test_an_engine_keeps_and_answers_like_the_oracle(
     shape = tiny_shape()
     heads = [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]]
     rules = Rules(threshold=0.8, frequent=0.2, local=0.2, profile_rows=20, budget=budget)
-    options = {"scheduler.max_running": 4, "scheduler.token_budget": 200}
+    options = {"scheduler.max_running": 4, "scheduler.token_budget": 200, "cache.codec": codec}
     bench = Bench(shape, HeadWeights(shape, heads, seed=1), rules, "reference", options=options)
     engine = bench.witness.engine
     backend = engine.attention = TritonAttention(engine.attention.spec)  # type: ignore[attr-defined]

@@ -11,6 +11,10 @@ No page holds rotated keys. Key j = p0 + t, in slot t of a page that starts at p
 so the angles that keys turn by are the same 64 for every page and stay in registers, and what changes from page to
 page turns the few query rows. Sinks lie apart and are one small dense tile.
 
+With retention a head may lack pages, or see some slots of one alone, and what is in a page may come from anywhere in
+the sequence: such a page has a position for each slot, p0 is 0 then, and every key has an angle of its own. Steps that
+read through masks load angles for every page.
+
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +22,7 @@ Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu h
 import triton
 import triton.language as tl
 
-from quire.attention.kernels.attend import join, leave, load_rotated, piece_of, sum_partials
+from quire.attention.kernels.attend import is_seen, join, leave, load_rotated, piece_of, sum_partials
 from quire.attention.kernels.tiles import (
     dealt,
     gathered,
@@ -48,6 +52,24 @@ def turned(first, second, cos, sin):
 
 
 @triton.jit
+def turns_of(
+    words,  # the arena as i32
+    slot_positions, bases,  # as of `attend_encoded`
+    chunk,  # i64
+    layer_head,
+    start,  # where the chunk's place in its path says that it begins
+    ROW: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """From where a page's keys are turned, and by how much, i32 and i32 [P]: their sum is where slots stand."""
+    slots = tl.arange(0, P)
+    base = tl.load(bases + chunk)
+    own = tl.load(slot_positions + chunk * ROW + layer_head).to(tl.int64)
+    has_own = own >= 0
+    base = tl.where(has_own, 0, tl.where(base >= 0, base, start))
+    return base, tl.where(has_own, tl.load(words + tl.maximum(own, 0) * 32 + slots, mask=has_own, other=0), slots)
+
+
+@triton.jit
 def weigh(top, total, score):
     """The maximum and the sum over some tokens more, their weights, and the factor of what was summed before."""
     peak = tl.maximum(top, tl.max(score, 1))
@@ -71,12 +93,13 @@ def attend_sinks(
     top, total, acc, query, position,
     rows,       # a head's rows of a sidecar
     num_exact,  # of them that count
+    mask,       # i64, slots of the page beside it that are seen
     cos, sin, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """The sums over the first tokens of a sequence more, from their sidecar."""
     SP: tl.constexpr = triton.next_power_of_2(max(16, SINKS))
     sink = tl.arange(0, SP)
-    exact = sink < num_exact
+    exact = (sink < num_exact) & is_seen(mask, sink)
     place = (sink * D).to(tl.int64)
     keys = load_rotated(rows, place, exact, cos, sin, sink, D, DP, ROTATE).to(query.dtype)
     values = load_rotated(rows, place + SINKS * D, exact, cos, sin, sink, D, DP, False).to(query.dtype)
@@ -94,7 +117,11 @@ def attend_encoded(
     arena,          # the arena as elements of dense pages; a page starts at id * UNIT
     words, halves, octets,  # the same as i32, f16, u8
     table,          # i32 [C, L, H] page ids
-    sidecars,       # i32 [C] page ids; SINKS only
+    masks,          # i64 [C, L, H], slots of pages that are seen, 0 where there is no page; or None: all are
+    slot_positions, # i32 [C, L, H] page ids, of i32 [P]: where the slots of a page stand; -1: one after the other. None
+                    # likewise, as the next
+    bases,          # i32 [C], position of a chunk's first slot if that does not follow from its place, else -1
+    sidecars,       # i32 [C] page ids, -1 where there is none; SINKS only
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only
     heads,          # i32 [L, H, HEAD_INTS], where and how many parts a page has; NUQ only, as the next three
@@ -105,7 +132,7 @@ def attend_encoded(
     indices,        # i32, chunk ids
     pieces,         # i32 [n, 12]: as of `attend`; the chunks are encoded ones, and the last two say where the ids of
                     # dense chunks stand that follow, and how many there are
-    entries, partial_o, partial_lse, arrivals,  # as of `attend`
+    entries, partial_o, partial_lse, arrivals, lse,  # as of `attend`
     reads,          # i32 [C, H], or None: one is added for every page read
     staged,         # page id of the first staged page
     layer, q_stride, k_stride, v_stride,
@@ -175,58 +202,83 @@ def attend_encoded(
     second_query = tl.load(q + q_row[:, None] + order[None, :] + HALF, mask=mask, other=0.0).to(tl.float32) * SCALE
     if ROTATE:
         turn = turns + order[:, None] * P + slots[None, :]
+    first_chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
+    if SINKS:
+        # The first tokens of all, which only a piece that begins there has.
+        side = tl.load(sidecars + first_chunk, mask=num_chunks > 0, other=-1).to(tl.int64)
+        num_exact = tl.where(side >= 0, SINKS, 0)
 
     last_chunk = tl.maximum(num_chunks - 1, 0)
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
+    first_mask = tl.full((), -1, tl.int64)
+    if masks is not None:
+        first_mask = tl.load(masks + layer_head + first_chunk * (L * H))
+        next_seen = first_mask
     ahead = tl.load(chunk_ids + tl.minimum(1, last_chunk))
     for i in range(num_chunks):
         if reads is not None:
-            tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1)
+            is_read = next_seen != 0 if masks is not None else True
+            tl.atomic_add(reads + tl.load(chunk_ids + i).to(tl.int64) * H + head, 1, mask=is_read)
         current = page.to(tl.int64)
         page = tl.load(entry + ahead.to(tl.int64) * (L * H))
+        if masks is not None:
+            seen = next_seen
+            next_seen = tl.load(masks + layer_head + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
-        page_start = start + i * P
-        if KIND == NUQ:
-            first, second = nuq_keys(
-                words, current, at4, at2, at1, order, first_book, second_book, num_key_slots,
-                at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
-            )  # fmt: skip
-        else:
-            first, second = group_keys(halves, octets, current, D, HALF, HP, P)
-        first_q, second_q = first_query, second_query
-        if ROTATE:
-            slot_cos = tl.load(turn, mask=is_pair[:, None], other=0.0)
-            slot_sin = tl.load(turn + HALF * P, mask=is_pair[:, None], other=0.0)
-            first, second = turned(first, second, slot_cos, slot_sin)
-            # All rows of a decode piece are at one position.
-            past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - page_start
-            angle = tl.maximum(past, 0).to(tl.int64)[:, None] * HALF + order[None, :]
-            query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
-            query_sin = tl.load(sin + angle, mask=is_pair[None, :], other=0.0)
-            first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
-        first, second, at = first.to(TYPE), second.to(TYPE), page_start + slots
-        if KIND == NUQ:
-            first, second = dealt(first, HP, 2), dealt(second, HP, 2)
-            at = page_start + slots % 2 * (P // 2) + slots // 2
-        score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
-        score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
-        if SINKS:
-            score = tl.where(at[None, :] >= SINKS, score, float("-inf"))
-        if WINDOW:
-            score = tl.where(at[None, :] > position[:, None] - WINDOW, score, float("-inf"))
-        top, total, weight, factor = weigh(top, total, score)
-        weight, acc = weight.to(TYPE), acc * factor[:, None]
-        if KIND == NUQ:
-            even, odd = nuq_values(
-                words, current, value_book, value_bits, at_values, at_ranges, num_value_slots, at_value_slots,
-                D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
-            )  # fmt: skip
-            even_weight, odd_weight = in_value_order(weight, ROWS, P)
-            acc = tl.dot(even_weight, dealt(even.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
-            acc = tl.dot(odd_weight, dealt(odd.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
-        else:
-            values = group_values(halves, octets, current, D, HALF, DP, P)
-            acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
+        # A head that has no page here, whose id may be anything.
+        if seen != 0 if masks is not None else True:
+            page_start = start + i * P
+            if KIND == NUQ:
+                first, second = nuq_keys(
+                    words, current, at4, at2, at1, order, first_book, second_book, num_key_slots,
+                    at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
+                )  # fmt: skip
+            else:
+                first, second = group_keys(halves, octets, current, D, HALF, HP, P)
+            first_q, second_q = first_query, second_query
+            if ROTATE:
+                base = page_start
+                if masks is not None:
+                    chunk = tl.load(chunk_ids + i).to(tl.int64)
+                    base, turned_by = turns_of(words, slot_positions, bases, chunk, layer_head, base, L * H, P)
+                    key_angle = turned_by[None, :] * HALF + order[:, None]
+                    slot_cos = tl.load(cos + key_angle, mask=is_pair[:, None], other=0.0)
+                    slot_sin = tl.load(sin + key_angle, mask=is_pair[:, None], other=0.0)
+                else:
+                    slot_cos = tl.load(turn, mask=is_pair[:, None], other=0.0)
+                    slot_sin = tl.load(turn + HALF * P, mask=is_pair[:, None], other=0.0)
+                first, second = turned(first, second, slot_cos, slot_sin)
+                # All rows of a decode piece are at one position.
+                past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - base
+                angle = tl.maximum(past, 0)[:, None] * HALF + order[None, :]
+                query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
+                query_sin = tl.load(sin + angle, mask=is_pair[None, :], other=0.0)
+                first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
+            first, second, token = first.to(TYPE), second.to(TYPE), slots
+            if KIND == NUQ:
+                first, second = dealt(first, HP, 2), dealt(second, HP, 2)
+                token = slots % 2 * (P // 2) + slots // 2
+            score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
+            score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
+            if SINKS:
+                score = tl.where((i > 0) | (token >= num_exact)[None, :], score, float("-inf"))
+            if masks is not None:
+                score = tl.where(is_seen(seen, token)[None, :], score, float("-inf"))
+            if WINDOW:
+                score = tl.where((page_start + token)[None, :] > position[:, None] - WINDOW, score, float("-inf"))
+            top, total, weight, factor = weigh(top, total, score)
+            weight, acc = weight.to(TYPE), acc * factor[:, None]
+            if KIND == NUQ:
+                even, odd = nuq_values(
+                    words, current, value_book, value_bits, at_values, at_ranges, num_value_slots, at_value_slots,
+                    D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
+                )  # fmt: skip
+                even_weight, odd_weight = in_value_order(weight, ROWS, P)
+                acc = tl.dot(even_weight, dealt(even.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
+                acc = tl.dot(odd_weight, dealt(odd.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
+            else:
+                values = group_values(halves, octets, current, D, HALF, DP, P)
+                acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
     if KIND == NUQ:
         acc = gathered(acc, ROWS, DEALT)
 
@@ -257,13 +309,10 @@ def attend_encoded(
         top, total, acc = join(top, total, acc, seed_top, seed_total, seed_acc)
 
     if SINKS:
-        # The first tokens of all, which only a piece that begins there has.
-        num_exact = tl.where((start == 0) & (num_chunks > 0), SINKS, 0)
-        side = tl.load(sidecars + tl.load(chunk_ids, mask=num_exact > 0, other=0).to(tl.int64)).to(tl.int64)
+        rows = arena + tl.maximum(side, 0) * UNIT + layer_head * (2 * SINKS * D)
         top, total, acc = attend_sinks(
-            top, total, acc, query, position, arena + side * UNIT + layer_head * (2 * SINKS * D), num_exact, cos, sin,
-            D, DP, SINKS, WINDOW, ROTATE,
-        )  # fmt: skip
+            top, total, acc, query, position, rows, num_exact, first_mask, cos, sin, D, DP, SINKS, WINDOW, ROTATE
+        )
 
     own_start = start + num_chunks * P
     for i in tl.range(num_own, num_stages=1):
@@ -282,6 +331,6 @@ def attend_encoded(
         top, total, acc = attend_dense(top, total, acc, query, own_keys, own_values, visible)
 
     leave(
-        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, None,
+        out, first_row, num_rows, slot, parts, num_parts, top, total, acc, partial_o, partial_lse, arrivals, lse,
         head, H, G, D, DP, ROWS,
     )  # fmt: skip

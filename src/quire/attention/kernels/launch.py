@@ -59,5 +59,5 @@ def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch
 
 
 def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
-    """The same for slices of one row: nothing but reading keys."""
+    """The same for slices of one row: nothing but reading keys, and making them where they are encoded."""
     return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)

@@ -10,8 +10,11 @@ Attention leaves the lse of every row, so a probability follows from its score a
 is a chunk of a path: one page of keys, before which all rows pass that see it, rotated once for all of them. Its page
 of sums has one program, which adds its rows in order, so that sums do not depend on when programs run.
 
-Reads dense pages only. Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two
-together.
+Where sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or
+in a staged one, and all others as it is stored; what stands where in an encoded page is told by `encoded.turns_of`.
+Queries are rotated by their positions here, so keys are too.
+
+Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,10 +22,21 @@ import triton
 import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, load_rotated
+from quire.attention.kernels.encoded import AT_KEY_SLOTS, HEAD_INTS, KEY_SLOTS, NUQ, turned, turns_of
+from quire.attention.kernels.tiles import group_keys, nuq_keys
+from quire.attention.kernels.write import dense_page
 
-COLUMN_INTS: tl.constexpr = tl.constexpr(6)
-"""Columns of a column: first query row that counts, rows, chunk, row of the chunk table with its sums, position of its
-first slot, tokens that a row must be behind a slot for its peak or -1 for sums."""
+COLUMN_INTS: tl.constexpr = tl.constexpr(8)
+"""Columns of a column: first query row that counts, rows, chunk as it was computed or ~ its number among those that are
+staged, chunk as it is stored, row of the chunk table with its sums, position of its first slot, tokens that a row must
+be behind a slot for its peak or -1 for sums, position from which on rows see it as it is stored."""
+
+KEPT_INTS: tl.constexpr = tl.constexpr(3)
+"""Columns of a chunk that kept rows see: as it was computed, or ~ its number among keys that are kept; as it is stored;
+position from which on rows see it so."""
+
+NO_CODES: tl.constexpr = tl.constexpr(0)
+"""In place of a codec's kernel id where no page is encoded."""
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "num_kept"])
@@ -63,27 +77,89 @@ def place_queries(
 
 @triton.jit
 def probabilities(
-    query,     # [ROWS, DP], scaled
-    keys,      # [P, DP]
-    limits,    # f32; the lse of a row x G is at limits + its place
-    place,     # i64 [ROWS]
-    valid,     # i1 [ROWS]
+    queries,   # rows of D channels, G of them a query row
+    limits,    # f32, their lse: G of a query row, the next row's STRIDE behind
+    keys,      # [K, P], rotated
+    channel,   # i32 [K]: of the keys' rows
+    is_channel,
+    m,         # i32 [ROWS], which rows x G
+    end,       # of them
     position,  # i32 [ROWS]
     at,        # i32 [P], positions of the keys
-    WINDOW: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of rows x G to a page of keys, f32 [ROWS, P], zero outside; of slots that nobody wrote, too.
-
-    Also which of them its rows see.
-    """
-    limit = tl.load(limits + place, mask=valid, other=float("inf"))
+    """Attention of a tile of rows x G to a page of keys, f32 [ROWS, P], zero outside; also of slots nobody wrote."""
+    valid = m < end
+    row = m.to(tl.int64)
+    query = tl.load(queries + row[:, None] * D + channel[None, :], mask=valid[:, None] & is_channel[None, :], other=0.0)
+    limit = tl.load(limits + row // G * STRIDE + row % G, mask=valid, other=float("inf"))
     # A row that sees nothing has no probabilities.
     limit = tl.where(limit > float("-inf"), limit, float("inf"))
-    score = tl.dot(query, keys.T, input_precision="ieee")
+    score = tl.dot(query, keys, input_precision="ieee")
     visible = at[None, :] <= position[:, None]
     if WINDOW:
         visible &= at[None, :] > position[:, None] - WINDOW
     return tl.where(visible, tl.exp2(score - limit[:, None]), 0.0)
+
+
+@triton.jit
+def dense_keys(
+    arena, page, written, cos, sin, at,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """The keys of a dense page, [DP, P], and which channels of a row they are."""
+    channel = tl.arange(0, DP)
+    source = page * UNIT + tl.arange(0, P) * D
+    if ROTATE:
+        keys = load_rotated(arena, source, written, cos, sin, at, D, DP, True).to(arena.dtype.element_ty)
+    else:
+        in_page = written[:, None] & (channel < D)[None, :]
+        keys = tl.load(arena + source[:, None] + channel[None, :], mask=in_page, other=0.0)
+    return keys.T, channel, channel < D
+
+
+@triton.jit
+def encoded_keys(
+    arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
+    page, chunk, layer_head,
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
+    start,  # where the chunk's place in its path says that it begins
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
+    SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):  # fmt: skip
+    """The keys of an encoded page, its sinks among them, [2 * HP, P], and which channels of a row they are."""
+    HALF: tl.constexpr = D // 2
+    pair, both = tl.arange(0, HP), tl.arange(0, 2 * HP)
+    order, channel = pair, both % HP
+    if KIND == NUQ:
+        of_pair = pairs + layer_head * (4 * HP) + pair
+        order, channel = tl.load(of_pair), tl.load(pairs + layer_head * (4 * HP) + channel)
+        at4, at2, at1 = tl.load(of_pair + HP), tl.load(of_pair + 2 * HP), tl.load(of_pair + 3 * HP)
+        book = key_books + layer_head * (2 * HP * 32) + (pair * 32)[:, None] + tl.arange(0, 32)[None, :]
+        of_head = heads + layer_head * HEAD_INTS
+        first, second = nuq_keys(
+            words, page, at4, at2, at1, order, tl.load(book), tl.load(book + HP * 32), tl.load(of_head + KEY_SLOTS),
+            tl.load(of_head + AT_KEY_SLOTS), HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
+        )  # fmt: skip
+    else:
+        first, second = group_keys(halves, octets, page, D, HALF, HP, P)
+    slots = tl.arange(0, P)
+    is_pair = (pair < HALF)[:, None]
+    if SINKS:
+        side = tl.load(sidecars + chunk).to(tl.int64)
+        exact = ((slots < SINKS) & (side >= 0))[None, :] & is_pair
+        row = arena + tl.maximum(side, 0) * UNIT + layer_head * (2 * SINKS * D) + slots[None, :] * D + order[:, None]
+        first = tl.where(exact, tl.load(row, mask=exact, other=0.0).to(tl.float32), first)
+        second = tl.where(exact, tl.load(row + HALF, mask=exact, other=0.0).to(tl.float32), second)
+    if ROTATE:
+        base, turned_by = turns_of(words, slot_positions, bases, chunk, layer_head, start, L * H, P)
+        angle = (base + turned_by).to(tl.int64)[None, :] * HALF + order[:, None]
+        key_cos, key_sin = tl.load(cos + angle, mask=is_pair, other=0.0), tl.load(sin + angle, mask=is_pair, other=0.0)
+        first, second = turned(first, second, key_cos, key_sin)
+    TYPE: tl.constexpr = arena.dtype.element_ty
+    keys = tl.reshape(tl.permute(tl.join(first.to(TYPE), second.to(TYPE)), (2, 0, 1)), (2 * HP, P))
+    return keys, channel + both // HP * HALF, both % HP < HALF
 
 
 @triton.jit
@@ -114,72 +190,121 @@ def put_sums(
     tl.store(sums + slots, new, mask=kept)
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows"])
+@triton.jit
+def add_rows(
+    total,  # f32 [ROWS, P]
+    keys, channel, is_channel, queries, limits,  # as of `probabilities`
+    low, high,       # query rows that count
+    first_position,  # of row 0; others follow
+    at, far, peaks,
+    ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The sums, or peaks, of rows more."""
+    for first in tl.range(low * G, high * G, ROWS):
+        m = first + tl.arange(0, ROWS)
+        position = first_position + m // G
+        found = probabilities(
+            queries, limits, keys, channel, is_channel, m, high * G, position, at, G, D, H * G, WINDOW
+        )
+        found = tl.where(at[None, :] + far <= position[:, None], found, 0.0)
+        total = tl.where(peaks, tl.maximum(total, found), total + found)
+    return total
+
+
+@triton.jit
+def mask_of(
+    masks, chunk, layer_head,
+    wanted,  # i1: what else is zero
+    ROW: tl.constexpr,
+):  # fmt: skip
+    """Which slots of a chunk's page are seen, i64: of a staged one all."""
+    mask = tl.load(masks + tl.maximum(chunk, 0) * ROW + layer_head, mask=wanted, other=0)
+    return tl.where(wanted & (chunk < 0), tl.full((), -1, tl.int64), mask)
+
+
+@triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_columns(
     queries,    # [H, R, G, D]
     lse,        # f32 [R, H, G], base 2
-    arena,      # the arena as page elements; a page starts at id * UNIT
+    arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
     sums,       # the same as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`, or None
     positions,  # i32 [R]
     columns,    # i32 [n, COLUMN_INTS]
+    staged,     # page id of the first staged page
     layer, num_rows,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr,  # whether pages hold keys before their rotation
 ):  # fmt: skip
     """The columns of slices of many rows. Grid [H, n]: a program has one column of one head."""
     head = tl.program_id(0).to(tl.int64)
     column = columns + tl.program_id(1).to(tl.int64) * COLUMN_INTS
     first_row, count = tl.load(column).to(tl.int64), tl.load(column + 1)
-    chunk, into = tl.load(column + 2).to(tl.int64), tl.load(column + 3).to(tl.int64)
-    start, far = tl.load(column + 4), tl.load(column + 5)
+    computed, stored = tl.load(column + 2).to(tl.int64), tl.load(column + 3).to(tl.int64)
+    into = tl.load(column + 4).to(tl.int64)
+    start, far, split = tl.load(column + 5), tl.load(column + 6), tl.load(column + 7)
     peaks = far >= 0
     far = tl.maximum(far, 0)
     layer_head = layer.to(tl.int64) * H + head
-    mask = tl.load(masks + chunk * (L * H) + layer_head)
-    # A head that retention needs no sums of, or that keeps nothing of the chunk.
-    if (mask == 0) | (tl.load(masks + into * (L * H) + layer_head) == 0):
-        return
-
-    page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
     first_position = tl.load(positions + first_row)
-    slots = tl.arange(0, P)
-    d = tl.arange(0, DP)
-    at = start + slots
-    kept = is_seen(mask, slots) & (at < first_position + count)
-    in_row = d < D
-    keys = tl.load(
-        arena + page * UNIT + slots[:, None] * D + d[None, :], mask=kept[:, None] & in_row[None, :], other=0.0
-    )
     low, high = rows_that_see(first_position, count, start, P, WINDOW)
     low = tl.minimum(tl.maximum(low, start + far - first_position), high)
+    middle = tl.minimum(tl.maximum(split - first_position, low), high)
+    # A head that retention needs no sums of, or that keeps nothing of the chunk.
+    is_wanted = tl.load(masks + into * (L * H) + layer_head) != 0
+    seen = mask_of(masks, computed, layer_head, is_wanted & (low < middle), L * H)
+    stored_seen = tl.full((), 0, tl.int64)
+    if KIND != NO_CODES:
+        stored_seen = mask_of(masks, stored, layer_head, is_wanted & (middle < high), L * H)
+    if (seen | stored_seen) == 0:
+        return
+
+    slots = tl.arange(0, P)
+    at = start + slots
+    written = at < first_position + count
     total = tl.zeros((ROWS, P), tl.float32)
     first_query = queries + (head * num_rows + first_row) * (G * D)
-    for first in tl.range(low * G, high * G, ROWS):
-        m = first + tl.arange(0, ROWS)
-        valid = m < high * G
-        query = tl.load(
-            first_query + m.to(tl.int64)[:, None] * D + d[None, :], mask=valid[:, None] & in_row[None, :], other=0.0
+    limits = lse + (first_row * H + head) * G
+    if seen != 0:
+        page = dense_page(table + layer_head, computed, head, staged, computed == computed, L * H, H, PAGE)
+        keys, channel, is_channel = dense_keys(
+            arena, page, written & is_seen(seen, slots), cos, sin, at, D, DP, P, UNIT, ROTATE
         )
-        place = (first_row + m // G) * (H * G) + head * G + m % G
-        position = first_position + m // G
-        found = probabilities(query, keys, lse, place, valid, position, at, WINDOW)
-        found = tl.where(at[None, :] + far <= position[:, None], found, 0.0)
-        total = tl.where(peaks, tl.maximum(total, found), total + found)
-    page = tl.load(table + into * (L * H) + layer_head).to(tl.int64)
-    put_sums(sums + page * 32, total, kept, peaks, G, P)
+        total = add_rows(
+            total, keys, channel, is_channel, first_query, limits, low, middle, first_position, at, far, peaks, ROWS,
+            G, D, H, WINDOW,
+        )  # fmt: skip
+    if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
+        if stored_seen != 0:
+            page = tl.load(table + stored * (L * H) + layer_head).to(tl.int64)
+            keys, channel, is_channel = encoded_keys(
+                arena, words, halves, octets, page, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
+            )  # fmt: skip
+            total = add_rows(
+                total, keys, channel, is_channel, first_query, limits, middle, high, first_position, at, far, peaks,
+                ROWS, G, D, H, WINDOW,
+            )  # fmt: skip
+    into_page = tl.load(table + into * (L * H) + layer_head).to(tl.int64)
+    put_sums(sums + into_page * 32, total, written & is_seen(seen | stored_seen, slots), peaks, G, P)
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "staged"])
 def sum_single_columns(
-    queries, lse, arena, sums, table, masks, positions,  # as of `sum_columns`
+    queries, lse, arena, words, halves, octets, sums, table, masks,  # as of `sum_columns`
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
+    positions,
     num_columns,  # i32 [1]: how many of the columns count
     columns,      # i32 [n, COLUMN_INTS], each of a slice of one row
-    layer, num_rows,
+    staged, layer, num_rows,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr,  # G rounded up to a tile
-    UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
     """The same for slices of one row. Grid [H, any]: programs take columns in turns, so that a graph may have more or
     fewer of them each time.
@@ -187,92 +312,173 @@ def sum_single_columns(
     head = tl.program_id(0).to(tl.int64)
     layer_head = layer.to(tl.int64) * H + head
     slots = tl.arange(0, P)
-    d = tl.arange(0, DP)
     m = tl.arange(0, ROWS)
-    valid = m < G
-    in_row = d < D
     for index in tl.range(tl.program_id(1), tl.load(num_columns), tl.num_programs(1)):
         column = columns + index * COLUMN_INTS
         row = tl.load(column).to(tl.int64)
-        chunk, into = tl.load(column + 2).to(tl.int64), tl.load(column + 3).to(tl.int64)
-        at = tl.load(column + 4) + slots
-        far = tl.load(column + 5)
+        computed, stored = tl.load(column + 2).to(tl.int64), tl.load(column + 3).to(tl.int64)
+        into = tl.load(column + 4).to(tl.int64)
+        start, far, split = tl.load(column + 5), tl.load(column + 6), tl.load(column + 7)
+        at = start + slots
         position = tl.load(positions + row)
-        mask = tl.load(masks + chunk * (L * H) + layer_head)
-        is_wanted = (mask != 0) & (tl.load(masks + into * (L * H) + layer_head) != 0)
+        is_computed = position < split
+        chunk = tl.where(is_computed, computed, stored)
+        is_wanted = tl.load(masks + into * (L * H) + layer_head) != 0
+        mask = mask_of(masks, chunk, layer_head, is_wanted, L * H)
         # Ids of pages that are not there may be anything.
-        page = tl.load(table + chunk * (L * H) + layer_head, mask=is_wanted, other=0).to(tl.int64)
-        sums_page = tl.load(table + into * (L * H) + layer_head, mask=is_wanted, other=0).to(tl.int64)
-        kept = is_seen(mask, slots) & (at <= position) & is_wanted
-        keys = tl.load(
-            arena + page * UNIT + slots[:, None] * D + d[None, :], mask=kept[:, None] & in_row[None, :], other=0.0
-        )
-        query = tl.load(
-            queries + ((head * num_rows + row) * G + m)[:, None] * D + d[None, :],
-            mask=valid[:, None] & in_row[None, :],
-            other=0.0,
-        )
-        place = (row * H + head) * G + m.to(tl.int64)
-        found = probabilities(query, keys, lse, place, valid, position + m * 0, at, WINDOW)
+        is_wanted &= mask != 0
+        into_page = tl.load(table + into * (L * H) + layer_head, mask=is_wanted, other=0).to(tl.int64)
+        kept = is_seen(mask, slots) & (at <= position)
+        first_query = queries + (head * num_rows + row) * (G * D)
+        limits = lse + (row * H + head) * G
+        if KIND == NO_CODES:
+            page = dense_page(table + layer_head, chunk, head, staged, is_wanted, L * H, H, PAGE)
+            keys, channel, is_channel = dense_keys(arena, page, kept, cos, sin, at, D, DP, P, UNIT, ROTATE)
+            found = probabilities(
+                first_query, limits, keys, channel, is_channel, m, G, position + m * 0, at, G, D, H * G, WINDOW
+            )
+        else:
+            found = tl.zeros((ROWS, P), tl.float32)
+            if is_wanted & is_computed:
+                page = dense_page(table + layer_head, chunk, head, staged, is_wanted, L * H, H, PAGE)
+                keys, channel, is_channel = dense_keys(arena, page, kept, cos, sin, at, D, DP, P, UNIT, ROTATE)
+                found = probabilities(
+                    first_query, limits, keys, channel, is_channel, m, G, position + m * 0, at, G, D, H * G, WINDOW
+                )
+            elif is_wanted:
+                page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
+                keys, channel, is_channel = encoded_keys(
+                    arena, words, halves, octets, page, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
+                    heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
+                    ROTATE,
+                )  # fmt: skip
+                found = probabilities(
+                    first_query, limits, keys, channel, is_channel, m, G, position + m * 0, at, G, D, H * G, WINDOW
+                )
         found = tl.where((at + tl.maximum(far, 0) <= position)[None, :], found, 0.0)
-        put_sums(sums + sums_page * 32, found, kept, far >= 0, G, P)
+        put_sums(sums + into_page * 32, found, kept, far >= 0, G, P)
 
 
-@triton.jit(do_not_specialize=["num_kept", "first_kept", "count", "first_position", "first_start", "num_words"])
+@triton.jit(do_not_specialize=["layer", "first_source", "first_target"])
+def keep_keys(
+    arena,         # the arena as page elements
+    table,         # i32 [C, L, H] page ids
+    chunks,        # i32 [n], or ~ their numbers among those that are staged
+    first_source,  # page id of the first staged page
+    first_target,  # of the first kept half of a page
+    layer,
+    L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Copies of the keys of dense pages, one layer's, for `recover`. Grid [H, n]."""
+    head = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1).to(tl.int64)
+    chunk = tl.load(chunks + index).to(tl.int64)
+    layer_head = layer.to(tl.int64) * H + head
+    page = dense_page(table + layer_head, chunk, head, first_source, chunk == chunk, L * H, H, PAGE)
+    target = first_target + ((layer.to(tl.int64) * tl.num_programs(1) + index) * H + head) * (PAGE // 2)
+    d = tl.arange(0, DP)
+    place = (tl.arange(0, P) * D)[:, None] + d[None, :]
+    in_row = (d < D)[None, :]
+    tl.store(arena + target * UNIT + place, tl.load(arena + page * UNIT + place, mask=in_row), mask=in_row)
+
+
+@triton.jit
+def add_kept(
+    total,  # f32 [ROWS, P]
+    keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as of `add_rows`
+    always,   # i1 [P]: slots kept whichever row looks
+    nearest,  # i64: a row also keeps so many of the last tokens
+    ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What rows more recover."""
+    for first in tl.range(low * G, high * G, ROWS):
+        m = first + tl.arange(0, ROWS)
+        position = first_position + m // G
+        found = probabilities(queries, limits, keys, channel, is_channel, m, high * G, position, at, G, D, G, WINDOW)
+        near = (position[:, None] - at[None, :]).to(tl.int64) < nearest
+        total += tl.where(near | always[None, :], found, 0.0)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_kept",
+        "first_kept",
+        "count",
+        "first_position",
+        "first_start",
+        "num_words",
+        "first_page",
+        "num_pages",
+    ]
+)
 def recover(
     kept_queries,  # [L, H, kept rows, G, D]
     kept_lse,      # f32 [L, H, kept rows, G], base 2
-    arena,         # the arena as page elements; a page starts at id * UNIT
-    table,         # i32 [C, L, H] page ids
-    masks,         # i64 [C, L, H]
-    chunks,        # i32 [n], of a path, in order of position
+    arena, words, halves, octets, table, masks,  # as of `sum_columns`
+    slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
+    chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
     kept,          # i64 [L, H, words]: columns kept whichever row looks, by position
     local,         # i64 [L, H]: each row also keeps so many of the last tokens, itself among them
     out,           # f32 [L, H, n]: of all rows x G to what is kept of each chunk
+    first_page,    # page id of the first half of a page that `keep_keys` left, and how many of a head it left
+    num_pages,
     num_kept, first_kept, count,  # kept rows of the step, and of the slice the first and how many
     first_position,               # of the slice's first kept row
     first_start,                  # position of the first slot of the first chunk
     num_words,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    HP: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Grid [L * H, n]."""
     layer_head = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64)
-    chunk = tl.load(chunks + index).to(tl.int64)
+    computed = tl.load(chunks + index * KEPT_INTS).to(tl.int64)
+    stored, split = tl.load(chunks + index * KEPT_INTS + 1).to(tl.int64), tl.load(chunks + index * KEPT_INTS + 2)
     start = first_start + tl.program_id(1) * P
-    mask = tl.load(masks + chunk * (L * H) + layer_head)
     word = start // P
     bits = tl.load(kept + layer_head * num_words + word, mask=word < num_words, other=0)
     nearest = tl.load(local + layer_head)
-    target = out + layer_head * tl.num_programs(1) + index
-    # Local tokens of the first row begin before those of others.
-    if (mask == 0) | ((bits == 0) & (start + P <= first_position - nearest + 1)):
-        tl.store(target, 0.0)
-        return
-
-    page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
-    slots = tl.arange(0, P)
-    d = tl.arange(0, DP)
-    at = start + slots
-    counts = is_seen(mask, slots) & (at < first_position + count)
-    always = is_seen(bits, slots)
-    in_row = d < D
-    keys = tl.load(
-        arena + page * UNIT + slots[:, None] * D + d[None, :], mask=counts[:, None] & in_row[None, :], other=0.0
-    )
     low, high = rows_that_see(first_position, count, start, P, WINDOW)
+    middle = tl.minimum(tl.maximum(split - first_position, low), high)
+    # Local tokens of the first row begin before those of others.
+    is_wanted = (bits != 0) | (start + P > first_position - nearest + 1)
+    seen = mask_of(masks, computed, layer_head, is_wanted & (low < middle), L * H)
+    stored_seen = tl.full((), 0, tl.int64)
+    if KIND != NO_CODES:
+        stored_seen = mask_of(masks, stored, layer_head, is_wanted & (middle < high), L * H)
+
+    slots = tl.arange(0, P)
+    at = start + slots
+    written = at < first_position + count
+    always = is_seen(bits, slots)
     total = tl.zeros((ROWS, P), tl.float32)
-    first_query = (layer_head * num_kept + first_kept) * G
-    for first in tl.range(low * G, high * G, ROWS):
-        m = first + tl.arange(0, ROWS)
-        valid = m < high * G
-        place = first_query + m
-        query = tl.load(
-            kept_queries + place[:, None] * D + d[None, :], mask=valid[:, None] & in_row[None, :], other=0.0
+    first_query = kept_queries + (layer_head * num_kept + first_kept) * (G * D)
+    limits = kept_lse + (layer_head * num_kept + first_kept) * G
+    if seen != 0:
+        layer, head = layer_head // H, layer_head % H
+        first = first_page + layer * num_pages * H * (PAGE // 2)
+        page = dense_page(table + layer_head, computed, head, first, computed == computed, L * H, H, PAGE // 2)
+        keys, channel, is_channel = dense_keys(
+            arena, page, written & is_seen(seen, slots), cos, sin, at, D, DP, P, UNIT, ROTATE
         )
-        position = first_position + m // G
-        found = probabilities(query, keys, kept_lse, place, valid, position, at, WINDOW)
-        near = (position[:, None] - at[None, :]).to(tl.int64) < nearest
-        total += tl.where(near | always[None, :], found, 0.0)
-    tl.store(target, tl.sum(tl.where(counts, tl.sum(total, 0), 0.0)))
+        total = add_kept(
+            total, keys, channel, is_channel, first_query, limits, low, middle, first_position, at, always, nearest,
+            ROWS, G, D, WINDOW,
+        )  # fmt: skip
+    if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
+        if stored_seen != 0:
+            page = tl.load(table + stored * (L * H) + layer_head).to(tl.int64)
+            keys, channel, is_channel = encoded_keys(
+                arena, words, halves, octets, page, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
+            )  # fmt: skip
+            total = add_kept(
+                total, keys, channel, is_channel, first_query, limits, middle, high, first_position, at, always,
+                nearest, ROWS, G, D, WINDOW,
+            )  # fmt: skip
+    counts = written & is_seen(seen | stored_seen, slots)
+    tl.store(out + layer_head * tl.num_programs(1) + index, tl.sum(tl.where(counts, tl.sum(total, 0), 0.0)))
