@@ -4,7 +4,8 @@
                                      [--rounds 5] [--threads 2] [--json FILE] [--markdown]
 
 SmolLM2 in bfloat16, one copy of its weights. The whole model without its head, in slices, on the same tokens: not
-profiled, and profiled with so many last rows kept; in turns, after a turn each to warm up. Ratios are medians over the
+profiled; profiled as for a threshold, column sums of all rows and so many last ones kept; and as for a budget, peaks of
+as many rows alone, which nobody asks for recovery. In turns, after a turn each to warm up. Ratios are medians over the
 rounds, each within one round. A codec that needs a calibration uses the one that was made for it, or makes it first.
 """
 
@@ -51,26 +52,27 @@ def main() -> None:
     for codec, engine in engines.items():
         prompt = Prompt(engine, given.context, given.slice)
         plain: list[float] = []
-        profiled: dict[int, list[float]] = {count: [] for count in kept}
-        recovery: dict[int, list[float]] = {count: [] for count in kept}
+        ways = [(name, count) for name in ("threshold", "budget") for count in kept]
+        profiled: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        recovery: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
         for number in range(given.rounds + 1):
             seconds, _ = prompt.run(None)
             if number:
                 plain.append(seconds)
-            for count in kept:
-                seconds, asked = prompt.run(count)
+            for name, count in ways:
+                seconds, asked = prompt.run(count, peaks=name == "budget")
                 if number:
-                    profiled[count].append(seconds)
-                    recovery[count].append(asked)
-        for count in kept:
-            ratio = median(a / b for a, b in zip(profiled[count], plain, strict=True))
-            times = median(plain), median(profiled[count]), median(recovery[count])
-            rows.append([codec, count, *(f"{1e3 * each:.1f}" for each in times), f"{ratio:.3f}"])
+                    profiled[name, count].append(seconds)
+                    recovery[name, count].append(asked)
+        for way in ways:
+            ratio = median(a / b for a, b in zip(profiled[way], plain, strict=True))
+            times = median(plain), median(profiled[way]), median(recovery[way])
+            rows.append([codec, *way, *(f"{1e3 * each:.1f}" for each in times), f"{ratio:.3f}"])
             if given.json:
-                record = {"codec": codec, "context": given.context, "slice": given.slice, "last_rows": count}
-                found = {"plain": plain, "profiled": profiled[count], "recovery": recovery[count]}
+                record = {"codec": codec, "context": given.context, "slice": given.slice, "way": way[0], "rows": way[1]}
+                found = {"plain": plain, "profiled": profiled[way], "recovery": recovery[way]}
                 append_record(given.json, {"benchmark": "profile_cpu", **record, "seconds": found})
-    head = ["codec", "last rows", "prefill, ms", "profiled, ms", "one recovery, ms", "profiled to prefill"]
+    head = ["codec", "for a", "last rows", "prefill, ms", "profiled, ms", "one recovery, ms", "profiled to prefill"]
     print(format_table(head, rows, given.markdown))
     print(f"\n{hardware_line(hardware())}; {given.threads} threads; commit {commit()}; {time.strftime('%Y-%m-%d')}")
 
@@ -93,8 +95,10 @@ class Prompt:
         self.starts = range(0, context, rows)
         self.rows = rows
 
-    def run(self, last_rows: int | None) -> tuple[float, float]:
-        """Seconds of the prefill, profiled unless last_rows is None, and of one question what they recover."""
+    def run(self, last_rows: int | None, *, peaks: bool = False) -> tuple[float, float]:
+        """Seconds of the prefill, profiled unless last_rows is None, and of one question what they recover, if not
+        their peaks are wanted.
+        """
         spec, table = self.spec, self.spec.table
         shape = spec.num_layers, spec.num_kv_heads
         assert table.sums is not None
@@ -103,12 +107,15 @@ class Prompt:
         for start in self.starts:
             end = min(start + self.rows, len(self.tokens))
             profiled = None
-            if last_rows is not None:
-                profiled = Profiled(self.sums, last_rows if end == len(self.tokens) else 0)
+            is_last = end == len(self.tokens)
+            if last_rows is not None and peaks:
+                profiled = Profiled(self.sums, peaks=last_rows) if is_last else None
+            elif last_rows is not None:
+                profiled = Profiled(self.sums, last_rows if is_last else 0)
             plan = self.attention.plan([RowSlice(start, end - start, self.chunks, profiled=profiled)])
             self.model.hidden(self.tokens[start:end], torch.arange(start, end), plan)
         seconds = time.perf_counter() - began
-        if last_rows is None:
+        if last_rows is None or peaks:
             return seconds, 0.0
         attention = table.sums.load(table, self.sums).sum(-1)
         assert np.abs(attention - len(self.tokens)).max() < 0.01 * len(self.tokens), "rows that do not add up to one"
