@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,7 +140,8 @@ class StepProfile:
     def __init__(self, memory: ProfileMemory, slices: Sequence[RowSlice], batch_size: int | None) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, is_single, kept_places, self._kept, kept_chunks = _columns_of(slices, spec)
+        columns, kept_places, self._kept, kept_chunks = _columns_of(slices, spec)
+        is_single = columns[:, 1] == 1
         named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
         memory.mirror.refresh(named[named >= 0])
         self.num_kept = sum(kept.count for kept in self._kept.values())
@@ -175,11 +177,13 @@ class StepProfile:
         self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
         self._num_pages = len(kept_chunks)
         self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
-        # Half of a dense page of every layer and head; few steps have any, so it is not held from one to the next.
-        table = spec.table
-        size = self._num_pages * table.pages_per_chunk * table.open_codec.page_bytes // 2
-        self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
-        self._kept_page = page_id_of(self._kept_keys, table)
+        self._kept_page = 0
+        if self._num_pages:
+            # Half of a dense page of every layer and head; few steps have any, so it is not held from one to the next.
+            table = spec.table
+            size = self._num_pages * table.pages_per_chunk * table.open_codec.page_bytes // 2
+            self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
+            self._kept_page = page_id_of(self._kept_keys, table)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -264,13 +268,22 @@ def page_sizes(spec: AttentionSpec) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _columns_of(
-    slices: Sequence[RowSlice], spec: AttentionSpec
-) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], dict[int, _Kept], NDArray[np.int32]]:
-    """The columns of a step's profiled slices, int32 [n, COLUMN_INTS], and which of them one row looks at; of all rows
-    the place among those that are kept, or -1; by slice, which these are; and the chunks, named as in `Sources`, whose
-    keys they saw as nobody will see them again.
+class _StepColumns(NamedTuple):
+    """What a step's profiled slices look at.
+
+    columns      int32 [n, COLUMN_INTS]
+    kept_places  int32 [R], of all rows the place among those that are kept, or -1
+    kept         by slice, which rows these are
+    kept_chunks  int32, named as in `Sources`: chunks whose keys they saw as nobody will see them again
     """
+
+    columns: NDArray[np.int32]
+    kept_places: NDArray[np.int32]
+    kept: dict[int, _Kept]
+    kept_chunks: NDArray[np.int32]
+
+
+def _columns_of(slices: Sequence[RowSlice], spec: AttentionSpec) -> _StepColumns:
     window, encodes = spec.window, spec.table.encodes
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     first_rows = np.cumsum(counts) - counts
@@ -329,4 +342,4 @@ def _columns_of(
             kept_chunks += names
             kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_gone) * PAGE_TOKENS)
             num_kept += last_rows
-    return columns, columns[:, 1] == 1, places, kept, np.array(kept_chunks, np.int32)
+    return _StepColumns(columns, places, kept, np.array(kept_chunks, np.int32))
