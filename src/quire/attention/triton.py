@@ -139,7 +139,7 @@ class TritonAttention:
         profile = None
         if profiles:
             assert self.profiles is not None, "a slice is profiled, and the chunk table has no column sums"
-            profile = StepProfile(self.profiles, slices, batch_size)
+            profile = StepProfile(self.profiles, slices, layout.own, batch_size)
             self._plan_copies += 1
         self._last = TritonPlan(self, slices, layout, batch_size, (self.launches[0], common), profile)
         return self._last

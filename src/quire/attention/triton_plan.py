@@ -123,8 +123,9 @@ class TritonPlan:
         self._num_short, self._num_tall = len(layout.short), len(layout.tall)
         # Graphs of decode steps are masked always, other steps where anything is hidden.
         mirror = backend.mirror
-        named = layout.indices[layout.indices >= 0]
-        is_masked = mirror.masks is not None and (self.is_decode or not mirror.is_whole[named].all())
+        is_masked = mirror.masks is not None and self.is_decode
+        if mirror.masks is not None and not is_masked:
+            is_masked = not mirror.is_whole[layout.indices[layout.indices >= 0]].all()
         self._masks = mirror.masks if is_masked else None
 
     @property

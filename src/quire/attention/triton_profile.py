@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
-from quire.attention.plan import AttentionSpec, RowSlice, Sources
+from quire.attention.plan import AttentionSpec, RowSlice
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.triton_memory import TableMirror
 from quire.cache.page import PAGE_TOKENS, UNIT
@@ -133,14 +133,21 @@ def page_id_of(room: Tensor, table: ChunkTable) -> int:
 class StepProfile:
     """The profile of one step.
 
+    own       of each slice the chunks that its rows write, see TileLayout
     lse       f32 [R or more, H, G], base 2, where attention leaves it
     num_kept  rows that are kept
     """
 
-    def __init__(self, memory: ProfileMemory, slices: Sequence[RowSlice], batch_size: int | None) -> None:
+    def __init__(
+        self,
+        memory: ProfileMemory,
+        slices: Sequence[RowSlice],
+        own: Sequence[NDArray[np.int32]],
+        batch_size: int | None,
+    ) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, kept_places, self._kept, kept_chunks = _columns_of(slices, spec)
+        columns, kept_places, self._kept, kept_chunks = _columns_of(slices, own, spec)
         is_single = columns[:, 1] == 1
         named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
         memory.mirror.refresh(named[named >= 0])
@@ -283,8 +290,8 @@ class _StepColumns(NamedTuple):
     kept_chunks: NDArray[np.int32]
 
 
-def _columns_of(slices: Sequence[RowSlice], spec: AttentionSpec) -> _StepColumns:
-    window, encodes = spec.window, spec.table.encodes
+def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]], spec: AttentionSpec) -> _StepColumns:
+    window = spec.window
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]
@@ -312,10 +319,7 @@ def _columns_of(slices: Sequence[RowSlice], spec: AttentionSpec) -> _StepColumns
     columns[:, 6] = np.where(ordinal >= np.repeat(lengths - near, lengths), FAR_TOKENS, 0)
     columns[np.repeat(peaks == 0, lengths), 6] = -1
     columns[:, 7] = _ALWAYS
-    if encodes:
-        sources = Sources(encodes)
-        # Also of slices that are not profiled: staged chunks are numbered over all of them.
-        written = [sources.of(piece) for piece in slices]
+    if spec.table.encodes:
         own = [written[number] for number in numbers]
         sizes = np.array([len(chunks) for chunks in own])
         at = np.arange(int(sizes.sum())) + np.repeat(ends - np.cumsum(sizes), sizes)

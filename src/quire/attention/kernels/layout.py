@@ -109,6 +109,8 @@ class TileLayout:
     is_decode     every slice has one row
     seals         as of `plan.Layout`
     num_staged    as of `plan.Layout`
+    own           where sealed chunks are encoded, of each slice the chunks that its rows write, as of `plan.Sources`;
+                  else nothing
     """
 
     positions: NDArray[np.int32]
@@ -122,6 +124,7 @@ class TileLayout:
     is_decode: bool
     seals: NDArray[np.int32]
     num_staged: int
+    own: Sequence[NDArray[np.int32]]
 
 
 def lay_out(
@@ -150,6 +153,7 @@ def lay_out(
     # Where the ids of the chunks that a slice writes stand, of the first of them: in its path, or apart.
     own = paths + starts // PAGE_TOKENS - gone
     sources = Sources(encodes)
+    apart: list[NDArray[np.int32]] = []
     if encodes:
         apart = [sources.of(piece) for piece in slices]
         num_own = np.array([len(chunks) for chunks in apart], np.int64)
@@ -216,6 +220,7 @@ def lay_out(
         is_decode,
         sources.seals,
         sources.num_staged,
+        apart,
     )
 
 
