@@ -66,16 +66,21 @@ def load_engine(
         shape = checkpoint.shape
     tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
     name = resolved.model.name or model
+    retain = resolved.retain
+    how = "threshold" if retain.threshold != "off" else "budget"
+    retained = f", retention by a {how} of {getattr(retain, how)}" if retain.is_on else ""
     log.info(
-        "%s: %s weights in %s, cache %s for %d tokens, context %d, %s attention on %s",
+        "%s: %s weights in %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s",
         name,
         format_bytes(fits.weight_bytes),
         resolved.model.dtype,
         format_bytes(fits.cache_bytes),
+        resolved.cache.codec,
         fits.tokens,
         fits.max_context,
         resolved.attention.backend,
         resolved.runtime.device,
+        retained,
     )
     engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path), calibration)
     return Loaded(engine, tokenizer, shape, fits, resolved, name)

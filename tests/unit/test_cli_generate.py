@@ -78,6 +78,23 @@ def test_every_kind_of_line_is_answered(fake, files, capsys):
     assert "5 done" in capsys.readouterr().err
 
 
+def test_a_line_says_what_retention_kept_of_its_prompt(fake, files, monkeypatch):
+    """Once it has decided: not yet with the first items."""
+    original = fake._generate
+
+    async def generate_retaining(ids, params, request_id):
+        number = 0
+        async for item in original(ids, params, request_id):
+            item.kept_fraction = None if number == 0 else 0.43219
+            number += 1
+            yield item
+
+    monkeypatch.setattr(fake, "_generate", generate_retaining)
+    write(files[0], {"prompt": "abc"})
+    assert generate(files) == 0
+    assert read(files[1])[1]["usage"]["kept_fraction"] == 0.4322
+
+
 def test_flags_hold_where_a_line_says_nothing(fake, files):
     write(files[0], {"prompt": "abcdef"}, {"prompt": "abcdef", "max_tokens": 4}, {"prompt": "abcdef", "stop": None})
     assert generate(files, "--max-tokens", "5", "--stop", "c") == 0

@@ -245,3 +245,16 @@ def test_a_call_from_within_a_call_is_refused(folder: Path) -> None:
 
         llm.engine.step = interrupted
         assert tokens(llm.generate("abc", GREEDY)) == tokens(llm.generate("abc", GREEDY))
+
+
+def test_loading_tells_how_the_cache_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="quire")
+    for options, end in (
+        ({}, ""),
+        ({"retain.threshold": 0.95}, ", retention by a threshold of 0.95"),
+        ({"retain.budget": 0.5}, ", retention by a budget of 0.5"),
+    ):
+        caplog.clear()
+        with LLM(str(folder), OPTIONS | {"cache.codec": "g4"} | options):
+            (line,) = [each.message for each in caplog.records if "weights in" in each.message]
+        assert "MiB of g4 for " in line and line.endswith(" attention on cpu" + end)
