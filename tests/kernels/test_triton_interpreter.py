@@ -1,7 +1,8 @@
 """Runs the tests of `triton_interpreter/` in a process of their own.
 
 Triton decides between interpreter and compiler when a kernel is decorated, its own library's included, so one process
-has either. This one keeps the compiler, for `test_triton_compile.py` and for GPUs.
+has either. This one keeps the compiler, for `test_triton_compile.py` and for GPUs. The interpreter is one thread of
+Python, so as many run side by side as there are cores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def test_the_kernels_pass_in_the_interpreter(seed: int) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        "--numprocesses=auto",
+        "--maxprocesses=4",
         "--seed",
         str(seed),
         "--durations=5",
