@@ -121,7 +121,7 @@ def dense_keys(
 @triton.jit
 def encoded_keys(
     arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
-    page, chunk, layer_head,
+    table, chunk, layer_head,
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
     start,  # where the chunk's place in its path says that it begins
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
@@ -130,6 +130,7 @@ def encoded_keys(
 ):  # fmt: skip
     """The keys of an encoded page, its sinks among them, [2 * HP, P], and which channels of a row they are."""
     HALF: tl.constexpr = D // 2
+    page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
     pair, both = tl.arange(0, HP), tl.arange(0, 2 * HP)
     order, channel = pair, both % HP
     if KIND == NUQ:
@@ -280,9 +281,8 @@ def sum_columns(
         )  # fmt: skip
     if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
         if stored_seen != 0:
-            page = tl.load(table + stored * (L * H) + layer_head).to(tl.int64)
             keys, channel, is_channel = encoded_keys(
-                arena, words, halves, octets, page, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                arena, words, halves, octets, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
                 heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
             )  # fmt: skip
             total = add_rows(
@@ -346,9 +346,8 @@ def sum_single_columns(
                     first_query, limits, keys, channel, is_channel, m, G, position + m * 0, at, G, D, H * G, WINDOW
                 )
             elif is_wanted:
-                page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
                 keys, channel, is_channel = encoded_keys(
-                    arena, words, halves, octets, page, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
+                    arena, words, halves, octets, table, chunk, layer_head, slot_positions, bases, sidecars, cos, sin,
                     heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS,
                     ROTATE,
                 )  # fmt: skip
@@ -471,9 +470,8 @@ def recover(
         )  # fmt: skip
     if KIND != NO_CODES:  # noqa: SIM102 - known when compiled
         if stored_seen != 0:
-            page = tl.load(table + stored * (L * H) + layer_head).to(tl.int64)
             keys, channel, is_channel = encoded_keys(
-                arena, words, halves, octets, page, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
+                arena, words, halves, octets, table, stored, layer_head, slot_positions, bases, sidecars, cos, sin,
                 heads, pairs, key_books, start, L, H, D, P, HP, UNIT, SINKS, KIND, KEY_PARTS, MOST_KEY_SLOTS, ROTATE,
             )  # fmt: skip
             total = add_kept(
