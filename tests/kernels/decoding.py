@@ -24,7 +24,7 @@ from quire.models.plan import Model
 from quire.models.shape import ModelShape
 
 from ..tiny_models import RandomWeights
-from .encoded import Sequences, encoded_spec, sealed_bytes
+from .encoded import Sequences, bytes_of_sealed, encoded_spec, sealed_bytes
 from .harness import Shape
 
 Step = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -111,10 +111,13 @@ def decode_encoded(
     codec_of: Callable[[Shape], Codec],
     *,
     seed: int,
+    codes: list[torch.Tensor] | None = None,
     device: str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits of decode steps whose rows fill chunks, and the images of what they filled, where sealed chunks are
-    encoded. Two runs with one seed are the same scenario.
+    """Logits of decode steps whose rows fill chunks, and the images of what they filled, in the order in which they
+    did, where sealed chunks are encoded. Two runs with one seed are the same scenario.
+
+    codes  images of another run, which take the place of this one's own once these are noted
     """
     random = np.random.default_rng(seed)
     group = shape.num_q_heads // shape.num_kv_heads
@@ -127,21 +130,34 @@ def decode_encoded(
     backend = make_backend(spec)
     run = make_step(model, backend)
     sequences = Sequences(spec)
-    logits = []
+    logits, images = [], list[torch.Tensor]()
+    noted: dict[int, int] = {}
+
+    def note() -> None:
+        for name, chunks in sequences.chunks.items():
+            for index in range(noted.get(name, 0), sequences.lengths[name] // PAGE_TOKENS):
+                chunk = chunks[index : index + 1]
+                images.append(sealed_bytes(spec, chunk))
+                if codes is not None:
+                    image = codes[len(images) - 1].to(device)
+                    spec.table.pool.arena[bytes_of_sealed(spec, chunk).to(device)] = image
+                noted[name] = index + 1
+
     for number in range(9):
         if number in (0, 1, 4):
             count = (62, 126, 5)[len(sequences.lengths)]
             positions = torch.arange(count, device=device)
             prompt = torch.from_numpy(random.integers(0, shape.vocab_size, count)).to(device)
             model.hidden(prompt, positions, backend.plan(sequences.step([(len(sequences.lengths), count)])))
+            note()
         names = [name for name in sequences.lengths if number < 6 or name != 1]
         tokens = torch.from_numpy(random.integers(0, shape.vocab_size, len(names)))
         positions = torch.tensor([sequences.lengths[name] for name in names])
         plan = backend.plan(sequences.step([(name, 1) for name in names]))
         logits.append(run(tokens, positions, plan).clone())
-    filled = [chunks[: sequences.lengths[name] // PAGE_TOKENS] for name, chunks in sequences.chunks.items()]
-    assert [len(chunks) for chunks in filled] == [1, 2, 0]
-    return logits, [sealed_bytes(spec, chunks).cpu() for chunks in filled]
+        note()
+    assert noted == {0: 1, 1: 2}
+    return logits, images
 
 
 def eager(model: Model, backend: AttentionBackend) -> Step:

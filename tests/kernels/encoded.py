@@ -125,17 +125,25 @@ def bytes_of_pages(spec: AttentionSpec, chunk: int) -> list[NDArray[np.int64]]:
     return found
 
 
-def sealed_bytes(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor:
-    """The images of sealed chunks and their sidecars, one after the other, padding after a sidecar's rows left out."""
+def bytes_of_sealed(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor:
+    """Where in the arena the images of sealed chunks and their sidecars lie, one after the other, padding after a
+    sidecar's rows left out.
+    """
     sinks = spec.table.sinks
     unused = 0 if sinks is None else sinks.sidecar_bytes - spec.num_layers * spec.num_kv_heads * sinks.head_bytes
-    images = [torch.empty(0, dtype=torch.uint8)]
+    places = [np.empty(0, np.int64)]
     for chunk in chunks.tolist():
         pages = bytes_of_pages(spec, chunk)
         if spec.table.sidecars[chunk] >= 0:
             pages[-1] = pages[-1][: len(pages[-1]) - unused]
-        images += [spec.table.pool.arena[torch.from_numpy(page)].cpu() for page in pages]
-    return torch.cat(images)
+        places += pages
+    return torch.from_numpy(np.concatenate(places))
+
+
+def sealed_bytes(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor:
+    """The images of sealed chunks and their sidecars."""
+    arena = spec.table.pool.arena
+    return arena[bytes_of_sealed(spec, chunks).to(arena.device)].cpu()
 
 
 def written(spec: AttentionSpec, slices: Sequence[RowSlice]) -> torch.Tensor:

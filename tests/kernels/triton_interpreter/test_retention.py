@@ -164,8 +164,8 @@ def random_prompt(random: np.random.Generator, length: int) -> list[int]:
 def test_an_engine_keeps_and_answers_like_the_oracle(
     monkeypatch: pytest.MonkeyPatch, seed: int, budget: float | None, codec: str
 ) -> None:
-    """Prompts that are decided on beside answers, over a seal each, some heads with frequent tokens; decode steps are
-    graphs.
+    """Prompts that are decided on beside answers, over one seal and two, some heads with frequent tokens; decode steps
+    are graphs.
     """
     shape = tiny_shape()
     heads = [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]]
@@ -182,7 +182,7 @@ def test_an_engine_keeps_and_answers_like_the_oracle(
     random = np.random.default_rng(seed)
     common = random_prompt(random, 70)
     outputs: dict[str, RequestOutput] = {}
-    params = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
     for name, length in (("first", 115), ("second", 117)):
         # A special token late in the prompt would have its page kept, and with it everything.
         bench.witness.add(name, common + random_prompt(random, length)[budget is not None :], params)
