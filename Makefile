@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard build_backend/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format docs bench peers clients clean
+.PHONY: help install serve test test-full check format docs bench peers clients clean
 
 help:  ## List what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,8 +25,11 @@ serve: install  ## Install, then serve the embedded model on 127.0.0.1:$(PORT)
 	@echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"What is a quire?\"}], \"max_tokens\": 64}'"
 	@exec $(BIN)/quire serve smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: install $(VENV)/.installed-dev  ## Install, then run the whole test suite; ARGS="-k name" to choose
-	$(BIN)/python -m pytest $(ARGS)
+test: install $(VENV)/.installed-dev  ## Install, then run the quick test suite; ARGS="-k name" to choose
+	$(BIN)/python scripts/tests.py $(ARGS)
+
+test-full: install $(VENV)/.installed-dev  ## The whole suite: more random examples, whole matrices, slow tests
+	QUIRE_EFFORT=full $(BIN)/python scripts/tests.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## Format, lint, strict types, import direction, generated docs
 	$(BIN)/ruff format --check .

@@ -1,46 +1,74 @@
-"""What every test shares: two compute threads, a printed seed, the data folder, and skips that say why."""
+"""What every test shares: one compute thread, a printed seed, the effort, the data folder, and skips that say why."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.effort import EFFORT, FACTORS, tries
 
 try:
     import hypothesis
 except ImportError:  # on machines that run tests/gpu alone
     hypothesis = None  # type: ignore[assignment]
 
-# Before anything imports torch: as many threads everywhere, so that results and timings do not depend on the machine.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before anything imports torch: tests run side by side, one for each core, and results must not depend on the machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Before anything imports triton, which decides for a whole process: kernels run in the interpreter where no GPU can run
+# them. tests/kernels/ahead.py has the compiler, in a process of its own.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).parents[1]
+
+LONGEST = 10.0
+"""Seconds that a test may take in a quick run unless it is marked slow."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of every random generator; a new one by default")
+    parser.addoption("--alone", choices=("only", "without"), help="the tests marked alone only, or all others")
+    parser.addoption("--shuffle", action="store_true", help="run the tests in an order that the seed decides")
+    parser.addoption("--seconds", type=float, default=None, help="skip what has not begun after so many seconds")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # Processes of pytest-xdist take these from the one that starts them.
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(2**32)
+    if config.option.seconds is not None and not hasattr(config, "workerinput"):
+        config.option.seconds += time.time()
     config.option.hypothesis_seed = str(config.option.seed)
     if hypothesis is None:
         return
     # On a busy machine the time of one example says nothing; pytest-timeout catches what hangs.
-    hypothesis.settings.register_profile("quire", deadline=None)
+    hypothesis.settings.register_profile("quire", deadline=None, max_examples=tries(100))
     hypothesis.settings.load_profile("quire")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"quire: seed {config.option.seed} (repeat with --seed {config.option.seed}), data in {_data_path()}"
+    return (
+        f"quire: seed {config.option.seed} (repeat with --seed {config.option.seed}), effort {EFFORT},"
+        f" data in {_data_path()}"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.alone:
+        chosen = [bool(item.get_closest_marker("alone")) == (config.option.alone == "only") for item in items]
+        config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
+        items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
+    if config.option.shuffle:
+        random.Random(config.option.seed).shuffle(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -49,6 +77,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.option.seconds is not None and time.time() > item.config.option.seconds:
+        pytest.skip("the time of --seconds is over")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
+    if seconds > most and not item.get_closest_marker("slow"):
+        pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

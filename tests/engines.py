@@ -48,7 +48,7 @@ def make_engine(
     settings = {
         "model.dtype": "float32",
         "runtime.device": "cpu",
-        "runtime.threads": 2,
+        "runtime.threads": 1,
         "cache.memory": chunks * chunk_bytes(shape),
         "scheduler.max_running": 8,
         "scheduler.token_budget": 256,

@@ -1,20 +1,26 @@
 """Triton kernels compiled ahead of time for one GPU architecture, on a machine without one, and what the compiler made
-of them."""
+of them.
+
+Triton decides between interpreter and compiler when a kernel is decorated, so one process has either. Where there is no
+GPU, the processes of the tests have the interpreter. A child of theirs, which this module is too, has the compiler.
+"""
 
 from __future__ import annotations
 
+import atexit
+import importlib
+import os
+import pickle
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from typing import Any, BinaryIO
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -30,19 +36,65 @@ class Compiled:
         return len(re.findall(pattern, self.sass))
 
 
+_child: subprocess.Popen[bytes] | None = None
+
+
 def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], *, warps: int, stages: int = 3) -> Compiled:
     """Compiles as a launch would: pointers and row strides are known to be multiples of 16, other integers are not.
 
     arguments  by name: "*bf16", "i32", "i32:16" (a multiple of 16), or a value, which becomes a compile-time constant
     """
+    global _child
+    if _child is None:
+        # The compiler must be a process that has never been told of the interpreter.
+        settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        _child = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+            env=settings | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        atexit.register(_child.kill)
+    assert _child.stdin is not None and _child.stdout is not None
+    pickle.dump((capability, kernel.fn.__module__, kernel.fn.__name__, arguments, warps, stages), _child.stdin)
+    _child.stdin.flush()
+    found = pickle.load(_child.stdout)
+    if isinstance(found, str):
+        raise AssertionError(f"{kernel.fn.__name__} does not compile: {found}")
+    assert isinstance(found, Compiled)
+    return found
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Compiles what the parent asks for until it ends."""
+    # The child is `__main__`; the parent knows its results by the module's name.
+    from tests.kernels.ahead import _compile
+
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer: Compiled | str = _compile(*request)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _compile(capability: int, module: str, name: str, arguments: dict[str, Any], warps: int, stages: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(module), name)
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        value = arguments[name]
+    for index, argument in enumerate(kernel.arg_names):
+        value = arguments[argument]
         if not isinstance(value, str):
-            signature[name] = "constexpr"
-            constants[name] = value
+            signature[argument] = "constexpr"
+            constants[argument] = value
             continue
-        signature[name] = value.removesuffix(":16")
+        signature[argument] = value.removesuffix(":16")
         if value.startswith("*") or value.endswith(":16"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -51,21 +103,22 @@ def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], *, warp
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
     )
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(built.asm["cubin"])
-        usage = subprocess.run(
-            [tools / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+        text = subprocess.run(
+            [dump, "--dump-resource-usage", "--dump-sass", cubin], capture_output=True, text=True, check=True
         ).stdout
-        sass = subprocess.run(
-            [tools / "cuobjdump", "--dump-sass", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return Compiled(
         built.asm["ptx"],
-        sass,
+        text,
         int(numbers["REG"]),
         int(numbers["STACK"]) + int(numbers["LOCAL"]),
         built.metadata.shared,
     )
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer)

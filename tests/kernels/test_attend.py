@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
@@ -16,6 +16,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.segment import Path
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from .harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
 from .pages import use_level
@@ -65,7 +66,7 @@ def test_models_without_rotation_attend_like_the_reference() -> None:
     check(Shape(rotate=False), EDGES)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 140)), min_size=1, max_size=6),
     heads=st.integers(1, 3),

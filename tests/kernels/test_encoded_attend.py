@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
@@ -17,6 +17,7 @@ from quire.attention.reference import ReferenceAttention, rotate
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from ..nuq_tables import tables_of
 from . import encoded
@@ -94,7 +95,7 @@ def test_every_cpu_level_attends_like_the_reference(
     encoded.check_steps(CpuAttention, Shape(dim=80, group=3, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     steps=st.lists(
         st.lists(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.nuq import NuqHeads
@@ -12,6 +12,7 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from ..nuq_tables import random_tables
 from .pages import DTYPES, KINDS, use_level, vectors
@@ -68,7 +69,7 @@ def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: t
         check(codec, k, v, layer, head)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     dim=st.sampled_from(DIMS[:6]),
     dtype=st.sampled_from(DTYPES),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
@@ -15,6 +15,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from . import encoded
 from .encoded import CODECS, TOLERANCE, encoded_spec
@@ -104,7 +105,7 @@ def test_models_without_rotation_do_not_care(dtype: torch.dtype) -> None:
         check_batch(CpuAttention, Shape(rotate=False, dtype=dtype, layers=1), codec, [200, 447], sinks=1)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     starts=st.lists(st.integers(64, 500), min_size=1, max_size=4),
     codec=st.sampled_from(sorted(CODECS)),

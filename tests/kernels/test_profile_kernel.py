@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
@@ -15,6 +15,7 @@ from quire.attention.plan import Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from .encoded import CODECS
 from .harness import Shape, make_spec
@@ -84,7 +85,7 @@ SLICE = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     steps=st.lists(st.lists(SLICE, min_size=1, max_size=4, unique_by=lambda row: row[0]), min_size=1, max_size=4),
     codec=st.sampled_from([None, None, *sorted(CODECS)]),

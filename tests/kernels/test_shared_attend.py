@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import common_runs, lay_out
 from quire.cache.page import PAGE_TOKENS
+from tests.effort import examples
 
 from . import sharing
 from .harness import Shape, make_spec
@@ -19,7 +20,7 @@ from .sharing import apart, counting, forest, merged, sharers, taking
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     num_rows=st.integers(1, 20),
     group=st.sampled_from([1, 3, 4, 8]),
@@ -81,7 +82,7 @@ def test_scores_beyond_float32_s_exponentials_merge(offset: float, seed: int) ->
     sharing.check_offset_scores(CpuAttention, offset, seed % 1000)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     num_rows=st.integers(0, 70),
     block_rows=st.sampled_from([1, 2, 5, 64]),
@@ -113,7 +114,7 @@ def test_runs_cover_the_beginning_of_every_path_within_the_limits(
             assert min(ours, theirs) >= chunks - 1 or block_rows < num_rows
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     num_rows=st.integers(1, 30),
     prefills=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), max_size=3),

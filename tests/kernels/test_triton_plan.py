@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
@@ -15,6 +15,7 @@ from quire.cache.page import PAGE_TOKENS
 from quire.cache.policies import Chain
 from quire.cache.retained import Retained, pack
 from quire.cache.segment import Path
+from tests.effort import examples
 
 from .harness import Shape, make_spec
 from .profiling import profiled_spec
@@ -90,7 +91,7 @@ def check_partials(layout: TileLayout) -> None:
     assert set(finished) == {1}, "each row is written once"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     num_sharers=st.integers(0, 40),
     lengths=st.lists(st.tuples(st.integers(0, 3000), st.one_of(st.just(1), st.integers(0, 300))), max_size=6),
@@ -137,7 +138,7 @@ def test_every_row_reads_each_visible_chunk_once(
     assert len(layout.short) <= tiles.max_short(num_blocks)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     num_sharers=st.integers(0, 20),
     lengths=st.lists(st.tuples(st.integers(0, 1000), st.one_of(st.just(1), st.integers(1, 300))), max_size=5),
@@ -371,7 +372,7 @@ def test_what_cannot_be_profiled_is_said() -> None:
         TritonAttention(make_spec(Shape(layers=1), 4)).plan([piece])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 700), st.booleans(), st.integers(0, 9)), min_size=1, max_size=8),
     prefill=st.sampled_from([None, (0, 100), (130, 3)]),

@@ -24,7 +24,7 @@ OPTIONS = {
     "model.dtype": "float32",
     "model.name": "tiny",
     "cache.memory": "8MiB",
-    "runtime.threads": 2,
+    "runtime.threads": 1,
     "runtime.device": "cpu",
     "scheduler.max_running": 4,
     "scheduler.max_queue": 8,

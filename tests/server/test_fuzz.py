@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from quire.async_llm import AsyncLLM
@@ -13,11 +13,12 @@ from quire.cache.manager import PINNED_SHARE
 from quire.config import ServeConfig
 from quire.server.app import create_app
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, client, error_of, events
 from tests.tiny_models import save_tiny
 
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = examples(150, suppress_health_check=[HealthCheck.too_slow])
 
 ODD_NUMBERS = [
     0,
@@ -285,7 +286,7 @@ def real_server(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(fuzz, max_examples=200)
+@examples(200, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=st.lists(
         st.tuples(WORK, st.none() | st.integers(0, 8)).map(lambda both: (*both[0], both[1])), min_size=1, max_size=5

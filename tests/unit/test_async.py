@@ -23,7 +23,7 @@ from ..tiny_models import save_tiny
 OPTIONS = {
     "model.dtype": "float32",
     "cache.memory": "8MiB",
-    "runtime.threads": 2,
+    "runtime.threads": 1,
     "runtime.device": "cpu",
     "scheduler.max_running": 4,
     "scheduler.max_queue": 8,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.budget import AFTER, BEFORE, deal, worth
+from tests.effort import examples
 
 PAGE = 4
 
@@ -28,7 +29,7 @@ def tokens_in_slots(generator: np.random.Generator, heads: int, n: int) -> np.nd
     return np.where(generator.random(positions.shape) < 0.2, np.int32(-1), positions)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 999), n=st.integers(1, 60))
 def test_neighbours_are_worth_as_much(seed: int, n: int) -> None:
     generator = np.random.default_rng(seed)
@@ -78,7 +79,7 @@ def plain_deal(
     return kept
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     seed=st.integers(0, 9999),
     n=st.integers(1, 40),

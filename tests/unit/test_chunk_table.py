@@ -11,7 +11,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
 from quire.cache.segment import RETAINED_ROWS, ChunkTable
 from quire.cache.sinks import Sinks
 from quire.errors import CacheFullError, ConfigError
+from tests.effort import examples
 
 L, H = 2, 3
 SLAB_UNITS = 16
@@ -171,7 +171,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTableMachine.settings = examples(50, stateful_step_count=50)
 
 
 def test_the_machine_s_sizes_do_make_pages_move() -> None:

@@ -14,7 +14,7 @@ from quire.cli import COMMANDS, build_parser, main
 from quire.errors import ModelError
 from tests.tiny_models import save_tiny
 
-SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "2"]
+SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
 
 
 def shell(*words, **kwargs):

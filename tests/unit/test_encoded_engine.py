@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.page import PAGE_TOKENS
@@ -18,6 +18,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests import engines
+from tests.effort import examples
 from tests.engines import chunk_bytes, drain, generate
 from tests.tiny_models import tiny_shape
 
@@ -313,7 +314,7 @@ def test_heads_of_other_sizes_are_refused() -> None:
         resolve(EngineConfig.from_options({"cache.codec": CODEC, "runtime.device": "cpu"}), tiny_shape())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.data())
 def test_any_mix_of_requests_answers_as_alone(data: st.DataObject) -> None:
     common = ids(data.draw(st.integers(0, 200)), 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.codecs.group import GROUP_CHANNELS, GroupCodec
@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
+from tests.effort import examples
 
 from ..engines import generate, make_engine
 from ..kernels.pages import DTYPES, KINDS, vectors
@@ -79,7 +80,7 @@ def test_tokens_do_not_notice_each_other(seed: int) -> None:
     assert torch.equal(stored(changed)[torch.arange(PAGE_TOKENS) != 7], stored(x)[torch.arange(PAGE_TOKENS) != 7])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     dim=st.sampled_from([2, 16, 62, 64, 66, 80, 96, 128, 256]),
     kind=st.sampled_from(KINDS),

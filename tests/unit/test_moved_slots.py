@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.codecs import Codec
@@ -15,6 +15,7 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
 from quire.kernels.levels import supported_levels
+from tests.effort import examples
 
 from ..kernels.pages import KINDS, use_level, vectors
 from ..nuq_tables import random_tables
@@ -117,7 +118,7 @@ def test_moved_tokens_are_those_encoded_in_their_new_slots(name: str, share: flo
     check(CODECS[name], 3, share, seed)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     name=st.sampled_from(sorted(CODECS)),
     num_pages=st.integers(1, 4),
@@ -128,7 +129,7 @@ def test_any_moves(name: str, num_pages: int, share: float, seed: int) -> None:
     check(CODECS[name], num_pages, share, seed)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     dim=st.sampled_from([16, 32, 48, 64]),
     key_bits=st.lists(st.integers(0, 5), min_size=1, max_size=3),

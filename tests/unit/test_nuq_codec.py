@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.reference import rotate
 from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of, nominal_page_bytes
 from quire.cache.page import PAGE_TOKENS
 from quire.errors import ConfigError
+from tests.effort import examples
 
 from ..kernels.pages import DTYPES, KINDS, vectors
 from ..nuq_tables import random_tables, tables_of, uniform_book
@@ -44,7 +45,7 @@ def page_of(rows: list[list[float]], dim: int = 16) -> torch.Tensor:
     return wide.repeat(-(-PAGE_TOKENS // len(few)), 1)[:PAGE_TOKENS]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     dim=st.sampled_from([16, 48, 64, 80]),
     kind=st.sampled_from(KINDS),

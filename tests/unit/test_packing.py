@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.codecs.packing import LANES, LINE_BYTES, num_lines, pack, parts, unpack
+from tests.effort import examples
 
 WIDTHS = [1, 2, 3, 4, 5]
 PART_WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1]}
@@ -58,7 +59,7 @@ def test_every_code_at_every_place(bits: int, fields: int) -> None:
                 assert bytes(pack(codes[field : field + 1], bits)[0].tolist()) == expected, (code, lane, field)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(bits=st.sampled_from(WIDTHS), fields=st.sampled_from([16, 32, 48]), seed=st.integers(0, 2**31))
 def test_lines_are_those_of_the_bit_by_bit_packer(bits: int, fields: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from quire.cache.page import UNIT, PagePool
 from quire.engine.build import slab_bytes
 from quire.errors import CacheFullError, ConfigError
+from tests.effort import examples
 
 SIZES = [UNIT, 3 * UNIT, 8 * UNIT]  # a slab of 16 units is not a whole number of the second
 
@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = examples(40, stateful_step_count=40)
 
 
 def test_an_empty_slab_serves_another_page_size() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cache.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
+from tests.effort import examples
 
 EXAMPLE = [
     [1.0],
@@ -105,7 +106,7 @@ def test_members_do_not_count_tokens_twice() -> None:
     assert found.kept.sum() == 2 + 2
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 999), n=st.integers(1, 30), members=st.permutations(MEMBERS), length=st.integers(1, 4))
 def test_more_is_kept_for_more_recovery(seed: int, n: int, members: list[str], length: int) -> None:
     generator = np.random.default_rng(seed)
@@ -160,7 +161,7 @@ def test_equal_sums_keep_the_first() -> None:
     assert np.flatnonzero(largest(np.ones((1, 6)), ~only(6, 1)[None], 3, order)[0]).tolist() == [3, 4, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 999), n=st.integers(1, 20), count=st.integers(0, 22))
 def test_the_largest_are_those_of_a_sort(seed: int, n: int, count: int) -> None:
     generator = np.random.default_rng(seed)

@@ -7,12 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.profile import column_sums, recovered
 from quire.attention.reference import attend_dense
 from quire.cache.policies import Chain, decide
+from tests.effort import examples
 
 H, G, D = 3, 2, 16
 
@@ -32,7 +33,7 @@ def whole(q: torch.Tensor, k: torch.Tensor, window: int | None) -> np.ndarray:
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).mean(1).numpy()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     n=st.integers(1, 70),
     cuts=st.lists(st.integers(1, 69), max_size=3),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -22,6 +22,7 @@ from quire.cache.retention import Decided, Retention
 from quire.cache.room import Need
 from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
+from tests.effort import examples
 
 L, H, D = 2, 2, 8
 CODEC = DenseCodec(D, torch.float32)
@@ -345,7 +346,7 @@ def test_who_is_waited_for_may_end() -> None:
     retain(manager, second, MIXED)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), share=st.booleans(), chunks=st.sampled_from([30, 48, 90]))
 def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
     """Sequences come, decode and go in any order; each keeps what the rules say, in the pages that takes."""

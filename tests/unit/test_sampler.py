@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.engine import candidates
 from quire.engine.candidates import best_ids, falling, lane_maxima, num_above
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed, uniform
+from tests.effort import examples
 
 EOS = 1
-QUICK = settings(deadline=None, max_examples=80)
+QUICK = examples(80)
 
 
 @dataclass

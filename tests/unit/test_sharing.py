@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
@@ -18,6 +18,7 @@ from quire.engine.request import NO_HINTS
 from quire.errors import QueueFullError, RequestError
 from quire.llm import gather
 from tests import engines
+from tests.effort import examples
 from tests.engines import GREEDY, drain, generate
 from tests.tiny_models import tiny_shape
 
@@ -218,7 +219,7 @@ def alone(prompt: list[int], count: int) -> list[int]:
 MOST = 70
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     chunks=st.sampled_from([9, 14, 40]),
     events=st.lists(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.params import SamplingParams
 from quire.engine.stops import Stop, StopChecker
+from tests.effort import examples
 
 EOS = 2
 
@@ -44,7 +45,7 @@ def cut_texts(draw):
     return deltas, stops
 
 
-@settings(deadline=None, max_examples=500)
+@examples(500)
 @given(case=cut_texts(), keep=st.booleans(), min_tokens=st.integers(0, 4))
 def test_the_emitted_text_is_the_text_cut_at_the_first_stop(case, keep, min_tokens):
     deltas, stops = case
@@ -60,7 +61,7 @@ def test_the_emitted_text_is_the_text_cut_at_the_first_stop(case, keep, min_toke
         assert stop == Stop("stop", string)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(case=cut_texts())
 def test_nothing_is_held_that_cannot_become_a_stop_string(case):
     deltas, stops = case

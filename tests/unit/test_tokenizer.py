@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
 from quire.errors import RequestError
 from quire.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from tests.effort import examples
 from tests.real_model import embedded_gguf
 from tests.tiny_models import BOS, EOS, byte_tokenizer
 
@@ -86,13 +87,13 @@ def test_token_ids_of_long_text(ours: Tokenizer, theirs: Pipeline, data_dir: Pat
     assert ours.decode(ids) == text
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=st.text())
 def test_token_ids_of_any_text(text: str, ours: Tokenizer, theirs: Pipeline) -> None:
     assert ours.encode(text) == theirs.encode(text).ids
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text())
 def test_every_text_comes_back(text: str) -> None:
     tokenizer = Tokenizer(byte_tokenizer())
@@ -129,7 +130,7 @@ def test_pieces_join_to_the_decoded_text(text: str, skip_special: bool, ours: To
     assert any("\ufffd" in piece for piece in pieces) == ("\ufffd" in text)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip_special=st.booleans())
 def test_any_ids_decode_as_the_tokenizers_library_does(ids: list[int], skip_special: bool, ours: Tokenizer) -> None:
     expected = ours._pipeline.decode(ids, skip_special_tokens=skip_special)
@@ -138,7 +139,7 @@ def test_any_ids_decode_as_the_tokenizers_library_does(ids: list[int], skip_spec
     assert joined in (expected, expected.removesuffix("\ufffd")), "only a character cut off at the end may be left out"
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.binary(max_size=30))
 def test_any_bytes_become_what_python_makes_of_them(data: bytes) -> None:
     tokenizer = Tokenizer(byte_tokenizer())

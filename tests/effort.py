@@ -1,0 +1,79 @@
+"""How much a run tries: one dial, `QUIRE_EFFORT`, for random examples, matrices and slow tests.
+
+    quick  what `make test` runs: some examples of every property, every pair of values in a matrix
+    full   what `make test-full` runs: several times as many examples, whole matrices, slow tests
+    night  many times as many examples
+
+A test says how many examples of its property a quick run tries; the dial multiplies that. No test sets a number of
+examples in any other way (tests/unit/test_effort.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+FACTORS = {"quick": 1, "full": 5, "night": 50}
+EFFORT = os.environ.get("QUIRE_EFFORT", "quick")
+if EFFORT not in FACTORS:
+    raise pytest.UsageError(f"QUIRE_EFFORT is {EFFORT!r}; it must be one of {', '.join(FACTORS)}")
+
+
+def tries(quick: int) -> int:
+    """How many random cases to try where a quick run tries `quick`."""
+    return quick * FACTORS[EFFORT]
+
+
+def examples(quick: int, **more: Any) -> Any:
+    """Hypothesis settings with `tries(quick)` examples; `more` are further settings."""
+    from hypothesis import settings
+
+    return settings(max_examples=tries(quick), **more)
+
+
+def full_only(reason: str) -> Any:
+    """Marks a test that a quick run leaves out: it is slow, or says what faster tests say on fewer cases."""
+    return pytest.mark.skipif(EFFORT == "quick", reason=f"left to QUIRE_EFFORT=full: {reason}")
+
+
+def whole(values: Sequence[Any], quick: int) -> Sequence[Any]:
+    """All values, in a quick run the first `quick`: put those first that tell most."""
+    return values[:quick] if EFFORT == "quick" else values
+
+
+def combine(**axes: Sequence[Any]) -> Any:
+    """Parametrizes a test over the product of its axes, in a quick run over rows that hold every pair of values.
+
+    Most defects of a combination need two of its values. An axis is a sequence of values; the first ones of all axes
+    are the first row.
+    """
+    rows = list(itertools.product(*axes.values()))
+    if EFFORT == "quick":
+        rows = pairwise(rows)
+    return pytest.mark.parametrize(",".join(axes), [row[0] if len(axes) == 1 else row for row in rows], ids=_name)
+
+
+def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A few of the rows in which every pair of values of two columns stands that stands in any; greedy, in order."""
+
+    def pairs(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+        columns = [(index, repr(value)) for index, value in enumerate(row)]
+        found = {(*first, *second) for first, second in itertools.combinations(columns, 2)}
+        return found or {(*columns[0], 0, "")}
+
+    wanted = {pair for row in rows for pair in pairs(row)}
+    left, chosen = list(rows), []
+    while wanted:
+        best = max(left, key=lambda row: len(pairs(row) & wanted))
+        chosen.append(best)
+        left.remove(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+def _name(value: Any) -> str | None:
+    return None if isinstance(value, (str, int, float, bool, type(None))) else str(getattr(value, "name", value))
