@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Runs the test suite: most tests side by side, one process for each core, then those that measure time or memory alone.
+"""Runs the test suite: most tests side by side, a process for each core, then those that measure time or memory.
 
     scripts/tests.py [PYTEST ARGUMENT...]
 
-QUIRE_EFFORT says how much is tried: quick (the default), full or night. Arguments go to pytest in both groups, for example
-`-k name`, `--seed N` or paths. Exit status 0 if nothing failed.
+QUIRE_EFFORT says how much is tried: quick (the default), full or night. Arguments go to pytest in both groups, for
+example `-k name`, `--seed N` or paths. Exit status 0 if nothing failed.
 """
 
 from __future__ import annotations
