@@ -12,12 +12,15 @@ times. Numbers taken on a busy machine are worth little: two busy threads and on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +53,7 @@ class Engine:
 
     restarts  every run is a fresh process
     options   settings of Quire's own, as its flags have them
+    tree      checkout that holds Quire's sources; None is this one
     """
 
     name: str
@@ -61,6 +65,7 @@ class Engine:
     native: bool = False
     restarts: bool = False
     options: tuple[str, ...] = ()
+    tree: Path | None = None
 
     @property
     def is_peer(self) -> bool:
@@ -236,7 +241,7 @@ def start(engine: Engine, given: argparse.Namespace) -> Worker:
     command = [python, HERE / engine.runner, "--model", model, "--threads", given.threads, "--cache-gib", CACHE_GIB]
     command += [*programs, *(["--native"] if engine.native else [])]
     command += [word for option in engine.options for word in ("--option", option)]
-    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if engine.is_peer else str(ROOT / "src")}
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "" if engine.is_peer else str((engine.tree or ROOT) / "src")}
     return Worker(engine.name, command, environment, given.logs / f"{engine.name}.log", START_SECONDS)
 
 
@@ -263,6 +268,34 @@ def times_the_best(ours: Sequence[float], rivals: Iterable[Sequence[float]], les
     best = (min if less_is_better else max)(known, key=median)
     pairs = zip(ours, best, strict=True)
     return median(theirs / mine if less_is_better else mine / theirs for mine, theirs in pairs)
+
+
+def bootstrap(ratios: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
+    """The 95 % interval of the median of `ratios`, one a round: 2.5 % and 97.5 % of the medians of random resamples.
+
+    The same ratios give the same interval. NaN without a ratio.
+    """
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    if not known:
+        return math.nan, math.nan
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(known, k=len(known))) for _ in range(resamples))
+    return medians[resamples * 25 // 1000], medians[resamples * 975 // 1000 - 1]
+
+
+@contextlib.contextmanager
+def checkouts(revisions: Sequence[str]) -> Iterator[dict[str, Path]]:
+    """A folder with the sources of each revision of this repository, while the context lasts."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = {}
+        for number, revision in enumerate(revisions):
+            folder = folders[revision] = Path(name) / str(number)
+            folder.mkdir()
+            archive = subprocess.run(
+                ["git", "-C", ROOT, "archive", revision, "src"], check=True, stdout=subprocess.PIPE
+            ).stdout
+            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        yield folders
 
 
 def add_arguments(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> None:

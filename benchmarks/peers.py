@@ -4,6 +4,7 @@
     python benchmarks/peers.py                      # every engine, every cell, five rounds
     python benchmarks/peers.py --engines quire,openvino,vllm --cells decode-8 --rounds 9
     python benchmarks/peers.py --markdown --json results.jsonl
+    python benchmarks/peers.py --engines quire --before HEAD~1:1.0,0fe7588:0.97 --rounds 9
 
 All engines compute SmolLM2-135M-Instruct with bf16 weights (dequantized from the same 4-bit file) and a 16-bit cache
 on the same number of threads, greedily, to the full length. Prompts are random token ids, new in every repeat and the
@@ -23,7 +24,11 @@ whole batch, and times that phase itself: there the difference is taken within o
 Engines take turns as `contest.py` says; medians over the rounds are shown, and ratios are medians of the ratios within
 a round.
 
-The exit status is 1 when fewer than three peers could be measured.
+With --before, earlier commits of Quire take turns too. Each line of the second table is a cell: the median of the
+ratios to that commit and their bootstrap interval. "No cell slower" holds if every interval reaches the least ratio,
+which stands behind the commit's colon and is 1 by default.
+
+The exit status is 1 when a cell is slower than that, or when peers are asked for and fewer than three are measured.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ import argparse
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import contest
 from common import append_record, format_rate, format_table, median
@@ -127,6 +134,45 @@ def report(run: Contest, results: Results) -> str:
     return f"{table}\n\n{run.conditions(results, 'rates')}"
 
 
+@dataclass(frozen=True)
+class Before:
+    """An earlier commit that Quire is compared with, and the ratio to it that every cell has to reach."""
+
+    revision: str
+    least: float
+
+    @classmethod
+    def parse(cls, text: str) -> Before:
+        """From "REVISION" or "REVISION:LEAST"."""
+        revision, _, least = text.partition(":")
+        return cls(revision, float(least or 1))
+
+    @property
+    def name(self) -> str:
+        """The name of its engine in this run."""
+        return f"quire-{self.revision}"
+
+    def engine(self, tree: Path) -> Engine:
+        """How to start it from its sources."""
+        return dataclasses.replace(QUIRE, name=self.name, title=f"Quire at {self.revision}", tree=tree)
+
+
+def compare(run: Contest, results: Results, before: Sequence[Before]) -> tuple[str, bool]:
+    """The table of every cell beside earlier commits, and whether no cell is slower."""
+    rows, holds = [], True
+    for earlier in before:
+        for cell in run.given.cells:
+            ours, theirs = (results.get((name, cell.name), {}).get("rates", []) for name in (QUIRE.name, earlier.name))
+            ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
+            low, high = contest.bootstrap(ratios)
+            reaches = high >= earlier.least
+            holds &= reaches
+            row = [earlier.revision, cell.name, f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+            rows.append([*row, f"{earlier.least:.2f}", "yes" if reaches else "NO"])
+    headings = ["commit", "cell", "ratio", "95 % interval", "least", "reached"]
+    return format_table(headings, rows, run.given.markdown), holds
+
+
 def record(run: Contest, results: Results) -> None:
     """Append one JSON line per engine and cell."""
     for (name, cell), samples in results.items():
@@ -139,22 +185,33 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Quire and its peers, interleaved on one machine.")
     contest.add_arguments(parser, ENGINES, CELLS)
     parser.add_argument("--native", action="store_true", help="add the engines that keep weights in 4 bits")
+    parser.add_argument(
+        "--before", default="", help="commits of Quire to compare with, with the least ratio: REV:0.97,REV:1.0"
+    )
     return contest.parse(parser, ENGINES, CELLS)
 
 
 def main() -> int:
     """Run everything, print the tables."""
     given = arguments()
-    with Contest(given, measure, joins) as run:
-        run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
-        results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
-        print(report(run, results))
-        if given.json:
-            record(run, results)
-        measured = sum(run.engines[name].counts for name in run.workers)
-    if measured < MIN_PEERS:
+    before = [Before.parse(text) for text in given.before.split(",") if text]
+    wants_peers = any(engine.is_peer for engine in given.engines)
+    with contest.checkouts([earlier.revision for earlier in before]) as trees:
+        given.engines += [earlier.engine(trees[earlier.revision]) for earlier in before]
+        with Contest(given, measure, joins) as run:
+            run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
+            results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
+            print(report(run, results))
+            table, holds = compare(run, results, before)
+            if before:
+                print(f"\n{table}")
+            if given.json:
+                record(run, results)
+            measured = sum(run.engines[name].counts for name in run.workers)
+    if wants_peers and measured < MIN_PEERS:
         say(f"{measured} peers were measured; a table with fewer than {MIN_PEERS} does not count")
-    return 0 if measured >= MIN_PEERS else 1
+        return 1
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":
