@@ -45,35 +45,38 @@ def whole(values: Sequence[Any], quick: int) -> Sequence[Any]:
     return values[:quick] if EFFORT == "quick" else values
 
 
-def combine(**axes: Sequence[Any]) -> Any:
+def combine(strength: int = 2, **axes: Sequence[Any]) -> Any:
     """Parametrizes a test over the product of its axes, in a quick run over rows that hold every pair of values.
 
-    Most defects of a combination need two of its values. An axis is a sequence of values; the first ones of all axes
-    are the first row.
+    Most defects of a combination need two of its values. With a strength of 1 every value stands in some row. An axis is
+    a sequence of values; the first ones of all axes are the first row.
     """
     rows = list(itertools.product(*axes.values()))
     if EFFORT == "quick":
-        rows = pairwise(rows)
+        rows = covering(rows, strength)
     return pytest.mark.parametrize(",".join(axes), [row[0] if len(axes) == 1 else row for row in rows], ids=_name)
 
 
-def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A few of the rows in which every pair of values of two columns stands that stands in any; greedy, in order."""
+def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, ...]]:
+    """A few of the rows in which all values of `strength` columns stand together that do in any; greedy, in order."""
 
-    def pairs(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
+    def parts(row: tuple[Any, ...]) -> set[tuple[tuple[int, str], ...]]:
         columns = [(index, repr(value)) for index, value in enumerate(row)]
-        found = {(*first, *second) for first, second in itertools.combinations(columns, 2)}
-        return found or {(*columns[0], 0, "")}
+        return set(itertools.combinations(columns, min(strength, len(row))))
 
-    wanted = {pair for row in rows for pair in pairs(row)}
+    wanted = {part for row in rows for part in parts(row)}
     left, chosen = list(rows), []
     while wanted:
-        best = max(left, key=lambda row: len(pairs(row) & wanted))
+        best = max(left, key=lambda row: len(parts(row) & wanted))
         chosen.append(best)
         left.remove(best)
-        wanted -= pairs(best)
+        wanted -= parts(best)
     return chosen
 
 
 def _name(value: Any) -> str | None:
-    return None if isinstance(value, (str, int, float, bool, type(None))) else str(getattr(value, "name", value))
+    """What a case is called: plain values as pytest calls them, others by their text."""
+    if isinstance(value, (str, int, float, bool, type(None), list, tuple)):
+        return None
+    text = str(value)
+    return text if len(text) <= 40 else type(value).__name__

@@ -16,7 +16,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.segment import Path
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from .harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
 from .pages import use_level
@@ -27,21 +27,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EDGES = [(0, 1), (62, 1), (63, 1), (64, 1), (65, 3), (0, 63), (0, 64), (0, 65), (64, 64), (128, 17)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@combine(dtype=DTYPES, dim=[64, 80, 96, 128], group=[1, 3, 4, 8])
 def test_mixed_prefill_and_decode_attend_like_the_reference(dtype: torch.dtype, dim: int, group: int) -> None:
     check(Shape(dim=dim, group=group, dtype=dtype), EDGES)
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 48, 112])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, dim=[8, 16, 24, 48, 112], dtype=DTYPES)
 def test_odd_head_sizes_attend_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     check(Shape(dim=dim, dtype=dtype), [(0, 70), (100, 1)])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 17, 33, 64])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, rows=[1, 2, 7, 17, 33, 64], dtype=DTYPES[:2])
 def test_a_decode_batch_attends_like_the_reference(rows: int, dtype: torch.dtype) -> None:
     check(Shape(group=3, heads=3, dtype=dtype), [(7 * i % 200, 1) for i in range(rows)])
 
@@ -56,8 +52,7 @@ def test_a_long_sequence_is_split_and_merged(dtype: torch.dtype) -> None:
     check(shape, [(700, 5), (0, 9)])
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
-@pytest.mark.parametrize("lengths", [[(0, 150)], [(200, 1), (63, 2)], [(130, 70)]], ids=str)
+@combine(strength=1, window=[1, 5, 64, 100], lengths=[[(0, 150)], [(200, 1), (63, 2)], [(130, 70)]])
 def test_a_sliding_window_hides_older_tokens(window: int, lengths: list[tuple[int, int]]) -> None:
     check(Shape(window=window), lengths)
 
@@ -80,9 +75,7 @@ def test_any_ragged_step_attends_like_the_reference(lengths, heads, group, dim, 
     check(Shape(heads=heads, group=group, dim=dim, dtype=dtype, window=window), lengths, seed)
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [64, 80])
+@combine(level=supported_levels(), dtype=DTYPES, dim=[64, 80])
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +99,7 @@ def test_large_scores_neither_overflow_nor_vanish(offset: float) -> None:
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@combine(strength=1, dtype=DTYPES, poison=[float("nan"), float("inf")])
 def test_a_poisoned_key_that_is_visible_poisons_the_row_and_no_other(dtype: torch.dtype, poison: float) -> None:
     spec = make_spec(Shape(layers=1, heads=1, group=1, dtype=dtype, rotate=False), 4)
     (piece,) = slices_of(spec, [(0, 130)])
@@ -145,9 +137,7 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
         assert backend.plans_built == built + 1, slices
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("threads", [1, 2])
+@combine(group=[1, 3], dtype=[torch.float32, torch.bfloat16], threads=[1, 2])
 def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: torch.dtype, threads: int) -> None:
     """Three levels of sharing, rows that share nothing, and a lone reader: the same numbers as every row by itself."""
     shape = Shape(group=group, dtype=dtype)

@@ -9,6 +9,7 @@ from quire.kernels import runtime
 from quire.models.cpu_ops import CpuOps, FourBitLinear
 from quire.models.layers import TorchOps
 from quire.models.quants import QuantizedTensor
+from tests.effort import combine
 
 from .harness import relative_rms
 
@@ -58,9 +59,7 @@ def test_gated_is_zero_and_finite_for_huge_gates() -> None:
     torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, 33])
-@pytest.mark.parametrize("biased", [False, True])
+@combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True])
 def test_packed_products_equal_torch(rows: int, dtype: torch.dtype, biased: bool) -> None:
     weight = random(97, 80, dtype=dtype)
     bias = random(97, dtype=dtype, seed=1) if biased else None

@@ -17,7 +17,7 @@ from quire.attention.reference import ReferenceAttention, rotate
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels.levels import supported_levels
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from ..nuq_tables import tables_of
 from . import encoded
@@ -38,32 +38,27 @@ GROWTH = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@combine(strength=1, dtype=DTYPES, group=[1, 3, 4, 8])
 def test_sequences_that_grow_attend_like_the_reference(dtype: torch.dtype, group: int) -> None:
     encoded.check_steps(CpuAttention, Shape(group=group, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS)
+@combine(strength=1, dtype=DTYPES, codec=CODECS)
 def test_every_codec_attends_like_the_reference(dtype: torch.dtype, codec: str) -> None:
     encoded.check_steps(CpuAttention, Shape(group=3, dtype=dtype, layers=1), CODECS[codec], GROWTH)
 
 
-@pytest.mark.parametrize("dim", [16, 32, 48, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, dim=[16, 32, 48, 80, 96, 128, 256], dtype=DTYPES)
 def test_every_head_size_attends_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     encoded.check_steps(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), CODECS["mixed"], GROWTH[:4])
 
 
-@pytest.mark.parametrize("dim", [2, 8, 12, 24, 66, 72, 112, 130])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, dim=[2, 8, 12, 24, 66, 72, 112, 130], dtype=DTYPES)
 def test_group_codes_of_odd_head_sizes_attend_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     encoded.check_steps(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), CODECS["g4"], GROWTH[:4])
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 5, 64])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, sinks=[0, 1, 5, 64], dtype=DTYPES[:2])
 def test_sinks_attend_like_the_reference(sinks: int, dtype: torch.dtype) -> None:
     """Among the steps a prompt shorter than the sink, which then grows past its chunk."""
     encoded.check_steps(CpuAttention, Shape(dtype=dtype), CODECS["mixed"], GROWTH, sinks=sinks)
@@ -75,8 +70,7 @@ def test_slices_that_see_themselves_as_computed_attend_like_the_reference(dtype:
         encoded.check_steps(CpuAttention, Shape(dtype=dtype, layers=1), CODECS[codec], GROWTH, sinks=5, strict=False)
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, window=[1, 5, 64, 100], dtype=DTYPES[:2])
 def test_a_sliding_window_hides_older_tokens(window: int, dtype: torch.dtype) -> None:
     encoded.check_steps(CpuAttention, Shape(window=window, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
@@ -86,8 +80,7 @@ def test_models_without_rotation_attend_like_the_reference(dtype: torch.dtype) -
     encoded.check_steps(CpuAttention, Shape(rotate=False, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,8 +113,7 @@ def test_any_steps_attend_like_the_reference(steps, codec, group, dim, dtype, wi
     encoded.check_steps(CpuAttention, shape, CODECS[codec], steps, sinks=sinks, seed=seed)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, codec=CODECS, dtype=DTYPES[:2])
 def test_any_tree_attends_like_the_reference(codec: str, dtype: torch.dtype) -> None:
     for seed, (group, num_rows, prefills, sinks) in enumerate([(1, 2, [], 0), (3, 12, [70, 128], 5), (8, 5, [], 1)]):
         shape = Shape(group=group, dtype=dtype, layers=1)
@@ -137,8 +129,7 @@ def sealed_path(spec, tokens: int, backend=None, seed: int = 0) -> np.ndarray:  
     return sequences.chunks[0]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, codec=CODECS, dtype=DTYPES)
 def test_overwriting_a_sealed_page_changes_what_is_attended(codec: str, dtype: torch.dtype) -> None:
     """There is no other copy: every page of a chunk is read where it lies, its sidecar too."""
     shape = Shape(dtype=dtype, layers=2)
@@ -171,8 +162,7 @@ def test_a_page_that_held_another_chunk_gives_the_same_bytes(dtype: torch.dtype)
     assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
 
 
-@pytest.mark.parametrize("make", [ReferenceAttention, CpuAttention])
-@pytest.mark.parametrize("codec", CODECS)
+@combine(strength=1, make=[ReferenceAttention, CpuAttention], codec=CODECS)
 def test_keys_are_stored_before_rotation(make, codec: str) -> None:  # type: ignore[no-untyped-def]
     """The same keys and values at two positions give the same pages."""
     shape = Shape(dtype=torch.bfloat16)
@@ -264,8 +254,8 @@ def high_water_kib() -> int:
     return int(line.split()[1])
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.alone
+@combine(strength=1, codec=CODECS, dtype=DTYPES[:2])
 def test_the_cache_is_never_decoded_as_a_whole(codec: str, dtype: torch.dtype) -> None:
     """Peak memory of a decode step and of a prefill slice over 131,072 tokens: decoded they would be 64 MiB or more a
     layer; the kernels take a page at a time."""

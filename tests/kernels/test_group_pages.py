@@ -9,6 +9,7 @@ from quire.cache.codecs.group import GroupCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
+from tests.effort import combine
 
 from .pages import DTYPES, KINDS, use_level, vectors
 
@@ -28,15 +29,12 @@ def check(dim: int, k: torch.Tensor, v: torch.Tensor) -> None:
         assert torch.equal(fast, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [2, 8, 16, 62, 64, 66, 72, 80, 96, 128, 130, 256])
-@pytest.mark.parametrize("kind", KINDS)
+@combine(dtype=DTYPES, dim=[2, 8, 16, 62, 64, 66, 72, 80, 96, 128, 130, 256], kind=KINDS)
 def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: torch.dtype, seed: int) -> None:
     check(dim, *vectors(kind, (2, 3, PAGE_TOKENS, dim), dtype, seed))
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not SWITCH.exists() or "[never]" in SWITCH.read_text(), reason="this system grants no huge pages")
 def test_memory_that_is_used_lies_in_huge_pages() -> None:
     memory = huge_pages(64 << 20)
@@ -51,6 +52,7 @@ def test_carved_tensors_are_zero_aligned_apart_and_outlive_their_carver() -> Non
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(taken, 1))
 
 
+@pytest.mark.alone
 def test_memory_goes_back_with_its_last_view() -> None:
     before = resident_mib()
     view = huge_pages(256 << 20).fill_(1)[:10]

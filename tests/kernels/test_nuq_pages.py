@@ -12,7 +12,7 @@ from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from ..nuq_tables import random_tables
 from .pages import DTYPES, KINDS, use_level, vectors
@@ -59,9 +59,7 @@ def check(codec: NuqCodec, k: torch.Tensor, v: torch.Tensor, layer: int = 0, hea
         assert torch.equal(fast, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("kind", KINDS)
+@combine(dtype=DTYPES, dim=DIMS, kind=KINDS)
 def test_kernels_write_the_bytes_of_the_definition(kind: str, dim: int, dtype: torch.dtype, seed: int) -> None:
     codec = NuqCodec("nuq3", random_tables(2, 2, dim, seed))
     for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -90,8 +88,7 @@ def test_any_tables_and_numbers(dim, dtype, kinds, key_bits, value_bits, slots, 
     check(NuqCodec("nuq3", tables), k, v)
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels.levels import supported_levels
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from . import encoded
 from .encoded import CODECS, TOLERANCE, encoded_spec
@@ -36,17 +36,14 @@ def check_together(shape: Shape, codec: str, num_rows: int, *, sinks: int = 0) -
     assert (pieces[:, 1] > 1).any(), "nothing was read together"
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("group", [1, 3, 8])
+@combine(dtype=DTYPES[:2], codec=CODECS, group=[1, 3, 8])
 def test_pages_with_positions_of_their_own_attend_like_the_reference(
     dtype: torch.dtype, codec: str, group: int
 ) -> None:
     check_batch(CpuAttention, Shape(group=group, dtype=dtype), codec, [200, 64, 255], seed=group)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", ["mixed", "g4"])
+@combine(strength=1, dtype=DTYPES, codec=["mixed", "g4"])
 def test_pages_seen_in_part_attend_like_the_reference(dtype: torch.dtype, codec: str) -> None:
     for seed in range(4):
         check_batch(
@@ -55,8 +52,7 @@ def test_pages_seen_in_part_attend_like_the_reference(dtype: torch.dtype, codec:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
+@combine(strength=1, dtype=DTYPES, group=[1, 2, 3, 4, 5, 9])
 def test_every_group_attends_like_the_reference(dtype: torch.dtype, group: int) -> None:
     check_batch(CpuAttention, Shape(group=group, dtype=dtype, layers=1), "mixed", [200, 447], sinks=1, seed=group)
 
@@ -68,28 +64,24 @@ def test_shared_runs_attend_like_the_reference(dtype: torch.dtype, codec: str, n
     check_together(Shape(heads=1, group=group, dtype=dtype, layers=1), codec, num_rows)
 
 
-@pytest.mark.parametrize("dim", [16, 32, 48, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, dim=[16, 32, 48, 80, 96, 128, 256], dtype=DTYPES[:2])
 def test_every_head_size_attends_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     check_batch(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), "mixed", [330, 70], sinks=1)
     check_together(Shape(dim=dim, dtype=dtype, layers=1), "mixed", 6)
 
 
-@pytest.mark.parametrize("dim", [12, 66, 130])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, dim=[12, 66, 130], dtype=DTYPES[:2])
 def test_group_codes_of_odd_head_sizes_attend_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     check_batch(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), "g4", [330, 70])
 
 
-@pytest.mark.parametrize("sinks", [1, 5, 64])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, sinks=[1, 5, 64], dtype=DTYPES[:2])
 def test_sinks_keep_their_slots(sinks: int, dtype: torch.dtype) -> None:
     check_batch(CpuAttention, Shape(dtype=dtype, layers=1), "mixed", [200, 300], sinks=sinks)
     check_together(Shape(dtype=dtype, layers=1), "mixed", 6, sinks=sinks)
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +112,7 @@ def test_any_rows_attend_like_the_reference(starts, codec, group, dim, dtype, si
     check_batch(CpuAttention, shape, codec, starts, sinks=sinks, seed=seed, tolerance=ROW_TOLERANCE)
 
 
-@pytest.mark.parametrize("codec", ["nuq3", "g4"])
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(codec=["nuq3", "g4"], group=[1, 3, 8], dtype=DTYPES[:2])
 def test_far_positions_are_as_exact_as_near_ones(codec: str, group: int, dtype: torch.dtype) -> None:
     """12,000 tokens: angles are exact wherever a token stands. Few chunks stand again and again in the path."""
     shape = Shape(heads=1, group=group, dtype=dtype, layers=1)
@@ -136,9 +126,7 @@ def test_far_positions_are_as_exact_as_near_ones(codec: str, group: int, dtype: 
     check_rows(CpuAttention, spec, rows, [rows.row(path, start)], 0, FAR_TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("group", [3, 8])
+@combine(dtype=DTYPES[:2], codec=CODECS, group=[3, 8])
 def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype, codec: str, group: int) -> None:
     """Codes moved to other slots and pages, and their positions with them, for every head in another way."""
     shape = Shape(group=group, dtype=dtype)

@@ -15,7 +15,7 @@ from quire.attention.plan import Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from .encoded import CODECS
 from .harness import Shape, make_spec
@@ -27,21 +27,18 @@ check = functools.partial(check_history, CpuAttention)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", [None, *CODECS])
+@combine(strength=1, dtype=DTYPES, codec=[None, *CODECS])
 def test_every_codec_is_profiled_like_the_reference(codec: str | None, dtype: torch.dtype) -> None:
     check(Shape(group=3, dtype=dtype), codec)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 2, 4, 5])
+@combine(strength=1, dtype=DTYPES, group=[1, 2, 4, 5])
 def test_every_group_is_profiled_like_the_reference(group: int, dtype: torch.dtype) -> None:
     check(Shape(group=group, dtype=dtype, layers=1), None)
     check(Shape(group=group, dtype=dtype, layers=1), "mixed")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [12, 64, 80, 128])
+@combine(strength=1, dtype=DTYPES, dim=[12, 64, 80, 128])
 def test_every_head_size_is_profiled_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     check(Shape(dim=dim, dtype=dtype, layers=1), None)
     check(Shape(dim=dim, dtype=dtype, layers=1), "g4")
@@ -49,16 +46,12 @@ def test_every_head_size_is_profiled_like_the_reference(dim: int, dtype: torch.d
         check(Shape(dim=dim, dtype=dtype, layers=1), "mixed")
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("codec", [None, "mixed"])
+@combine(window=[1, 5, 64, 100], dtype=DTYPES[:2], codec=[None, "mixed"])
 def test_columns_outside_a_window_get_nothing(window: int, dtype: torch.dtype, codec: str | None) -> None:
     check(Shape(window=window, dtype=dtype, layers=1), codec)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("codec", ["mixed", "g4"])
-@pytest.mark.parametrize("sinks", [0, 5])
+@combine(dtype=DTYPES[:2], codec=["mixed", "g4"], sinks=[0, 5])
 def test_slices_that_see_themselves_as_computed_are_profiled_so(codec: str, dtype: torch.dtype, sinks: int) -> None:
     check(Shape(dtype=dtype), codec, strict=False, sinks=sinks)
 
@@ -69,8 +62,7 @@ def test_models_without_rotation_are_profiled_like_the_reference() -> None:
         check(Shape(rotate=False, dtype=dtype, layers=1), "mixed")
 
 
-@pytest.mark.parametrize("level", supported_levels())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_profiles_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,9 +100,7 @@ def test_any_steps_are_profiled_like_the_reference(
     check(shape, codec, steps, sinks=sinks, strict=strict, seed=seed)
 
 
-@pytest.mark.parametrize("make", [ReferenceAttention, CpuAttention])
-@pytest.mark.parametrize("window", [None, 30, 100])
-@pytest.mark.parametrize("rotates", [False, True])
+@combine(make=[ReferenceAttention, CpuAttention], window=[None, 30, 100], rotates=[False, True])
 def test_a_prompt_in_slices_has_the_profile_of_the_whole_matrix(make, window: int | None, rotates: bool) -> None:  # type: ignore[no-untyped-def]
     """In float64, with nothing of the reference but its rotation."""
     shape, length, last_rows = Shape(group=2, layers=1, window=window, rotate=rotates, dim=16), 150, 50
@@ -141,8 +131,7 @@ def test_a_prompt_in_slices_has_the_profile_of_the_whole_matrix(make, window: in
     assert plan.recovered(0, words, local)[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("codec", [None, "mixed"])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@combine(strength=1, codec=[None, "mixed"], dtype=DTYPES[:2])
 def test_any_number_of_threads_finds_the_same_bits(codec: str | None, dtype: torch.dtype) -> None:
     """Of one plan: how attention is split follows the threads there are when it is laid out."""
     shape = Shape(heads=3, group=3, dtype=dtype)
@@ -178,9 +167,8 @@ def test_rows_that_are_split_and_merged_are_profiled_like_the_reference() -> Non
     runtime.set_num_threads(2)
     try:
         steps = [[(0, 900, None)], [(0, 40, 30)], [(0, 1, 1)]]
-        for dtype in DTYPES[:2]:
-            for codec in (None, "mixed"):
-                check(Shape(heads=1, dtype=dtype, layers=1), codec, steps)
+        for dtype, codec in zip(DTYPES, (None, "mixed"), strict=False):
+            check(Shape(heads=1, dtype=dtype, layers=1), codec, steps)
         backend = CpuAttention(profiled_spec(Shape(heads=1), None))
         plan = backend.plan([RowSlice(900, 40, np.arange(15, dtype=np.int32))])
         assert plan._layout.num_partials > 0

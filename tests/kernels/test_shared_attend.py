@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import common_runs, lay_out
 from quire.cache.page import PAGE_TOKENS
-from tests.effort import examples
+from tests.effort import combine, examples
 
 from . import sharing
 from .harness import Shape, make_spec
@@ -40,8 +40,7 @@ def test_more_sharers_than_a_piece_takes(prefills: list[tuple[int, int]]) -> Non
     sharing.check_forest(CpuAttention, Shape(group=1, dim=16), 3, num_rows=130, prefills=prefills)
 
 
-@pytest.mark.parametrize("num_rows", [2, 16, 64, 65, 130])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@combine(strength=1, num_rows=[2, 16, 64, 65, 130], dtype=DTYPES)
 def test_a_shared_page_is_read_once_for_64_rows(num_rows: int, dtype: torch.dtype) -> None:
     sharing.check_reads(CpuAttention, Shape(group=3, dtype=dtype), num_rows, tile=64)
 

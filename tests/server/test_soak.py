@@ -18,7 +18,7 @@ from quire.server.app import create_app
 from tests.server.harness import RawCall, events
 from tests.tiny_models import save_tiny
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.alone]
 
 REQUESTS = 500
 OPTIONS = {

@@ -13,6 +13,7 @@ import pytest
 from quire.cli import main
 from quire.cli.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
 from quire.errors import ConfigError
+from tests.effort import full_only
 from tests.tiny_models import save_tiny
 
 IDS = range(64, 129)
@@ -304,6 +305,7 @@ def test_the_count_holds_on_a_real_trace(data_dir: Path, block_tokens: int) -> N
 
 
 @pytest.mark.data
+@full_only("random traces and forks are counted on the same paths")
 def test_five_hundred_real_requests_match_what_was_counted(folder: str, data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "trace").symlink_to(conversation(data_dir))
     status, row = bench(folder, tmp_path / "trace")

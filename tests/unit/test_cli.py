@@ -40,6 +40,7 @@ def broken(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.alone
 def test_help_is_fast_and_imports_nothing_heavy():
     code = """
 import sys, time

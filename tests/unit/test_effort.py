@@ -32,7 +32,7 @@ def test_the_dial_multiplies_examples(name: str, factor: int, monkeypatch: pytes
 def test_a_pair_of_values_is_in_a_quick_matrix_if_it_is_in_the_whole_one() -> None:
     axes = ["abc", [1, 2, 3, 4], [None, 0.5], [True, False]]
     rows = list(itertools.product(*axes))
-    chosen = effort.pairwise(rows)
+    chosen = effort.covering(rows, 2)
     for first, second in itertools.combinations(range(len(axes)), 2):
         assert {(row[first], row[second]) for row in chosen} == set(itertools.product(axes[first], axes[second]))
     # Twelve pairs of the two longest axes need as many rows; greedy takes few more.
@@ -42,5 +42,10 @@ def test_a_pair_of_values_is_in_a_quick_matrix_if_it_is_in_the_whole_one() -> No
 
 def test_pairs_that_no_row_has_are_not_wanted() -> None:
     rows = [("a", 1, "x"), ("a", 2, "x"), ("b", 2, "y"), ("b", 2, "x")]
-    assert set(effort.pairwise(rows)) == set(rows)
-    assert effort.pairwise([("a",), ("b",)]) == [("a",), ("b",)]
+    assert set(effort.covering(rows, 2)) == set(rows)
+    assert effort.covering([("a",), ("b",)], 2) == [("a",), ("b",)]
+
+
+def test_a_strength_of_one_covers_values_alone() -> None:
+    rows = list(itertools.product("abc", [1, 2, 3, 4]))
+    assert effort.covering(rows, 1) == [("a", 1), ("b", 2), ("c", 3), ("a", 4)]

@@ -18,7 +18,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests import engines
-from tests.effort import examples
+from tests.effort import combine, examples
 from tests.engines import chunk_bytes, drain, generate
 from tests.tiny_models import tiny_shape
 
@@ -62,9 +62,11 @@ def next_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     return seen[0][0]
 
 
-@pytest.mark.parametrize("codec", ["nuq4", "nuq3", "nuq2"])
-@pytest.mark.parametrize("of", [shape(), tiny_shape("opt", head_dim=16, hidden_size=64)], ids=["rotary", "opt"])
-@pytest.mark.parametrize("sinks", [0, 1, 5])
+SHAPES = [shape(), tiny_shape("opt", head_dim=16, hidden_size=64)]
+"""One that rotates, and one that does not."""
+
+
+@combine(codec=["nuq4", "nuq3", "nuq2"], of=SHAPES, sinks=[0, 1, 5])
 def test_the_cpu_backend_is_the_reference(codec: str, of: ModelShape, sinks: int) -> None:
     prompt = ids(300, 1)
     found = [

@@ -247,6 +247,7 @@ def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+@full_only("tiny models are held to their own losses, the embedded one to its greedy text")
 @pytest.mark.slow
 @pytest.mark.data
 def test_perplexity_of_the_embedded_model_is_what_transformers_has(data_dir: Path) -> None:

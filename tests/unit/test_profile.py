@@ -33,7 +33,7 @@ def whole(q: torch.Tensor, k: torch.Tensor, window: int | None) -> np.ndarray:
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).mean(1).numpy()
 
 
-@examples(40)
+@examples(15)
 @given(
     n=st.integers(1, 70),
     cuts=st.lists(st.integers(1, 69), max_size=3),

@@ -156,6 +156,7 @@ def test_without_stop_strings_text_passes_through():
     assert run(SamplingParams(), ["a", "", "b"]) == (["a", "", "b"], Stop("length", None))
 
 
+@pytest.mark.alone
 def test_long_repetitive_stop_strings_cost_linear_time():
     checker = StopChecker(SamplingParams(stop=["a" * 1000 + f"!{i}" for i in range(16)]))
     started = time.perf_counter()

@@ -207,6 +207,7 @@ def test_a_decoder_of_another_kind_streams_too() -> None:
     assert tokenizer.stream(prompt_ids=[0]).push(1) == " cat"
 
 
+@pytest.mark.alone
 def test_detokenization_is_fast(ours: Tokenizer) -> None:
     ids = ours.encode("The quick brown fox jumps over the lazy dog, 日本語 1234. " * 200)
     stream = ours.stream()

@@ -1,4 +1,4 @@
-"""Collected only where TRITON_INTERPRET=1 stood before anything imported triton (see test_triton_interpreter.py).
+"""Collected only where TRITON_INTERPRET=1 stood before anything imported triton, as tests/conftest.py has it.
 
 The interpreter keeps bfloat16 as 16-bit integers: it cuts float32 off where a GPU rounds to nearest, and its dot
 multiplies the integers.
@@ -13,6 +13,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from .faster import install
 
     _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
@@ -31,5 +33,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return _dot(self, a, b, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast_impl, _create_dot
+    install()
 else:
     collect_ignore_glob = ["test_*.py"]
