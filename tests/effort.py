@@ -48,8 +48,8 @@ def whole(values: Sequence[Any], quick: int) -> Sequence[Any]:
 def combine(strength: int = 2, **axes: Sequence[Any]) -> Any:
     """Parametrizes a test over the product of its axes, in a quick run over rows that hold every pair of values.
 
-    Most defects of a combination need two of its values. With a strength of 1 every value stands in some row. An axis is
-    a sequence of values; the first ones of all axes are the first row.
+    Most defects of a combination need two of its values. With a strength of 1 every value stands in some row. The first
+    values of all axes are the first row.
     """
     rows = list(itertools.product(*axes.values()))
     if EFFORT == "quick":

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.effort import combine
+
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
 import triton
@@ -105,9 +107,7 @@ def describe(compiled: Compiled) -> str:
     return f"{c.registers} registers, {c.stack_bytes} bytes of local memory, {c.shared_bytes} of shared"
 
 
-@pytest.mark.parametrize("kind", KINDS + COMMON)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@combine(kind=KINDS + COMMON, dim=[64, 128], masked=[False, True])
 def test_attention_spills_nothing_and_copies_pages_16_bytes_at_a_time(kind: str, dim: int, masked: bool) -> None:
     compiled, warps = attention(kind, torch.bfloat16, 4, dim, masked=masked)
     assert compiled.stack_bytes == 0 and not compiled.count(r"\b(LDL|STL)\b"), describe(compiled)
@@ -142,22 +142,20 @@ def test_partials_are_released_before_the_arrival_and_read_past_the_first_level_
     assert not re.search(r"ld\.global(?!\.cg)", after), "a merge may read a stale line"
 
 
-@pytest.mark.parametrize(
-    "dtype, group, dim, window, rotate",
-    [
-        (torch.float16, 8, 96, 0, True),
-        (torch.bfloat16, 1, 80, 4096, True),
-        (torch.float32, 3, 64, 0, True),
-        (torch.bfloat16, 3, 16, 0, False),
-        (torch.bfloat16, 32, 128, 0, True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_compiles_for_other_shapes(
-    kind: str, dtype: torch.dtype, group: int, dim: int, window: int, rotate: bool
-) -> None:
-    compiled, _ = attention(kind, dtype, group, dim, window, rotate)
+OTHER_SHAPES = [
+    (torch.float16, 8, 96, 0, True),
+    (torch.bfloat16, 1, 80, 4096, True),
+    (torch.float32, 3, 64, 0, True),
+    (torch.bfloat16, 3, 16, 0, False),
+    (torch.bfloat16, 32, 128, 0, True),
+]
+"""Type, group, head size, window, and whether keys are rotated."""
+
+
+@combine(strength=1, kind=KINDS, shape=OTHER_SHAPES)
+def test_attention_compiles_for_other_shapes(kind: str, shape: tuple[torch.dtype, int, int, int, bool]) -> None:
+    dtype, _, dim, _, _ = shape
+    compiled, _ = attention(kind, *shape)
     # Some compilers keep a few scalars of the smallest head in local memory, and float32 runs without tensor cores.
     assert compiled.stack_bytes == 0 or dtype == torch.float32 or dim < 64, describe(compiled)
 
@@ -189,15 +187,14 @@ def profile_arguments(
     return {name: arguments[name] for name in kernel.arg_names}
 
 
-@pytest.mark.parametrize(
-    "dtype, group, dim",
-    [(torch.bfloat16, 4, 128), (torch.bfloat16, 3, 64), (torch.float16, 8, 80), (torch.float32, 3, 64)],
-    ids=str,
-)
-@pytest.mark.parametrize("kernel", [place_queries, sum_columns, sum_single_columns, recover], ids=lambda k: k.__name__)
+PROFILED_SHAPES = [(torch.bfloat16, 4, 128), (torch.bfloat16, 3, 64), (torch.float16, 8, 80), (torch.float32, 3, 64)]
+
+
+@combine(strength=1, kernel=[sum_columns, sum_single_columns, recover, place_queries], shape=PROFILED_SHAPES)
 def test_profiles_spill_nothing_and_copy_keys_and_queries_16_bytes_at_a_time(
-    kernel: Any, dtype: torch.dtype, group: int, dim: int
+    kernel: Any, shape: tuple[torch.dtype, int, int]
 ) -> None:
+    dtype, group, dim = shape
     launch = profile_launch(dtype, group, dim)
     if kernel is place_queries:
         launch = Launch(PLACE_ROWS, 4, 3)
@@ -217,15 +214,12 @@ def test_profiles_spill_nothing_and_copy_keys_and_queries_16_bytes_at_a_time(
         assert compiled.count(products) > 0, "products run outside the tensor cores"
 
 
-@pytest.mark.parametrize(
-    "codec, dtype, group, dim",
-    [(NUQ, torch.bfloat16, 4, 128), (GROUP, torch.bfloat16, 3, 64), (NUQ, torch.float32, 3, 80)],
-    ids=str,
-)
-@pytest.mark.parametrize("kernel", [sum_columns, sum_single_columns, recover, keep_keys], ids=lambda k: k.__name__)
-def test_profiles_of_encoded_pages_fit_a_multiprocessor(
-    kernel: Any, codec: int, dtype: torch.dtype, group: int, dim: int
-) -> None:
+ENCODED_SHAPES = [(NUQ, torch.bfloat16, 4, 128), (GROUP, torch.bfloat16, 3, 64), (NUQ, torch.float32, 3, 80)]
+
+
+@combine(strength=1, kernel=[sum_columns, sum_single_columns, recover, keep_keys], shape=ENCODED_SHAPES)
+def test_profiles_of_encoded_pages_fit_a_multiprocessor(kernel: Any, shape: tuple[int, torch.dtype, int, int]) -> None:
+    codec, dtype, group, dim = shape
     launch = single_profile_launch(dtype, group) if kernel is sum_single_columns else profile_launch(dtype, group, dim)
     arguments = profile_arguments(kernel, dtype, group, dim, launch.rows, codec)
     compiled = compile_for(HOPPER, kernel, arguments, warps=launch.warps, stages=launch.stages)
@@ -289,10 +283,17 @@ def largest_loop(compiled: Compiled) -> int:
     return max((int(at, 16) - int(to, 16)) // 16 + 1 for at, to in jumps)
 
 
-@pytest.mark.parametrize("codec, parts, most", [(NUQ, 4, 16), (NUQ, 7, 20), (GROUP, 0, 14)])
-@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall", "common-2", "common-8"])
-def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, most: int) -> None:
-    """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding."""
+@combine(
+    strength=1,
+    kind=["append", "append-seeded", "tall", "common-2", "common-8"],
+    limit=[(NUQ, 7, 20), (GROUP, 0, 14), (NUQ, 4, 16)],
+)
+def test_encoded_pages_are_read_in_registers(kind: str, limit: tuple[int, int, int]) -> None:
+    """Every code once, through shuffles, and few instructions for each: their number is what bounds decoding.
+
+    limit  the codec, the parts of its widths, and the most instructions a number
+    """
+    codec, parts, most = limit
     compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128)
     assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
     # Some of what the largest tiles need every page is kept in local memory.
@@ -307,9 +308,9 @@ def test_encoded_pages_are_read_in_registers(kind: str, codec: int, parts: int, 
     assert compiled.count(r"\bHMMA\.") > 0
 
 
-@pytest.mark.parametrize("codec, parts", [(NUQ, 7), (GROUP, 0)])
-@pytest.mark.parametrize("kind", ["append", "append-seeded", "tall"])
-def test_encoded_pages_seen_in_part_are_read_in_registers(kind: str, codec: int, parts: int) -> None:
+@combine(strength=1, kind=["append", "append-seeded", "tall"], codec=[NUQ, GROUP])
+def test_encoded_pages_seen_in_part_are_read_in_registers(kind: str, codec: int) -> None:
+    parts = 7 if codec == NUQ else 0
     compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128, masked=True)
     assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
     # Angles of every slot, and what tells them, are more than there are registers for.

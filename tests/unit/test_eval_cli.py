@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.evaluation import Perplexity, Retrieval, perplexity
 from quire.evaluation.plot import save_plot
 
+from ..effort import full_only
 from ..real_model import embedded_gguf
 from ..tiny_models import save_tiny
 

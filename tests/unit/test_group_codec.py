@@ -11,6 +11,7 @@ from quire.cache.codecs.group import GROUP_CHANNELS, GroupCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import resolve
+from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests.effort import examples
@@ -117,17 +118,17 @@ def test_head_sizes_it_cannot_store_are_refused(dim: int) -> None:
         GroupCodec(dim)
 
 
-PROMPT = [index * 37 % 256 for index in range(300)]
+PROMPT = [index * 37 % 256 for index in range(318)]
 
 
 @pytest.mark.parametrize("of", [tiny_shape(), tiny_shape("opt", head_dim=16, hidden_size=64)], ids=["rotary", "opt"])
 def test_an_engine_of_group_codes_answers_as_the_reference_does(of: ModelShape) -> None:
     """Without a calibration; twice, the second time from the cache. Sinks are for other codecs."""
-    answers = []
+    answers, params = [], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     for backend in ("cpu", "reference"):
         engine = make_engine(of, **{"cache.codec": "g4", "attention.backend": backend, "cache.sink_tokens": 5})
         manager = engine.scheduler.manager
-        answers += [generate(engine, [PROMPT])[0], generate(engine, [PROMPT])[0]]
+        answers += [generate(engine, [PROMPT], params)[0], generate(engine, [PROMPT], params)[0]]
         assert manager.table.sealed_codec.name == "g4" and manager.table.sinks is None
         assert (
             manager.stats()["bytes_cached"]

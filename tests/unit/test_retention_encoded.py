@@ -45,7 +45,7 @@ def dropped(engine: Engine) -> int:
 @RULES
 @pytest.mark.parametrize("codec", CODECS)
 def test_both_backends_keep_and_answer_alike(codec: str, rule: dict[str, object]) -> None:
-    """The reference decodes every page in every step, so a quick run has two prompts, one beside the other, and a seal."""
+    """The reference decodes every page in every step, so a quick run has two prompts and one seal."""
     prompts, params = whole(PROMPTS, 2), LONG if EFFORT != "quick" else replace(LONG, max_tokens=66)
     made = [make_engine(codec, **rule, **{"attention.backend": backend}) for backend in ("reference", "cpu")]
     answers = [generate(engine, prompts, params) for engine in made]

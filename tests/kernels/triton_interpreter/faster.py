@@ -1,8 +1,8 @@
 """Triton's interpreter without what makes it slow for kernels of many small operations: three times as fast.
 
-As it comes, it replaces the functions of `triton.language` anew for each call of a device function, which takes 5 ms. It
-makes types, shapes and tables of types anew for each operation. It computes integer operations again in 64 bits to see
-whether they overflow, which a quick run leaves out. What is computed stays as it is.
+As it comes, it replaces the functions of `triton.language` anew for each call of a device function, which takes 5 ms.
+It makes types, shapes and tables of types anew for each operation. It computes integer operations again in 64 bits to
+see whether they overflow, which a quick run leaves out. What is computed stays as it is.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_replayed_steps_equal_the_reference(
 @pytest.mark.parametrize("codec", ["mixed", "g4"])
 def test_replayed_steps_encode_what_they_fill(codec: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A graph never encodes; the step that replays it does, once, whether it captured or not."""
-    shape = tiny_shape("qwen3", head_dim=16)
+    shape = tiny_shape("qwen3", head_dim=16, num_layers=1, num_kv_heads=1, num_q_heads=2)
     captured: list[FakeGraph] = []
 
     def replaying(model: Model, backend: TritonAttention) -> Step:

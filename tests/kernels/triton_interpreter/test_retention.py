@@ -13,6 +13,7 @@ from quire.engine.graphs import DecodeGraphs
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 
+from ...effort import EFFORT, whole
 from ...retention_cases import BOS, Bench, Head, HeadWeights
 from ...retention_oracle import Rules
 from ...tiny_models import tiny_shape
@@ -40,7 +41,7 @@ def test_pages_with_masks_are_attended_to_and_profiled_like_the_reference(
 
 @each_shape
 def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> None:
-    check_history(TritonAttention, shape, None, HISTORY[:3], seed=seed % 100)
+    check_history(TritonAttention, shape, None, HISTORY[1:3], seed=seed % 100)
 
 
 def test_every_layer_keeps_its_own_rows(seed: int) -> None:
@@ -59,7 +60,7 @@ ENCODED: Steps = [
     [
         (Shape(dim=16, group=3, heads=1, layers=1), "mixed", 5),
         (Shape(dim=32, group=4, heads=1, layers=1, dtype=torch.bfloat16), "nuq3", 0),
-        (Shape(dim=80, group=1, heads=2, layers=2, dtype=torch.float16), "g4", 1),
+        (Shape(dim=80, group=1, heads=1, layers=1, dtype=torch.float16), "g4", 1),
     ],
     ids=str,
 )
@@ -98,7 +99,7 @@ def test_sharers_of_pages_with_positions_of_their_own_attend_like_the_reference(
 
 @pytest.mark.parametrize("window", [5, 100])
 def test_columns_outside_a_window_get_nothing(window: int) -> None:
-    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None)
+    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None, HISTORY[:2])
 
 
 class Attending:
@@ -160,12 +161,12 @@ def random_prompt(random: np.random.Generator, length: int) -> list[int]:
     return [BOS, *random.choice([*range(97, 123), *b" ,.:?"], length - 1).tolist()]
 
 
-@pytest.mark.parametrize("budget, codec", [(None, "dense"), (0.5, "dense"), (0.5, "g4")])
+@pytest.mark.parametrize("budget, codec", whole([(0.5, "g4"), (None, "dense"), (0.5, "dense")], 2))
 def test_an_engine_keeps_and_answers_like_the_oracle(
     monkeypatch: pytest.MonkeyPatch, seed: int, budget: float | None, codec: str
 ) -> None:
-    """Prompts that are decided on beside answers, over one seal and two, some heads with frequent tokens; decode steps
-    are graphs.
+    """Prompts that are decided on beside answers, some heads with frequent tokens; decode steps are graphs. Answers
+    cross one seal, in a full run two.
     """
     shape = tiny_shape()
     heads = [[Head(special=3, noise=1.0), Head(near=3, noise=1.0)], [Head(heavy=3, noise=2.0), Head(noise=3.0)]]
@@ -182,7 +183,7 @@ def test_an_engine_keeps_and_answers_like_the_oracle(
     random = np.random.default_rng(seed)
     common = random_prompt(random, 70)
     outputs: dict[str, RequestOutput] = {}
-    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=12 if EFFORT == "quick" else 70, temperature=0.0, ignore_eos=True)
     for name, length in (("first", 115), ("second", 117)):
         # A special token late in the prompt would have its page kept, and with it everything.
         bench.witness.add(name, common + random_prompt(random, length)[budget is not None :], params)
