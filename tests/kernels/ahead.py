@@ -8,6 +8,7 @@ GPU, the processes of the tests have the interpreter. A child of theirs, which t
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib
 import os
 import pickle
@@ -103,13 +104,7 @@ def _compile(capability: int, module: str, name: str, arguments: dict[str, Any],
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
     )
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(built.asm["cubin"])
-        text = subprocess.run(
-            [dump, "--dump-resource-usage", "--dump-sass", cubin], capture_output=True, text=True, check=True
-        ).stdout
+    text = _disassembled(built.asm["cubin"])
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return Compiled(
         built.asm["ptx"],
@@ -118,6 +113,23 @@ def _compile(capability: int, module: str, name: str, arguments: dict[str, Any],
         int(numbers["STACK"]) + int(numbers["LOCAL"]),
         built.metadata.shared,
     )
+
+
+def _disassembled(cubin: bytes) -> str:
+    """Resource usage and machine code, kept beside what Triton keeps: a disassembly takes as long as all else."""
+    import triton
+
+    kept = Path(triton.knobs.cache.dir) / "disassembled" / hashlib.sha256(cubin).hexdigest()
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            source, made = Path(folder) / "kernel.cubin", Path(folder) / "text"
+            source.write_bytes(cubin)
+            with made.open("w") as file:
+                subprocess.run([dump, "--dump-resource-usage", "--dump-sass", source], stdout=file, check=True)
+            made.rename(kept)
+    return kept.read_text()
 
 
 if __name__ == "__main__":
