@@ -1,0 +1,78 @@
+"""A pytest plugin: which test runs is known to coverage, and how each test went is written down.
+
+python -m pytest -p per_test, with this folder on PYTHONPATH. `scripts/touching.py` and `scripts/mutants.py` run tests
+with it. What it writes goes to the file named by $TEST_RESULTS: {test: [outcome, seconds, reason]}.
+
+Tests of several CPU levels run for the best level alone: what a mutant has compiled is that one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+RESULTS = "TEST_RESULTS"
+"""The variable that names the file."""
+
+TEST = "TEST_AT_HAND"
+"""The variable that names the running test: coverage of the processes it starts has that name as its context."""
+
+_results: dict[str, list[str | float]] = {}
+
+
+def at_hand() -> Path:
+    """The file that holds the name of the running test."""
+    return Path(os.environ[RESULTS]).with_suffix(".at_hand")
+
+
+def pytest_configure() -> None:
+    """Before test modules ask for the levels."""
+    from quire.kernels import levels
+
+    best = levels.supported_levels()[:1]
+    levels.supported_levels = lambda: best  # type: ignore[assignment]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs a GPU, and what measures time or memory: it would fail beside others."""
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("alone", "gpu"))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Names the test to coverage, where that runs, to the processes that the test starts, and to whoever finds this one
+    dead.
+    """
+    os.environ[TEST] = item.nodeid
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        at_hand().write_text(item.nodeid)
+    if "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        measuring = coverage.Coverage.current()
+        assert measuring is not None, "coverage did not start with this process"
+        measuring.switch_context(item.nodeid)
+    return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds one phase of one test. With pytest-xdist the first process hears of all."""
+    result = _results.setdefault(report.nodeid, ["passed", 0.0, ""])
+    result[1] += report.duration  # type: ignore[operator]
+    if report.outcome != "passed" and result[0] != "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = crash.message if crash is not None else str(report.longrepr)
+        result[0], result[2] = report.outcome, text.strip().partition("\n")[0]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Writes the file."""
+    if not hasattr(session.config, "workerinput"):
+        Path(os.environ[RESULTS]).write_text(json.dumps(_results))
