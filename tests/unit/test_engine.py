@@ -127,6 +127,22 @@ def test_prompt_logprobs_equal_the_oracle_whatever_the_slices() -> None:
             assert set(expected[position - 1].topk(2).indices.tolist()) <= set(entry)
 
 
+def test_a_preemption_in_the_middle_of_a_prompt_leaves_its_logprobs_as_they_were() -> None:
+    (prompt,) = prompts_of([150], 6)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
+    found = []
+    for steps_before in (None, 1, 2):
+        engine = make_engine(**{"scheduler.token_budget": 72})
+        request = engine.add("x", None, prompt, params)
+        if steps_before is not None:
+            for _ in range(steps_before):
+                engine.step()
+            engine.scheduler.preempt(request.sequences[0])
+        found.append(drain(engine)["x"].prompt_logprobs)
+    assert len(found[0]) == len(prompt)
+    assert found == [found[0]] * 3
+
+
 @pytest.mark.parametrize("abort_at", range(0, 12))
 def test_aborting_at_any_step_frees_everything_and_disturbs_nobody(abort_at: int) -> None:
     prompts = prompts_of([200, 10, 130], 7)

@@ -160,6 +160,17 @@ def test_what_nobody_reads_stays_until_room_is_needed_and_the_oldest_goes_first(
     assert found == {1: 2, 2: 1}, "leaves go from their end"
 
 
+def test_what_was_read_until_last_is_evicted_last_whoever_began_first() -> None:
+    manager = make_manager(4)
+    first, second = Holder(chunk(1)), Holder(chunk(2))
+    assert run_prompt(manager, first) and run_prompt(manager, second)
+    manager.release(second)
+    manager.release(first)
+    assert run_prompt(manager, Holder(chunk(5) + chunk(6) + [7])), "three chunks, and two are free"
+    assert manager.tree is not None
+    assert [[*manager.tree.walk("model", chunk(letter), 1)] == [] for letter in (1, 2)] == [False, True]
+
+
 def test_locked_paths_are_never_evicted() -> None:
     manager = make_manager(4)
     holder = Holder(chunk(1) + chunk(2) + [3])

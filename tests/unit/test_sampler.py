@@ -306,6 +306,16 @@ def test_a_bad_row_leaves_the_others_alone():
             assert alone.token_ids[0] == sampled.token_ids[index] and alone.logprobs[0] == sampled.logprobs[index]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_one_bad_logit_is_noticed_wherever_it_stands(poison, dtype):
+    """71 columns: whole vectors of every width, and some more."""
+    logits = torch.randn(72, 71).to(dtype)
+    logits[torch.arange(71), torch.arange(71)] = poison
+    last = logits[71].tolist()
+    assert best_ids(logits).tolist() == [-1] * 71 + [last.index(max(last))]
+
+
 def test_a_row_with_one_possible_token_takes_it():
     logits = torch.full((1, 2000), -math.inf)
     logits[0, 1999] = -5.0
