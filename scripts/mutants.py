@@ -153,7 +153,7 @@ def in_order(tests: list[Test]) -> list[Test]:
     """Tests as they are best run: a turn of the quickest ones of each file, files that touch little first, then the
     next turn. What takes more than `SECONDS` in all is left out.
     """
-    turns: list[tuple[int, float, list[Test]]] = []
+    turns: list[tuple[int, float, Test]] = []
     by_file = sorted(tests, key=lambda test: (test.name.partition("::")[0], test.seconds))
     for _, group in groupby(by_file, key=lambda test: test.name.partition("::")[0]):
         own = list(group)
@@ -163,14 +163,15 @@ def in_order(tests: list[Test]) -> list[Test]:
             if spent > TURN:
                 round_, spent = round_ + 1, 0.0
             spent += test.seconds
-            turns.append((round_, breadth, [test]))
+            turns.append((round_, breadth, test))
     turns.sort(key=lambda turn: turn[:2])
-    chosen, total = [], 0.0
-    for _, _, some in turns:
-        total += some[0].seconds
+    chosen: list[Test] = []
+    total = 0.0
+    for _, _, test in turns:
+        total += test.seconds
         if chosen and total > SECONDS:
             break
-        chosen += some
+        chosen.append(test)
     return chosen
 
 

@@ -9,6 +9,7 @@ Tests of several CPU levels run for the best level alone: what a mutant has comp
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -29,10 +30,23 @@ def at_hand() -> Path:
     return Path(os.environ[RESULTS]).with_suffix(".at_hand")
 
 
-def pytest_configure() -> None:
-    """Before test modules ask for the levels."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules ask for the levels and make settings of Hypothesis's: after those of tests/conftest.py.
+
+    A failure need not be made small, which takes minutes. Nor is a test to fail because coverage, or another test
+    beside it, makes it slow: tests/conftest.py has the limit.
+    """
+    from hypothesis import Phase, settings
+
     from quire.kernels import levels
 
+    settings.register_profile(
+        "per_test", settings.default, phases=(Phase.explicit, Phase.reuse, Phase.generate), database=None
+    )
+    settings.load_profile("per_test")
+    for plugin in config.pluginmanager.get_plugins():
+        if hasattr(plugin, "LONGEST"):
+            plugin.LONGEST = math.inf
     best = levels.supported_levels()[:1]
     levels.supported_levels = lambda: best  # type: ignore[assignment]
 

@@ -113,7 +113,9 @@ class Touching:
             (f"{self._source}/{file}",),
         )
         for context, bits in rows:
-            if context in self.tests and any(line // 8 < len(bits) and bits[line // 8] >> line % 8 & 1 for line in wanted):
+            if context in self.tests and any(
+                line // 8 < len(bits) and bits[line // 8] >> line % 8 & 1 for line in wanted
+            ):
                 found.add(context)
         return found
 
@@ -131,15 +133,15 @@ def measure(folder: Path, jobs: int) -> Path:
     data.mkdir(parents=True)
     copy_tree(tree)
     config = found / "coveragerc"
-    config.write_text(_CONFIG.format(source=tree / SOURCES, data=data / "data"))
+    config.write_text(_CONFIG.format(source=tree / SOURCES, data=data / "coverage"))
     environ = {**environment(tree, found / "run.json"), "COVERAGE_PROCESS_START": str(config)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), *SUITE]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--timeout", "900", *SUITE]
     print(f"running the quick suite under coverage, once for this tree, into {found}", flush=True)
     done = subprocess.run(command, cwd=tree, env=environ)
     if done.returncode not in (0, 1):
         sys.exit(f"the quick suite did not run: pytest ended with {done.returncode}")
-    command = [sys.executable, "-m", "coverage", "combine", "-q", "--rcfile", str(config), str(data)]
-    subprocess.run([*command, "--data-file", str(found / "coverage")], check=True, cwd=tree)
+    command = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={config}"]
+    subprocess.run([*command, f"--data-file={found / 'coverage'}", str(data)], check=True, cwd=tree)
     (found / "source").write_text(str(tree / SOURCES))
     shutil.rmtree(tree)
     shutil.rmtree(data, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The mutants of scripts/mutants.py: each can be planted in the sources as they are, and there are enough of each kind."""
+"""The mutants of scripts/mutants.py can be planted in the sources as they are, and there are enough of each kind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_mutant_that_the_sources_have_left_behind_is_named(scripts: ModuleType
         broken.planted("pass\n")
 
 
-SOURCE = '''\
+SOURCE = """\
 LIMIT = 3
 
 
@@ -75,7 +75,7 @@ class Kept:
         self, x=LIMIT
     ):
         self.x = x
-'''
+"""
 
 
 @pytest.mark.parametrize(
