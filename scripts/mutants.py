@@ -5,8 +5,9 @@ python scripts/mutants.py --only "a salt" --only x those with such words in thei
 python scripts/mutants.py --output docs/testing.md the table goes between that file's marks, too
 python scripts/mutants.py --tests tests/unit/test_sampler.py --only top_p   these tests, and no map
 
-A mutant is caught if a test fails, and survives if all that touch it pass. Ends with 1 if one survived, is no program
-any more, or took too long. How tests are found: scripts/touching.py; docs/testing.md has the whole story.
+A mutant is caught if a test fails that passes without it, and survives if all that touch it pass. Ends with 1 if one
+survived, is no program any more, or took too long. How tests are found: scripts/touching.py; docs/testing.md has the
+whole story.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ TURN = 2.0
 
 PATIENCE = 3.0
 """How many times as long the tests may take before they are stopped: a hang that no test's time limit ended."""
+
+START = 60.0
+"""Seconds that pytest may take before its first test."""
 
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 
@@ -183,15 +187,9 @@ class Bench:
         copy_tree(folder)
         self.sources = folder / SOURCES
 
-    def try_out(self, mutant: Mutant, known: Touching | None, files: list[str]) -> Outcome:
-        """Plants a mutant, runs the tests that touch it, or those of the files, and removes it."""
+    def try_out(self, mutant: Mutant, names: list[str], num_touching: int, seconds: float) -> Outcome:
+        """Plants a mutant, runs tests, which take so many seconds without it, and removes it."""
         begun = time.perf_counter()
-        names, limit, num_touching = files, SECONDS, len(files)
-        if known is not None:
-            touching = [known.tests[name] for name in mutant.touching(self.sources, known)]
-            chosen = in_order(touching)
-            names, num_touching = [test.name for test in chosen], len(touching)
-            limit = 60 + sum(test.seconds for test in chosen)
         if not names:
             return Outcome(mutant, "untouched", "", "no quick test touches it", 0.0, 0, 0)
         path = self.sources / mutant.file
@@ -202,11 +200,14 @@ class Bench:
         try:
             if mutant.is_native and (message := self._compile()):
                 return Outcome(mutant, "broken", "", message, time.perf_counter() - begun, 0, num_touching)
-            verdict, test, reason, num_run = self._run(names, PATIENCE * limit)
+            verdict, test, reason, num_run = self._run(names, PATIENCE * seconds)
         finally:
             path.write_text(before)
             for library, content in compiled.items():
                 library.write_bytes(content)
+        # What fails without the mutant too, for want of a driver or of time, has caught nothing.
+        if verdict == "caught" and self._run([test], PATIENCE * seconds)[0] != "survived":
+            verdict, reason = "broken", f"fails without the mutant, too: {reason}"
         return Outcome(mutant, verdict, test, reason, time.perf_counter() - begun, num_run, num_touching)
 
     def _compile(self) -> str:
@@ -256,6 +257,13 @@ class Bench:
 def try_all(mutants: list[Mutant], known: Touching | None, files: list[str], jobs: int) -> list[Outcome]:
     """Tries mutants side by side, those that must be compiled first; prints each as it is done."""
     benches: queue.SimpleQueue[Bench] = queue.SimpleQueue()
+    plans = {mutant.name: (files, len(files), SECONDS) for mutant in mutants}
+    if known is not None:
+        for mutant in mutants:
+            touching = [known.tests[test] for test in mutant.touching(ROOT / SOURCES, known)]
+            chosen = in_order(touching)
+            seconds = START + sum(test.seconds for test in chosen)
+            plans[mutant.name] = [test.name for test in chosen], len(touching), seconds
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(jobs) as pool:
         for number in range(jobs):
             benches.put(Bench(Path(name) / str(number)))
@@ -263,9 +271,7 @@ def try_all(mutants: list[Mutant], known: Touching | None, files: list[str], job
         def attempt(mutant: Mutant) -> Outcome:
             bench = benches.get()
             try:
-                outcome = bench.try_out(mutant, known, files)
-            except MutantError as error:
-                outcome = Outcome(mutant, "broken", "", str(error), 0.0, 0, 0)
+                outcome = bench.try_out(mutant, *plans[mutant.name])
             finally:
                 benches.put(bench)
             told = f"{outcome.test}: {outcome.reason[:100]}" if outcome.test else outcome.reason
