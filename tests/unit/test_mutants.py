@@ -44,6 +44,7 @@ def test_there_are_enough_mutants_of_each_kind(scripts: ModuleType) -> None:
     assert len(mutants) >= 40
     assert sum(mutant.is_native for mutant in mutants) >= 12
     assert sum("attention/kernels/" in mutant.file for mutant in mutants) >= 5
+    assert sum(mutant.area == "unseen" for mutant in mutants) == 10
 
 
 def test_a_mutant_that_the_sources_have_left_behind_is_named(scripts: ModuleType) -> None:
