@@ -1,5 +1,9 @@
 """POST /v1/chat/completions: messages, streams, log probabilities."""
 
+import asyncio
+import threading
+from typing import Any
+
 import pytest
 
 from tests.server.fake_engine import FakeEngine
@@ -105,6 +109,23 @@ async def test_a_template_that_objects_is_the_clients_fault():
     assert response.status_code == 400
     assert "roles must alternate" in error_of(response)["message"]
     assert error_of(response)["param"] == "messages"
+
+
+async def test_a_template_that_takes_its_time_stops_nobody_else(monkeypatch):
+    engine, begun, go = FakeEngine(), threading.Event(), threading.Event()
+
+    def chat(*_: Any) -> str:
+        begun.set()
+        assert go.wait(10)
+        return "x"
+
+    monkeypatch.setattr(engine.tokenizer, "chat", chat)
+    async with client(engine) as http:
+        slow = asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 1}))
+        await asyncio.to_thread(begun.wait, 10)
+        assert (await http.get("/health/ready")).status_code == 200 and not slow.done()
+        go.set()
+        assert (await slow).status_code == 200
 
 
 async def test_a_conversation_too_long_blames_the_messages():

@@ -220,3 +220,45 @@ async def test_a_text_that_cannot_fit_is_refused_without_encoding_it(monkeypatch
             response = await http.post(f"/v1/{path}", json=body)
             assert response.status_code == 400 and "characters" in response.text
             assert error_of(response)["code"] == "context_length_exceeded"
+        response = await http.post("/tokenize", json={"prompt": "x" * 50_000})
+        assert response.status_code == 400 and "characters" in response.text
+
+
+async def test_a_long_text_is_read_no_further_than_the_context_goes(monkeypatch):
+    engine = FakeEngine(max_context=100_000)
+    encode, lengths = engine.tokenizer.encode, []
+    monkeypatch.setattr(
+        engine.tokenizer, "encode", lambda text, special: lengths.append(len(text)) or encode(text, special)
+    )
+    async with client(engine) as http:
+        for path in ("/v1/completions", "/tokenize"):
+            lengths.clear()
+            response = await http.post(path, json={"prompt": "x" * 1_500_000})
+            assert response.status_code == 400 and error_of(response)["param"] == "prompt"
+            assert error_of(response)["code"] == "context_length_exceeded"
+            assert 100_000 < sum(lengths) < 200_000 and max(lengths) <= 65_536
+
+
+async def test_a_long_text_that_fits_is_encoded_as_a_whole():
+    async with client(FakeEngine(max_context=400_000)) as http:
+        text = "x" * 300_000
+        assert (await http.post("/tokenize", json={"prompt": text})).json()["count"] == 300_001
+
+
+async def test_of_several_prompts_the_first_that_is_too_long_ends_the_work(monkeypatch):
+    engine = FakeEngine(max_context=100)
+    encode, lengths = engine.tokenizer.encode, []
+    monkeypatch.setattr(
+        engine.tokenizer, "encode", lambda text, special: lengths.append(len(text)) or encode(text, special)
+    )
+    async with client(engine) as http:
+        response = await http.post("/v1/completions", json={"prompt": ["a", "x" * 200, "b", "c"]})
+    assert error_of(response)["code"] == "context_length_exceeded" and lengths == [1, 200]
+
+
+async def test_more_ids_than_the_context_holds_are_not_decoded():
+    async with client(FakeEngine(max_context=100)) as http:
+        assert (await http.post("/detokenize", json={"tokens": [65] * 100})).json()["prompt"] == "A" * 100
+        response = await http.post("/detokenize", json={"tokens": [65] * 101})
+    assert response.status_code == 400 and error_of(response)["param"] == "tokens"
+    assert "100 tokens" in error_of(response)["message"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from quire.errors import ModelError, RequestError
+from quire.models import chat
 from quire.models.chat import ChatTemplate
 from quire.models.tokenizer import load_tokenizer
 from tests.real_model import embedded_gguf
@@ -101,6 +104,64 @@ def test_templates_stay_in_the_sandbox(source: str) -> None:
     except RequestError:
         text = ""
     assert "class" not in text and "uid=" not in text and before == MESSAGES
+
+
+BOMBS = {
+    "{{ 'a' * 10**10 }}": "memory",
+    "{{ 'a' * n }}": "memory",
+    "{{ '%1000000000d' % 1 }}": "memory",
+    "{{ '{:1000000000}'.format(1) }}": "memory",
+    "{{ 'a' | indent(10**10) }}": "memory",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}": (
+        "memory|processor time"
+    ),
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "processor time",
+    "{{ lipsum(n=10**8) }}": "processor time",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+    "{{ raise_exception('a' * 10**7) }}": "refuses",
+    "{{ 'a' * 17 * 2**20 }}": "17,825,792 characters",
+}
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_what_a_template_takes_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    template = ChatTemplate(source)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestError, match=BOMBS[source]) as caught:
+        template.render(MESSAGES, variables={"n": 10**12})
+    assert len(str(caught.value)) < 1200
+    # Of this process, in KiB. The renderer's memory is bounded by its address space.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    # The next one finds a renderer again.
+    assert ChatTemplate("{{ messages | length }}").render(MESSAGES) == "4"
+
+
+def test_a_template_that_cannot_be_compiled_in_time_is_a_bad_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    with pytest.raises(ModelError, match="processor time"):
+        ChatTemplate("{{ 7 ** (10**9) }}")  # jinja2 computes constants
+
+
+def test_a_renderer_that_was_killed_is_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render(MESSAGES) == "4"
+    assert chat._renderer._process is not None
+    chat._renderer._process.kill()
+    chat._renderer._process.wait()
+    assert template.render(MESSAGES) == "4"
+
+
+def test_threads_render_side_by_side_without_mixing_answers() -> None:
+    templates = [ChatTemplate(f"{number} {{{{ messages[0].content }}}}") for number in range(4)]
+
+    def ask(number: int) -> bool:
+        text = str(number) * 1000
+        return templates[number % 4].render([{"role": "user", "content": text}]) == f"{number % 4} {text}"
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(200)))
 
 
 def test_a_template_that_does_not_parse_is_a_bad_model() -> None:

@@ -1,37 +1,57 @@
 """Chat templates: a list of messages -> the prompt a model was trained on.
 
-Templates come with the model, that is from strangers: they run in jinja2's immutable sandbox and see nothing but plain
-JSON values. The environment follows what templates are written against:
-`transformers.PreTrainedTokenizer.apply_chat_template`.
+Templates come with the model, that is from strangers. `quire.models.render` renders them in a process of its own, in
+bounded time and memory; this module starts it, hands it plain JSON values and reads what it says. All templates of
+this process share that one.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
+import contextlib
+import itertools
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.errors import ModelError, RequestError
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-
+from quire.models import render
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
 """Names a caller cannot give a template: they come from elsewhere, or would promise what is not done."""
 
+MAX_SECONDS = 2.0
+"""Of processor time for one rendering: 1,000 messages take some 5 ms."""
+
+MAX_BYTES = 512 << 20
+"""Address space of the rendering process: 8 MiB of messages take some 60 MB."""
+
+MAX_CHARS = 16 << 20
+"""Of a rendered prompt: twice the longest request body that the server takes by default."""
+
+# How much longer than its processor time a rendering may take where other processes have the cores.
+_PATIENCE = 10.0
+
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may print."""
+    """A template and the special tokens it may print."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """special_tokens: bos_token, eos_token, ... -> text. Raises ModelError if the template does not parse."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
-        self._template = _compile(source)
+        self._number = next(_numbers)
+        kind, text = _renderer.ask(self._number, source, None)
+        if kind == render.REFUSED:
+            raise ModelError(f"the chat template does not parse: {text}")
+        if kind != render.DONE:
+            raise ModelError(f"the chat template does not compile: {_REASONS.get(kind, text)}")
 
     def render(
         self,
@@ -39,83 +59,149 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """The prompt of a conversation. Waits for another process: an event loop calls it on a thread.
 
         messages   role and content (and whatever else the template reads), oldest first
         variables  further names the template may read: tools, documents, enable_thinking; none of RESERVED, no *_token
-        Raises RequestError with the template's own message when it refuses the conversation.
+        Raises RequestError with the template's own message when it refuses the conversation, and when rendering fails,
+        takes too long or makes too much.
         """
-        from jinja2 import TemplateError
-
-        given = {name: _plain(value, name) for name, value in (variables or {}).items()}
+        try:
+            given = {name: _plain(value, name) for name, value in (variables or {}).items()}
+            plain = _plain(messages, "messages")
+        except RecursionError:
+            raise RequestError("messages or variables are nested too deep for a chat template", "messages") from None
         if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
             raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be given", "chat_template_kwargs")
-        try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    "tools": None,
-                    "documents": None,
-                    **given,
-                    "messages": _plain(messages, "messages"),
-                    "add_generation_prompt": add_generation_prompt,
-                }
+        names = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **given,
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        kind, text = _renderer.ask(self._number, self.source, names)
+        if kind == render.DONE:
+            return text
+        if kind == render.REFUSED:
+            raise RequestError(f"the chat template refuses these messages: {text}", "messages")
+        if kind == render.LONG:
+            text = f"it made {int(text):,} characters, and {MAX_CHARS:,} is the limit"
+        raise RequestError(f"the chat template fails on these messages: {_REASONS.get(kind, text)}", "messages")
+
+
+_LATE, _DIED = b"t", b"x"
+"""Kinds of answers besides those of the program: it ran too long, or ended for another reason."""
+
+_REASONS = {
+    render.MEMORY: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
+    _LATE: f"it did not end within {MAX_SECONDS:g} s of processor time",
+    _DIED: "the process that renders it died",
+}
+
+
+class _Renderer:
+    """The process that renders, started when it is first asked, and again after it ended. One request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._owner = 0
+        self._compiled: set[int] = set()
+
+    def ask(self, number: int, source: str, names: dict[str, Any] | None) -> tuple[bytes, str]:
+        """The kind and text of the program's answer.
+
+        number  of the template, which the program keeps compiled
+        names   the variables; None: compile alone
+        """
+        with self._lock:
+            if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._socket is not None
+            known = number in self._compiled
+            try:
+                self._socket.settimeout(_PATIENCE * MAX_SECONDS)
+                self._send((number, None if known else source, names, MAX_CHARS, MAX_SECONDS))
+                head = self._receive(9)
+                kind, text = head[:1], self._receive(int.from_bytes(head[1:], "little"))
+            except OSError as error:  # a timeout too
+                return self._stop(kill=isinstance(error, TimeoutError)), ""
+            except BaseException:
+                self._stop(kill=True)  # interrupted in the middle of an answer that nobody will read
+                raise
+            if kind == render.MEMORY:
+                self._stop()
+            elif known or names is not None or kind == render.DONE:
+                self._compiled.add(number)
+            return kind, text.decode("utf-8", "surrogatepass")
+
+    def _start(self) -> None:
+        if self._socket is not None:  # of a renderer that was killed, or of the process that this one was forked from
+            self._socket.close()
+        self._compiled.clear()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # In a session of its own: Ctrl-C is for us. It ends by itself once our socket is closed. Without `site` it
+            # starts faster; it looks for jinja2 where we do.
+            command = [sys.executable, "-I", "-S", render.__file__, str(theirs.fileno())]
+            null = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command,
+                stdin=null,
+                stdout=null,
+                stderr=null,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        except TemplateError as error:
-            raise RequestError(f"the chat template refuses these messages: {error.message}", "messages") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RequestError(f"the chat template fails on these messages: {reason}", "messages") from None
+        self._socket, self._owner = ours, os.getpid()
+        with contextlib.suppress(OSError):  # one that is gone already is found out by the request
+            self._send((sys.path, MAX_BYTES))
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        assert self._socket is not None
+        data = marshal.dumps(message)
+        self._socket.sendall(len(data).to_bytes(8, "little") + data)
+
+    def _receive(self, count: int) -> bytes:
+        assert self._socket is not None
+        parts = []
+        while count:
+            part = self._socket.recv(min(count, 1 << 20))
+            if not part:
+                raise ConnectionResetError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _stop(self, kill: bool = False) -> bytes:
+        """Ends the process, by closing its socket or by force; returns what that says about the request."""
+        process, connection = self._process, self._socket
+        self._process = self._socket = None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return _DIED
+        if kill:
+            process.kill()
+        try:
+            status = process.wait(1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        return _LATE if kill or status == -signal.SIGPROF else _DIED
+
+    def close(self) -> None:
+        """Ends the process; the next request starts another."""
+        if self._owner == os.getpid():
+            self._stop()
 
 
-def _compile(source: str) -> Template:
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks assistant text for training; here it is a plain block."""
-
-        tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
-
-        def parse(self, parser: Parser) -> Node | list[Node]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"the chat template does not parse: {error.message}") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of Python, into which it is compiled
-        raise ModelError(f"the chat template does not compile: {error}") from None
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as models saw it in training: jinja2's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(str(message))
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+_renderer = _Renderer()
+_numbers = itertools.count()
+atexit.register(_renderer.close)
 
 
 def _plain(value: Any, name: str) -> Any:

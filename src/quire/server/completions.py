@@ -43,9 +43,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    for each in texts:
-        service.check_fits(each, "prompt")
-    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False))
+    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False, "prompt"))
     for prompt in body.prompt:
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:

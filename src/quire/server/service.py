@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from quire.config import ServeConfig
     from quire.server.protocol import Engine
 
+T = TypeVar("T")
+
 # About 5 ms of tokenization: more would be felt by the streams that share the event loop, so it goes to a thread.
 LONG_TEXT = 16 * 1024
+
+WHOLE_CHARS = 256 * 1024
+"""Characters of a text that is encoded as a whole: 0.3 s and 90 MB at worst, for characters of four bytes."""
+PIECE_CHARS = 64 * 1024
+"""Characters of each piece of a longer one that is looked at first: 0.1 s and 20 MB at worst."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class Service:
         self.idle.set()
         # One at a time: each may keep a core and some memory busy.
         self._long_texts = ThreadPoolExecutor(1, "quire-encode")
+        self._templates = ThreadPoolExecutor(1, "quire-template")
 
     def entered(self) -> None:
         """A request came in."""
@@ -170,33 +178,69 @@ class Service:
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def encode(self, text: str, add_special: bool) -> list[int]:
-        """The token ids of `text`."""
-        return (await self.encode_all([text], add_special))[0]
+    async def encode(self, text: str, add_special: bool, param: str) -> list[int]:
+        """The token ids of `text`. Raises 400 for one far too long for the context; see `_check_length`."""
+        return (await self._off_loop(len(text), lambda: [self._encode(text, add_special, param)]))[0]
 
-    async def encode_all(self, texts: Sequence[str], add_special: bool) -> list[list[int]]:
-        """The token ids of several texts; on a thread of its own if there is much to do."""
-        encode = self.engine.tokenizer.encode
+    async def encode_all(self, texts: Sequence[str], add_special: bool, param: str) -> list[list[int]]:
+        """The token ids of several prompts. Raises 400 at the first that has no room in the context."""
 
         def run() -> list[list[int]]:
-            return [encode(text, add_special) for text in texts]
+            found = []
+            for text in texts:
+                found.append(self._encode(text, add_special, param))
+                if len(found[-1]) >= self.max_context:
+                    raise self._too_long(param, f"{len(found[-1])} tokens")
+            return found
 
-        if sum(map(len, texts)) <= LONG_TEXT:
+        return await self._off_loop(sum(map(len, texts)), run)
+
+    async def decode(self, token_ids: Sequence[int], skip_special: bool, param: str) -> str:
+        """The text of token ids. Raises 400 for more than the context holds."""
+        if len(token_ids) > self.max_context:
+            raise self._too_long(param, f"{len(token_ids)} tokens")
+        decode = self.engine.tokenizer.decode
+        return await self._off_loop(len(token_ids), lambda: decode(token_ids, skip_special))
+
+    async def _off_loop(self, size: int, run: Callable[[], T]) -> T:
+        """What `run` returns; on a thread, one at a time, if there is much to do."""
+        if size <= LONG_TEXT:
             return run()
         return await asyncio.get_running_loop().run_in_executor(self._long_texts, run)
 
-    def check_fits(self, text: str, param: str) -> None:
-        """Raises 400, without encoding it, for a text far too long for the context."""
+    def _encode(self, text: str, add_special: bool, param: str) -> list[int]:
+        self._check_length(text, param)
+        ids: list[int] = self.engine.tokenizer.encode(text, add_special)
+        return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Raises 400 for a text that cannot fit into the context, at a cost that the context bounds, not the text.
+
+        A text that is just longer than the context passes: its tokens are counted exactly. A longer one is read in
+        pieces, and no further than the context goes: 8 MB of one word would cost 3 s and 400 MB as a whole.
+        """
         if len(text) <= LONG_TEXT:
             return
-        # Normalizers may join characters, never so many.
-        least = len(text) // (4 * self.engine.tokenizer.max_token_bytes)
+        longest = self.engine.tokenizer.max_token_bytes
+        # Normalizers may join characters, never as many as four.
+        least = len(text) // (4 * longest)
         if least > self.max_context:
-            message = (
-                f"This model's maximum context length is {self.max_context} tokens. However, '{param}' holds"
-                f" {len(text)} characters, which are more than {least} tokens. Please reduce its length."
-            )
-            raise bad_request(message, param, "context_length_exceeded")
+            raise self._too_long(param, f"{len(text)} characters, which are more than {least} tokens")
+        if len(text) <= WHOLE_CHARS:
+            return
+        num_tokens = 0
+        for begin in range(0, len(text), PIECE_CHARS):
+            # A cut splits at most one token, into no more than its bytes.
+            num_tokens += len(self.engine.tokenizer.encode(text[begin : begin + PIECE_CHARS], False)) - longest
+            if num_tokens > self.max_context:
+                raise self._too_long(param, f"{len(text)} characters, which are more than {num_tokens} tokens")
+
+    def _too_long(self, param: str, held: str) -> ApiError:
+        message = (
+            f"This model's maximum context length is {self.max_context} tokens. However, '{param}' holds {held}."
+            " Please reduce its length."
+        )
+        return bad_request(message, param, "context_length_exceeded")
 
     async def encode_chat(
         self,
@@ -205,12 +249,17 @@ class Service:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """The token ids of a conversation, by the model's chat template, which may read `variables`. Raises
-        RequestError if it refuses them.
+        RequestError if it refuses them, or makes more than the context holds.
         """
-        rendered = [message.for_template() for message in messages]
-        text = self.engine.tokenizer.chat(rendered, add_generation_prompt, variables)
-        self.check_fits(text, "messages")
-        return await self.encode(text, add_special=False)
+
+        def run() -> str:
+            rendered = [message.for_template() for message in messages]
+            text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt, variables)
+            return text
+
+        # Always on a thread: another process renders, and a bad template takes all of the time that it gets.
+        text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
+        return await self.encode(text, False, "messages")
 
     def params(
         self,

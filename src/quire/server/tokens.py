@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.errors import json_response
 from quire.server.schema import DetokenizeRequest, TokenizeRequest
-from quire.server.service import LONG_TEXT, Service
+from quire.server.service import Service
 from quire.server.wire import read_json
 
 
@@ -22,7 +20,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
         )
     else:
-        ids = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+        ids = await service.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
 
@@ -31,9 +29,5 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = DetokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
     service.check_tokens(body.tokens, "tokens")
-    decode, skip_special = service.engine.tokenizer.decode, body.skip_special_tokens is True
-    if len(body.tokens) > LONG_TEXT:
-        text = await asyncio.to_thread(decode, body.tokens, skip_special)
-    else:
-        text = decode(body.tokens, skip_special)
+    text = await service.decode(body.tokens, body.skip_special_tokens is True, "tokens")
     return json_response({"prompt": text})

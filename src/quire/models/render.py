@@ -1,0 +1,147 @@
+"""The program that renders chat templates, in a process of its own: `quire.models.chat` starts it and talks to it.
+
+A template comes from a stranger. Inside this process one expression can ask for 10 GB, or run for hours in a single
+call that no thread can interrupt. The kernel bounds both here: the address space by a limit, the processor time by a
+timer whose signal ends the process. jinja2's immutable sandbox keeps templates away from everything but plain values.
+
+The program imports nothing of Quire, so that it starts in some 50 ms. It reads requests from the socket whose number
+is its argument: eight bytes of length, then a marshalled tuple. It answers with one byte of kind, eight of length, and
+UTF-8 text. It ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import resource
+import signal
+import socket
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+DONE, REFUSED, FAILED, MEMORY, LONG = b"d", b"r", b"f", b"m", b"l"
+"""Kinds of answers: the text; the template's own refusal; any other error of it; no memory left; a text too long."""
+
+SHOWN_CHARS = 1000
+"""Characters of an error's text that are told: a template may raise one of any length."""
+
+
+def compiled(source: str) -> Template:
+    """A template in the environment that templates are written against: transformers' `apply_chat_template`."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks assistant text for training; here it is a plain block."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+        def parse(self, parser: Parser) -> Node | list[Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training: jinja2's own filter escapes <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[bytes, str]:
+    """The kind and text of one answer.
+
+    request  (number of the template, its source or None where it was compiled before, variables or None to compile
+             alone, most characters of the text)
+    """
+    from jinja2 import TemplateError
+
+    number, source, variables, most = request
+    try:
+        if source is not None:
+            templates[number] = compiled(source)
+        if variables is None:
+            return DONE, ""
+        text = templates[number].render(variables)
+        return (DONE, text) if len(text) <= most else (LONG, str(len(text)))
+    except TemplateError as error:
+        return REFUSED, (error.message or "")[:SHOWN_CHARS]
+    except MemoryError:
+        return MEMORY, ""
+    except Exception as error:
+        return FAILED, f"{type(error).__name__}: {error}"[:SHOWN_CHARS]
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the other side closes."""
+    templates: dict[int, Template] = {}
+    search, max_bytes = _received(connection)
+    sys.path[:] = search
+    import jinja2.sandbox  # noqa: F401  # before the limits count, and before the first request
+
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        *request, seconds = _received(connection)
+        # The default action of SIGPROF ends the process, also in the middle of one long call.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind, text = answer(templates, tuple(request))
+        data = text.encode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.sendall(kind + len(data).to_bytes(8, "little") + data)
+        if kind == MEMORY:
+            return  # a fresh process has all of its memory again
+
+
+def _received(connection: socket.socket) -> Any:
+    """The next message; ends the process if there is none."""
+    size = int.from_bytes(_bytes(connection, 8), "little")
+    return marshal.loads(_bytes(connection, size))
+
+
+def _bytes(connection: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view, at = memoryview(data), 0
+    while at < count:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise SystemExit(0)
+        at += got
+    return data
+
+
+if __name__ == "__main__":
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    except ConnectionError:
+        raise SystemExit(0) from None
