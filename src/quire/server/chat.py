@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
 from quire.server.service import Chunks, Job, Service, Usage
@@ -35,7 +34,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     service.admit([chat.job])
     if body.stream:
         return EventStream(chat.events())
-    return json_response(await unless_disconnected(request.receive, chat.whole()))
+    return await unless_disconnected(request.receive, chat.whole())
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Chat:
             "model": service.engine.model_name,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The answer in one piece."""
         choices = [Choice() for _ in range(self.job.params.n)]
         async with aclosing(self.service.run([self.job], self.head["id"])) as items:
@@ -88,7 +87,8 @@ class Chat:
             }
             for index, choice in enumerate(choices)
         ]
-        return self.head | {"choices": answers, "usage": self.usage.as_dict()}
+        num_scores = self.usage.completion_tokens * (1 + (self.body.top_logprobs or 0)) if self.body.logprobs else 0
+        return await self.service.answer(self.head | {"choices": answers, "usage": self.usage.as_dict()}, num_scores)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""

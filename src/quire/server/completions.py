@@ -6,20 +6,22 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import bad_request, json_response
-from quire.server.logprobs import LegacyLogprobs, Names, prompt_logprobs
+from quire.server.answers import Items, encoded
+from quire.server.errors import bad_request
+from quire.server.logprobs import MAX_PROMPT_SCORES, LegacyLogprobs, Names, prompt_logprobs
 from quire.server.schema import CompletionRequest
 from quire.server.service import Chunks, Job, Service, Usage
 from quire.server.wire import EventStream, read_json, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
+    from quire.engine.params import SamplingParams
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -30,7 +32,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     service.admit(completion.jobs)
     if body.stream:
         return EventStream(completion.events())
-    return json_response(await unless_disconnected(request.receive, completion.whole()))
+    return await unless_disconnected(request.receive, completion.whole())
 
 
 async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[Job]:
@@ -58,19 +60,62 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
             prompt_logprobs=max(asked) if asked else None,
         )
         jobs.append(Job(ids, params, service.hints(body, tenant), tenant, text))
+    _check_scores(body, sum(len(job.prompt_ids) for job in jobs))
     return jobs
+
+
+def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
+    """Raises 400 for more log-probabilities of prompts than an answer may hold."""
+    echoed = {"logprobs": body.logprobs} if body.echo else {}
+    asked = {name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each}
+    num_scores = (body.n or 1) * num_tokens * sum(each + 1 for each in asked.values())
+    if num_scores > MAX_PROMPT_SCORES:
+        param = next(iter(asked))
+        raise bad_request(
+            f"'n' is {body.n or 1}, the prompts hold {num_tokens} tokens and"
+            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: that makes {num_scores}"
+            f" log-probabilities of prompts, and an answer holds at most {MAX_PROMPT_SCORES}",
+            param,
+        )
+
+
+@dataclass
+class Opening:
+    """What all choices of a prompt have in common.
+
+    lists   the four lists of the echoed prompt's log-probabilities, encoded; None for one that is null
+    scores  the extension `prompt_logprobs`, encoded
+    """
+
+    text: str = ""
+    lists: dict[str, Items | None] | None = None
+    scores: Items | None = None
 
 
 @dataclass
 class Choice:
-    """One choice as far as it has come."""
+    """One choice as far as it has come, without what its prompt opens it with."""
 
     legacy: LegacyLogprobs
     text: str = ""
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self, index: int, opening: Opening) -> dict[str, Any]:
+        """The choice in an answer."""
+        logprobs = self.logprobs
+        if opening.lists is not None:
+            more = logprobs or {}
+            logprobs = {name: each and Items(each.encoded, more.get(name)) for name, each in opening.lists.items()}
+        found = {
+            "index": index,
+            "text": opening.text + self.text,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+        }
+        return found if opening.scores is None else found | {"prompt_logprobs": opening.scores}
 
 
 @dataclass(slots=True)
@@ -99,7 +144,7 @@ class Completion:
             for _ in range(len(jobs) * self.num_choices)
         ]
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
-        self.seen: set[int] = set()
+        self.openings: dict[int, Opening] = {}
         self.head: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -107,10 +152,12 @@ class Completion:
             "model": service.engine.model_name,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The answer in one piece."""
         async with aclosing(self.service.run(self.jobs, self.head["id"])) as items:
             async for job, item in items:
+                if job not in self.openings:
+                    await self._open(job, item)
                 for delta in self._deltas(job, item):
                     choice = self.choices[delta.index]
                     choice.text += delta.text
@@ -119,23 +166,23 @@ class Completion:
                     if delta.finish_reason is not None:
                         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         choices = [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprobs": choice.logprobs,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-                **choice.extra,
-            }
-            for index, choice in enumerate(self.choices)
+            choice.as_dict(index, self.openings[index // self.num_choices]) for index, choice in enumerate(self.choices)
         ]
-        return self.head | {"choices": choices, "usage": self.usage.as_dict()}
+        num_scores = self.usage.completion_tokens * (0 if self.body.logprobs is None else 1 + self.body.logprobs)
+        num_scores += sum(_num_prompt_scores(job.params, len(job.prompt_ids)) for job in self.jobs)
+        return await self.service.answer(self.head | {"choices": choices, "usage": self.usage.as_dict()}, num_scores)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         chunks = Chunks(self.head, self.usage, self.body.stream_options)
         async with aclosing(self.service.run(self.jobs, self.head["id"])) as items:
             async for job, item in items:
+                if job not in self.openings:
+                    opening = await self._open(job, item)
+                    first = job * self.num_choices
+                    for index in range(first, first + self.num_choices) if opening.text or opening.lists else ():
+                        for part in chunks.large(index, {"text": opening.text}, opening.lists):
+                            yield part
                 news = b"".join(
                     chunks.chunk(
                         delta.index, {"text": delta.text}, delta.logprobs, delta.finish_reason, delta.stop_reason
@@ -147,21 +194,43 @@ class Completion:
                     yield news
         yield chunks.end()
 
+    async def _open(self, job: int, item: RequestOutput) -> Opening:
+        """What the first item of a prompt tells: its usage, and what it opens all its choices with."""
+        self.usage.saw(item)
+        prompt = self.jobs[job]
+        choices = self.choices[job * self.num_choices : (job + 1) * self.num_choices]
+
+        def make() -> tuple[Opening, LegacyLogprobs]:
+            opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
+            if self.body.prompt_logprobs is not None:
+                opening.scores = Items(encoded(prompt_logprobs(scores, self.names)))
+            if self.body.echo:
+                opening.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
+                if self.body.logprobs is not None:
+                    lists = legacy(prompt.prompt_ids, scores)
+                    opening.lists = {
+                        name: None if each is None else Items(encoded(each)) for name, each in lists.items()
+                    }
+            return opening, legacy
+
+        opening, legacy = await self.service.make_answer(
+            _num_prompt_scores(prompt.params, len(prompt.prompt_ids)), make
+        )
+        for choice in choices:
+            choice.legacy = legacy.copy()
+        self.openings[job] = opening
+        return opening
+
+    def _text(self, prompt_ids: list[int]) -> str:
+        skip_special = self.body.skip_special_tokens is not False
+        text: str = self.service.engine.tokenizer.decode(prompt_ids, skip_special=skip_special)
+        return text
+
     def _deltas(self, job: int, item: RequestOutput) -> list[Delta]:
         """What an item of the engine adds to the choices of its prompt."""
         deltas = []
-        first = job * self.num_choices
-        if job not in self.seen:
-            self.seen.add(job)
-            self.usage.saw(item)
-            for index in range(first, first + self.num_choices):
-                if self.body.prompt_logprobs is not None:
-                    scores = prompt_logprobs(item.prompt_logprobs or [], self.names)
-                    self.choices[index].extra["prompt_logprobs"] = scores
-                if self.body.echo:
-                    deltas.append(self._echo(job, index, item))
         for output in item.outputs:
-            index = first + output.index
+            index = job * self.num_choices + output.index
             if self.body.max_tokens == 0:
                 # The engine's least is one token; it is dropped here.
                 if output.finish_reason is not None:
@@ -174,17 +243,9 @@ class Completion:
             deltas.append(Delta(index, output.text, lists, output.finish_reason, output.stop_reason))
         return deltas
 
-    def _echo(self, job: int, index: int, item: RequestOutput) -> Delta:
-        """The prompt as the beginning of a choice's text."""
-        prompt = self.jobs[job]
-        text = prompt.text
-        if text is None:
-            skip_special = self.body.skip_special_tokens is not False
-            text = self.service.engine.tokenizer.decode(prompt.prompt_ids, skip_special=skip_special)
-        lists = None
-        if self.body.logprobs is not None:
-            lists = self.choices[index].legacy(prompt.prompt_ids, item.prompt_logprobs or [])
-        return Delta(index, text, lists)
+
+def _num_prompt_scores(params: SamplingParams, num_tokens: int) -> int:
+    return 0 if params.prompt_logprobs is None else num_tokens * (1 + params.prompt_logprobs)
 
 
 def _extend(choice: Choice, lists: dict[str, Any]) -> None:

@@ -6,12 +6,17 @@ The dict of a position always holds the token that stands there, besides the bes
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.outputs import Logprob
     from quire.server.protocol import Tokenizer
+
+MAX_PROMPT_SCORES = 500_000
+"""Log-probabilities of prompts in one answer, over all choices. Each takes some 70 bytes of JSON, 35 MB in all, and 200
+bytes in the engine, 100 MB. A prompt of 23,000 tokens may have 20 alternatives at every token.
+"""
 
 LOWEST = -9999.0
 """What OpenAI sends for minus infinity, which JSON cannot say."""
@@ -74,6 +79,14 @@ class LegacyLogprobs:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
+    def copy(self) -> LegacyLogprobs:
+        """One that goes on from here by itself, as each choice does behind the prompt."""
+        other = LegacyLogprobs.__new__(LegacyLogprobs)
+        other.__dict__.update(self.__dict__)
+        other._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        other._characters.setstate(self._characters.getstate())
+        return other
+
     def __call__(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
         """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls."""
         token_logprobs: list[float | None] = []
@@ -104,17 +117,18 @@ class LegacyLogprobs:
         return top
 
 
-def prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None], names: Names) -> list[dict[str, Any] | None]:
+def prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None], names: Names) -> Iterator[dict[str, Any] | None]:
     """The extension `prompt_logprobs`: per position {token id: {logprob, rank, decoded_token}}, null at the first."""
-
-    def scores(position: Mapping[int, Logprob]) -> dict[str, Any]:
-        return {
-            str(token_id): {
-                "logprob": finite(each.logprob),
-                "rank": each.rank,
-                "decoded_token": names.of(token_id),
+    for position in positions:
+        yield (
+            None
+            if position is None
+            else {
+                str(token_id): {
+                    "logprob": finite(each.logprob),
+                    "rank": each.rank,
+                    "decoded_token": names.of(token_id),
+                }
+                for token_id, each in position.items()
             }
-            for token_id, each in position.items()
-        }
-
-    return [None if position is None else scores(position) for position in positions]
+        )

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.responses import Response
+
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
+from quire.server.answers import FEW_SCORES, LargeAnswer, cut, pieces
 from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import Metrics, RequestTimer
@@ -118,10 +121,18 @@ class Chunks:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason:
             choice["stop_reason"] = stop_reason
+        return event(self._chunk(choice))
+
+    def large(self, index: int, content: dict[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[bytes]:
+        """What opens choice `index`, with lists that are encoded already; in parts."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        return cut([b"data: ", *pieces(self._chunk(choice)), b"\n\n"])
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"choices": [choice]}
         if self._continuous:
             chunk["usage"] = self._usage.as_dict()
-        return event(chunk)
+        return chunk
 
     def end(self) -> bytes:
         """Usage, if it was asked for, and the end of the stream."""
@@ -149,6 +160,7 @@ class Service:
         self.idle.set()
         # One at a time: each may keep a core and some memory busy.
         self._long_texts = ThreadPoolExecutor(1, "quire-encode")
+        self._answers = ThreadPoolExecutor(1, "quire-answer")
         self._templates = ThreadPoolExecutor(1, "quire-template")
 
     def entered(self) -> None:
@@ -309,6 +321,18 @@ class Service:
         if request.cache_pin is not None:
             hints["cache_pin"] = request.cache_pin
         return hints
+
+    async def answer(self, content: dict[str, Any], num_scores: int) -> Response:
+        """The response of an answer with so many log-probabilities."""
+        if num_scores <= FEW_SCORES:
+            return Response(b"".join(pieces(content)), media_type="application/json")
+        return await self.make_answer(num_scores, lambda: LargeAnswer(pieces(content)))
+
+    async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
+        """What `make` returns; on a thread, one at a time, where it works on many log-probabilities."""
+        if num_scores <= FEW_SCORES:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._answers, make)
 
     def check_tokens(self, token_ids: Sequence[int] | dict[int, float] | None, param: str) -> None:
         """Raises 400 for an id that the model does not have."""

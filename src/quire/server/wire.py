@@ -88,9 +88,10 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A response of server-sent events, made while it is sent.
 
-    `events` yields whole events as bytes. An error before the first one becomes an ordinary error response with its own
-    status code, which is why nothing, not even the headers, is sent before; an error after it becomes an error event
-    and ends the stream without [DONE]. `events` is closed in every case, and at once when the client leaves.
+    `events` yields events as bytes, a large one in parts. An error before the first one becomes an ordinary error
+    response with its own status code, which is why nothing, not even the headers, is sent before; an error after it
+    becomes an error event and ends the stream without [DONE]. `events` is closed in every case, and at once when the
+    client leaves.
     """
 
     media_type = "text/event-stream"

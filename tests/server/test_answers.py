@@ -1,0 +1,140 @@
+"""Answers with many log-probabilities: made once for all choices, off the event loop, in pieces, and bounded."""
+
+import json
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.server import answers, completions
+from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, cut, encoded, pieces
+from quire.server.errors import encode
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import client, error_of, events
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=80) | st.dictionaries(st.text(), inner, max_size=5),
+    max_leaves=100,
+)
+PROMPT = list(range(1, 151))
+"""Its scores are more than are made on the loop."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(JSON)
+def test_pieces_join_to_the_json_of_the_whole(value):
+    assert b"".join(pieces(value)) == encode(value).encode(errors="backslashreplace")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(JSON, max_size=3 * SLICE), st.integers(0, 3 * SLICE))
+def test_a_list_that_was_begun_goes_on_as_one(values, begun):
+    value = {"a": [{"b": Items(encoded(iter(values[:begun])), values[begun:])}]}
+    assert b"".join(pieces(value)) == encode({"a": [{"b": values}]}).encode(errors="backslashreplace")
+    assert encoded(values) == encoded(iter(values))
+
+
+def test_what_choices_share_is_there_once_and_sent_in_bounded_parts():
+    shared = Items(b"1," * SENT_BYTES + b"1")
+    found = pieces({"choices": [{"index": index, "x": shared} for index in range(8)]})
+    assert sum(part is shared.encoded for part in found) == 8
+    assert b"".join(cut(found)) == b"".join(found) and max(map(len, cut(found))) == SENT_BYTES
+    assert LargeAnswer(found).headers["content-length"] == str(sum(map(len, found)))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The threads on which scores of prompts were made."""
+    threads = []
+    make = completions.prompt_logprobs
+
+    def watched(*given):
+        threads.append(threading.current_thread())
+        return make(*given)
+
+    monkeypatch.setattr(completions, "prompt_logprobs", watched)
+    return threads
+
+
+@pytest.mark.anyio
+async def test_prompt_scores_are_made_once_for_all_choices_and_off_the_loop(calls):
+    body = {"prompt": PROMPT, "n": 8, "max_tokens": 1, "prompt_logprobs": 20}
+    async with client() as http:
+        choices = (await http.post("/v1/completions", json=body)).json()["choices"]
+        assert len(calls) == 1 and calls[0] is not threading.main_thread()
+        (alone,) = (await http.post("/v1/completions", json=body | {"n": 1})).json()["choices"]
+    assert len(choices) == 8
+    assert all(each["prompt_logprobs"] == alone["prompt_logprobs"] for each in choices)
+    assert len(alone["prompt_logprobs"]) == 150 and len(alone["prompt_logprobs"][1]) == 21
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echoed_lists_are_made_once_for_all_choices(stream, monkeypatch):
+    made = []
+    lists = completions.LegacyLogprobs.__call__
+    monkeypatch.setattr(
+        completions.LegacyLogprobs,
+        "__call__",
+        lambda self, ids, scores: made.append((len(ids), threading.current_thread())) or lists(self, ids, scores),
+    )
+    body = {"prompt": PROMPT, "n": 3, "max_tokens": 2, "echo": True, "logprobs": 20, "stream": stream}
+    async with client() as http:
+        answer = await http.post("/v1/completions", json=body)
+    (echo,) = [thread for count, thread in made if count == len(PROMPT)]
+    assert echo is not threading.main_thread()
+    parts = events(answer.text) if stream else [answer.json()]
+    for index in range(3):
+        found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        text = ""
+        for choice in (each for part in parts for each in part["choices"] if each["index"] == index):
+            text += choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                found[name] += values
+        assert [len(values) for values in found.values()] == [152] * 4
+        assert found["token_logprobs"][0] is None and found["text_offset"] == sorted(found["text_offset"])
+        assert text.startswith(FakeEngine().tokenizer.decode(PROMPT[:100]))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": PROMPT, "n": 4, "prompt_logprobs": 20, "echo": True, "logprobs": 20}),
+        ("completions", {"prompt": PROMPT, "n": 4, "echo": True, "logprobs": 20, "stream": True}),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 300}], "logprobs": True, "top_logprobs": 20},
+        ),
+    ],
+)
+async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(answers, "encode", lambda value: lengths.append(len(text := encode(value))) or text)
+    async with client() as http:
+        answer = await http.post(f"/v1/{path}", json=body | {"max_tokens": 300})
+    assert answer.status_code == 200 and len(answer.content) > 250_000
+    # 64 tokens with 20 alternatives each.
+    assert max(lengths) < 100_000
+    if not body.get("stream"):
+        assert answer.headers["content-length"] == str(len(answer.content)) and json.loads(answer.content)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("asked", "num_scores", "param"),
+    [
+        ({"n": 6, "prompt_logprobs": 20}, 6 * 4000 * 21, "prompt_logprobs"),
+        ({"n": 6, "echo": True, "logprobs": 20}, 6 * 4000 * 21, "logprobs"),
+        ({"n": 3, "echo": True, "logprobs": 20, "prompt_logprobs": 20}, 3 * 4000 * 42, "logprobs"),
+    ],
+)
+async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_scores, param):
+    async with client(FakeEngine(max_context=5000)) as http:
+        response = await http.post("/v1/completions", json={"prompt": [65] * 4000, "max_tokens": 1} | asked)
+    error = error_of(response)
+    assert response.status_code == 400 and error["param"] == param
+    for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is 20"):
+        assert word in error["message"], word
