@@ -10,7 +10,7 @@ from tests.server.fake_engine import FakeEngine
 
 async def main() -> None:
     listener = Listener(ServeConfig(port=0, drain_seconds=float(sys.argv[1])))
-    await serve(FakeEngine(step_seconds=0.01), listener, ready=lambda: print(listener.url, flush=True))
+    print(await serve(FakeEngine(step_seconds=0.01), listener, ready=lambda: print(listener.url, flush=True)))
 
 
 asyncio.run(main())

@@ -72,7 +72,9 @@ async def openai_client(engine: FakeEngine | None = None, **settings: Any) -> As
     names = (each.__module__.partition(".")[0] for each in openai.DefaultAsyncHttpxClient.__mro__)
     library = importlib.import_module(next(name for name in names if name.startswith("httpx")))
     http = library.AsyncClient(transport=library.ASGITransport(application(engine, **settings)))
-    async with openai.AsyncOpenAI(api_key="none", base_url="http://quire/v1", http_client=http, max_retries=0) as api:
+    async with openai.AsyncOpenAI(
+        api_key="none", base_url="http://127.0.0.1:8000/v1", http_client=http, max_retries=0
+    ) as api:
         yield api
     assert not engine.live, f"requests left in the engine: {engine.live}"
 

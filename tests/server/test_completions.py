@@ -55,13 +55,15 @@ async def test_null_means_default():
     assert (await post(TEXT | nulls))["choices"][0]["text"] == (await post(TEXT))["choices"][0]["text"]
 
 
-async def test_max_tokens_null_fills_the_context():
-    answer = await post({"prompt": "x", "max_tokens": None, "ignore_eos": True}, FakeEngine(max_context=100))
-    assert answer["usage"]["total_tokens"] == 100
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+async def test_without_a_limit_a_completion_has_sixteen_tokens(given):
+    answer = await post({"prompt": "x", "ignore_eos": True} | given, FakeEngine(max_context=100))
+    assert answer["usage"]["completion_tokens"] == 16
 
 
-async def test_max_tokens_null_stops_at_the_servers_limit():
-    answer = await post({"prompt": "x", "max_tokens": None, "ignore_eos": True}, max_output_tokens=7)
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+async def test_the_default_limit_stops_at_the_servers_limit(given):
+    answer = await post({"prompt": "x", "ignore_eos": True} | given, max_output_tokens=7)
     assert answer["usage"]["completion_tokens"] == 7
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,110 @@ def test_a_port_in_use_is_one_line():
     with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1"):
         Listener(ServeConfig(port=listener.port))
     listener.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_of_two_servers_on_one_port_the_second_fails_before_either_listens(host):
+    first = Listener(ServeConfig(host=host, port=0))
+    for other in (host, "::" if ":" in host else "0.0.0.0"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on .*:{first.port} \(Address already in use\)"):
+            Listener(ServeConfig(host=other, port=first.port, allow_public=True))
+    with pytest.raises(ConnectionRefusedError):  # not left waiting
+        socket.create_connection((host, first.port), timeout=5)
+    first.listen()
+    socket.create_connection((host, first.port), timeout=5).close()
+    first.close()
+
+
+def test_a_server_starts_again_at_once_and_still_has_the_port_to_itself():
+    first = Listener(ServeConfig(port=0))
+    first.listen()
+    with socket.create_connection(("127.0.0.1", first.port), timeout=5) as peer:
+        first.socket.accept()[0].close()  # this side closes first: its connection waits in TIME_WAIT
+        assert peer.recv(1) == b""
+    first.close()
+    with pytest.raises(OSError), socket.socket() as plain:
+        plain.bind(("127.0.0.1", first.port))
+    second = Listener(ServeConfig(port=first.port))
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Listener(ServeConfig(port=first.port))
+    second.listen()
+    second.close()
+
+
+def test_a_port_that_was_taken_meanwhile_is_one_line():
+    listener = Listener(ServeConfig(port=0))
+    listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", listener.port))
+        other.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            listener.listen()
+    listener.close()
+
+
+ROUTES = [
+    ("GET", "/health"),
+    ("GET", "/health/live"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/v1/models"),
+    ("GET", "/openapi.json"),
+    ("GET", "/debug/cache"),
+    ("GET", "/nothing/here"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_without_keys_no_route_answers_who_calls_this_machine_by_another_name(method, path):
+    """A page on the web can make its own name lead to this machine; then its visitors' browsers could read on."""
+    async with client() as http:
+        for host in (
+            "evil.example",
+            "evil.example:8000",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "10.0.0.1",
+        ):
+            answer = await http.request(method, path, headers={"host": host}, json=TEXT if method == "POST" else None)
+            assert answer.status_code == 403 and error_of(answer)["code"] == "host_not_allowed", answer.text
+            assert host.partition(":")[0] in error_of(answer)["message"]
+        for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "127.1.2.3"):
+            answer = await http.request(method, path, headers={"host": host}, json=TEXT if method == "POST" else None)
+            assert answer.status_code != 403, answer.text
+
+
+async def test_two_names_in_one_request_must_both_be_this_machines():
+    app = application(FakeEngine())
+    call = RawCall(app, "/v1/models", {}, method="GET")
+    call.scope["headers"] += [(b"host", b"localhost"), (b"host", b"evil.example")]
+    await call.task
+    assert call.status == 403
+
+
+async def test_keys_and_public_servers_answer_to_any_name(tmp_path):
+    (tmp_path / "keys").write_text("k\n")
+    host = {"host": "llm.example.org"}
+    async with client(api_key_file=str(tmp_path / "keys")) as http:
+        answer = await http.get("/v1/models", headers=host | {"authorization": "Bearer k"})
+        assert answer.status_code == 200
+        assert (await http.get("/v1/models", headers=host)).status_code == 401
+    for settings in ({"allow_public": True}, {"allow_public": True, "host": "0.0.0.0"}):
+        async with client(**settings) as http:
+            assert (await http.get("/v1/models", headers=host)).status_code == 200
+
+
+async def test_what_is_refused_is_counted_by_its_status_alone():
+    async with client(FakeEngine(queue_limit=1, max_context=50)) as http:
+        full = await http.post("/v1/completions", json={"prompt": ["ab", "cd"], "max_tokens": 2})
+        assert full.status_code == 429
+        assert (await http.post("/v1/completions", json={"prompt": "x" * 60})).status_code == 400
+        metrics = (await http.get("/metrics")).text
+    assert 'quire_requests_finished_total{reason="error"}' not in metrics
+    assert 'quire_http_responses_total{route="/v1/completions",status="429"} 1.0' in metrics
 
 
 async def test_a_full_queue_says_when_to_come_back():

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds = time.monotonic() - begun
                 print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1", flush=True)
 
-            await serve(llm, listener, ready)
+            print(await serve(llm, listener, ready), flush=True)
 
     try:
         with shared.runner() as loop:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.auth import ApiKeys
+from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
 from quire.server.debug import LIMIT, show_cache
@@ -34,7 +34,8 @@ HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 
 
 class Gate:
-    """Around every request: the key, the shutdown, the count of requests inside, the status, and unanswered errors.
+    """Around every request: the name it asks for, the key, the shutdown, the count of requests inside, the status, and
+    unanswered errors.
 
     Puts the tenant, whose key it was, into the state of the request.
     """
@@ -42,6 +43,8 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
         self.service = service
+        config = service.config
+        self.names = Names.of(config.host, service.keys, config.allow_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer it here (ASGI)."""
@@ -72,6 +75,7 @@ class Gate:
             self.service.metrics.responses.labels(route, str(status)).inc()
 
     def _check(self, scope: Scope) -> None:
+        self.names.check(Headers(scope=scope).getlist("host"))
         if scope["path"] in HEALTH:
             return
         authorization = Headers(scope=scope).get("authorization", "")
@@ -113,7 +117,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 def _add_api(app: FastAPI, service: Service) -> None:
     """The routes of OpenAI's API and the tokenizer's."""
-    working = (400, 401, 404, 413, 429, 500, 503)
+    working = (400, 401, 403, 404, 413, 429, 500, 503)
 
     @app.post("/v1/completions", **operation("Completion", *working, body="CompletionRequest", stream=True))
     async def completions(request: Request) -> Response:
@@ -125,12 +129,12 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await create_chat(service, request)
 
-    @app.post("/tokenize", **operation("Tokens", 400, 401, 404, 413, 500, 503, body="TokenizeRequest"))
+    @app.post("/tokenize", **operation("Tokens", 400, 401, 403, 404, 413, 500, 503, body="TokenizeRequest"))
     async def tokenize_text(request: Request) -> Response:
         """Turn text or a conversation into token ids."""
         return await tokenize(service, request)
 
-    @app.post("/detokenize", **operation("Text", 400, 401, 404, 413, 500, 503, body="DetokenizeRequest"))
+    @app.post("/detokenize", **operation("Text", 400, 401, 403, 404, 413, 500, 503, body="DetokenizeRequest"))
     async def detokenize_ids(request: Request) -> Response:
         """Turn token ids into text."""
         return await detokenize(service, request)
@@ -144,12 +148,12 @@ def _add_api(app: FastAPI, service: Service) -> None:
             "max_model_len": service.max_context,
         }
 
-    @app.get("/v1/models", **operation("Models", 401, 503))
+    @app.get("/v1/models", **operation("Models", 401, 403, 503))
     async def models() -> Response:
         """List the served model."""
         return json_response({"object": "list", "data": [model_card()]})
 
-    @app.get("/v1/models/{model:path}", **operation("Model", 401, 404, 503))
+    @app.get("/v1/models/{model:path}", **operation("Model", 401, 403, 404, 503))
     async def model_by_name(model: str) -> Response:
         """Describe the served model."""
         service.check_model(model)
@@ -159,13 +163,13 @@ def _add_api(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     """The routes for those who run the server."""
 
-    @app.get("/health/live", **operation("Status"))
+    @app.get("/health/live", **operation("Status", 403))
     async def live() -> Response:
         """Whether the process answers."""
         return json_response({"status": "ok"})
 
-    @app.get("/health", **operation("Status", 503))
-    @app.get("/health/ready", **operation("Status", 503))
+    @app.get("/health", **operation("Status", 403, 503))
+    @app.get("/health/ready", **operation("Status", 403, 503))
     async def ready() -> Response:
         """Whether a request would be worked on."""
         if service.draining:
@@ -173,12 +177,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         service.check_ready()
         return json_response({"status": "ready"})
 
-    @app.get("/version", **operation("Version", 401, 503))
+    @app.get("/version", **operation("Version", 401, 403, 503))
     async def show_version() -> Response:
         """The version of Quire."""
         return json_response({"version": __version__})
 
-    @app.get("/metrics", **operation("Metrics", 401, text=True))
+    @app.get("/metrics", **operation("Metrics", 401, 403, text=True))
     async def metrics() -> Response:
         """The metrics, in Prometheus's text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)

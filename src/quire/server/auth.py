@@ -6,11 +6,13 @@ import hmac
 import logging
 import socket
 import stat
+from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
+from quire.server.errors import ApiError
 from quire.server.tenants import tenant_of
 
 log = logging.getLogger("quire.server")
@@ -73,10 +75,50 @@ def names_loopback(host: str) -> bool:
     that was made to lead here.
     """
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _name(host)
         return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _name(host: str) -> str:
+    """A Host header without its port, in small letters; empty if it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+class Names:
+    """The names under which a server without keys answers on the machine's own addresses: loopback ones, and its own.
+
+    A page on the web can send its visitor's browser to this machine: its name, which it made to lead here, is in the
+    Host header then, and the browser takes what comes back for the page's own. Whoever sends no Host is no browser.
+    A key, which no page has, makes the check needless, and a public server answers to any name.
+
+    host    serve.host
+    is_any  whether every name is right
+    """
+
+    def __init__(self, host: str, is_any: bool) -> None:
+        self.own = host.lower()
+        self.is_any = is_any
+
+    @classmethod
+    def of(cls, host: str, keys: ApiKeys, allow_public: bool) -> Names:
+        """The names of a server with these settings."""
+        return cls(host, bool(keys.keys) or allow_public or not is_loopback(host))
+
+    def check(self, hosts: Sequence[str]) -> None:
+        """Raises 403 for Host headers that name another machine."""
+        if self.is_any or all(names_loopback(host) or _name(host) == self.own for host in hosts):
+            return
+        raise ApiError(
+            403,
+            "without API keys this server answers only who asks for this machine by its own name, such as 127.0.0.1 or"
+            f" localhost, not {hosts[-1][:100]!r}; set serve.api_key_file, or serve.allow_public to serve everybody",
+            code="host_not_allowed",
+        )
 
 
 def check_exposure(host: str, keys: ApiKeys, allow_public: bool) -> None:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
 
+MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
+"""Where a completion's `max_tokens` is null or not given, as for OpenAI."""
+
 
 async def create_completion(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
@@ -54,7 +57,8 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
         params = service.params(
             body,
             len(ids),
-            body.max_tokens,
+            body.max_tokens if "max_tokens" in body.model_fields_set else None,
+            default_tokens=MAX_TOKENS,
             param="prompt",
             logprobs=body.logprobs,
             prompt_logprobs=max(asked) if asked else None,

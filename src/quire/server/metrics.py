@@ -60,7 +60,10 @@ class Metrics:
         self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.generation_tokens = Counter("quire_generation_tokens", "Tokens generated.", registry=self.registry)
         self.finished = Counter(
-            "quire_requests_finished", "Choices by how they ended.", ["reason"], registry=self.registry
+            "quire_requests_finished",
+            "Choices by how they ended; refused ones never began.",
+            ["reason"],
+            registry=self.registry,
         )
         self.responses = Counter(
             "quire_http_responses",
@@ -84,11 +87,13 @@ class RequestTimer:
         self.unfinished = num_choices
         self.num_choices = num_choices
         self.num_tokens = 0
+        self.num_items = 0
         self.first: float | None = None
         self.kept: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
         """Count one item of the engine."""
+        self.num_items += 1
         for output in item.outputs:
             self.num_tokens += len(output.token_ids)
             if output.finish_reason is not None:
@@ -99,11 +104,16 @@ class RequestTimer:
         if item.kept_fraction is not None:
             self.kept = item.kept_fraction
 
-    def end(self, reason: str) -> None:
-        """Record the request; choices still open ended for `reason`."""
+    @property
+    def begun(self) -> bool:
+        """Whether the engine has said anything of the request."""
+        return self.num_items > 0
+
+    def end(self, reason: str | None) -> None:
+        """Record the request; choices still open ended for `reason`, or were refused and count nowhere."""
         now = time.monotonic()
         metrics = self.metrics
-        if self.unfinished > 0:
+        if self.unfinished > 0 and reason is not None:
             metrics.finished.labels(reason).inc(self.unfinished)
         metrics.generation_tokens.inc(self.num_tokens)
         if self.first is not None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import gc
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -23,6 +27,9 @@ from quire.server.service import Service
 if TYPE_CHECKING:
     from quire.config import ServeConfig
     from quire.server.protocol import Engine
+
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 
 
 class Listener:
@@ -39,16 +46,43 @@ class Listener:
         host, self.port = self.socket.getsockname()[:2]
         self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    def listen(self) -> None:
+        """From now on clients may connect. Raises ConfigError if another program listens there by now."""
+        try:
+            # Connections that this side closes wait a minute in TIME_WAIT; they inherit this, and let a restart bind.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.listen(BACKLOG)
+        except OSError as error:
+            raise _cannot_listen(self.config.host, self.port, error) from error
+
     def close(self) -> None:
         """Give the port back."""
         self.socket.close()
 
 
-async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None) -> None:
+@dataclass(frozen=True)
+class Served:
+    """What a server has done: from `ready` to its end, prompts whose answers were completed or cut off by the end."""
+
+    seconds: float
+    num_answered: int
+    num_cut_off: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        cut_off = f", {self.num_cut_off:,} cut off" if self.num_cut_off else ""
+        requests = "request" if self.num_answered == 1 else "requests"
+        return (
+            f"stopped after {self.seconds:.1f} s: {self.num_answered:,} {requests} answered{cut_off},"
+            f" {self.num_tokens:,} tokens generated"
+        )
+
+
+async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None) -> Served:
     """Serve `llm` until a signal ends it; `llm` is started before and closed here.
 
     ready  called once the prefixes of cache.pin are computed, for every tenant, and the server listens
-    Raises ConfigError for a file of cache.pin that is wrong or asks for too much.
+    Raises ConfigError for a file of cache.pin that is wrong or asks for too much, and if the port was taken meanwhile.
     """
     config = listener.config
     app = create_app(llm, config, listener.keys)
@@ -68,6 +102,12 @@ async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lam
     try:
         # Until here, and while this is computed, a signal ends the process as it does while the model is loaded.
         await llm.pin(app.state.service.tenants.salts)
+        # A collection stops all threads. Over what the libraries and the model have left it takes 0.1 s, over what
+        # requests leave behind less than 10 ms.
+        gc.collect()
+        gc.freeze()
+        listener.listen()
+        begun = time.monotonic()
         stop = asyncio.ensure_future(_drain_on_signal(app.state.service, server, config.drain_seconds))
         serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
         while not (server.started or serving.done()):
@@ -75,7 +115,11 @@ async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lam
         if server.started:
             ready()
         await serving
+        service = app.state.service
+        seconds = time.monotonic() - begun
+        return Served(seconds, service.num_answered, service.num_cut_off, service.num_tokens)
     finally:
+        gc.unfreeze()
         if stop is not None:
             stop.cancel()
             await asyncio.gather(stop, return_exceptions=True)
@@ -126,17 +170,32 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_secon
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the port to itself, though it does not listen yet.
+
+    With SO_REUSEADDR the kernel gives a port to several sockets as long as none listens, so two servers that load side
+    by side would both get it. Without it, a port whose last server closed connections is taken for a minute. So the
+    first try is without. If that fails, the second passes over connections in TIME_WAIT, and over nothing once the
+    option is off again: `Listener.listen` sets it back. The kernel compares addresses and knows other programs, which a
+    lock file would not.
+    """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
+        for reuse in (0, 1):
+            bound = socket.socket(family, kind, protocol)
+            try:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                bound.bind(address)
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+                return bound
+            except OSError as error:
+                bound.close()
+                if reuse or error.errno != errno.EADDRINUSE:
+                    raise
+        raise AssertionError("the second try returns or raises")
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another with --port") from error
-    return bound
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another with --port")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
+from quire.errors import QueueFullError, RequestError
 from quire.server.answers import FEW_SCORES, LargeAnswer, cut, pieces
 from quire.server.auth import ApiKeys
 from quire.server.errors import ApiError, bad_request
@@ -144,6 +145,7 @@ class Service:
     """One engine and what is known about serving it.
 
     `in_flight` counts the requests inside the server, `idle` is set while there are none, `draining` refuses new ones.
+    `num_answered` counts the prompts whose answers are complete, `num_cut_off` those that the shutdown ended.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
@@ -156,6 +158,9 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
+        self.num_answered = 0
+        self.num_cut_off = 0
+        self.num_tokens = 0
         self.idle = asyncio.Event()
         self.idle.set()
         # One at a time: each may keep a core and some memory busy.
@@ -280,13 +285,15 @@ class Service:
         max_tokens: int | None,
         *,
         param: str,
+        default_tokens: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """The sampling parameters of `request` for a prompt of so many tokens.
 
-        max_tokens  None fills the context, or serve.max_output_tokens if that is less
-        param       the name of the parameter to blame for a prompt that is too long
+        max_tokens      None: the default, or what the context leaves or serve.max_output_tokens if that is less
+        param           the name of the parameter to blame for a prompt that is too long
+        default_tokens  None fills the context
         Raises ApiError or RequestError (400) for what exceeds a limit or contradicts itself.
         """
         room = self.max_context - num_prompt_tokens
@@ -304,7 +311,7 @@ class Service:
             )
             raise bad_request(message, param, "context_length_exceeded")
         if max_tokens is None:
-            max_tokens = room if most is None else min(room, most)
+            max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
         self.check_tokens(request.logit_bias, "logit_bias")
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
         given = {name: getattr(request, name) for name in _PASSED_ON}
@@ -360,7 +367,7 @@ class Service:
 
     async def _follow(self, job: Job, request_id: str, arrived: float) -> AsyncGenerator[RequestOutput, None]:
         timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
-        reason = "abort"
+        reason: str | None = "abort"
         found: int | None = None
         try:
             async with aclosing(self.engine.generate(job.prompt, job.params, request_id)) as items:
@@ -375,10 +382,16 @@ class Service:
                         if output.finish_reason == "error":
                             raise ApiError(500, str(output.stop_reason), code="not_finite")
                     yield item
+            self.num_answered += 1
+        except (RequestError, QueueFullError):
+            # Refused before it began, with 400 or 429: the HTTP status counts it.
+            reason = "error" if timer.begun else None
+            raise
         except Exception:
             reason = "error"
             raise
         finally:
+            self.num_tokens += timer.num_tokens
             timer.end(reason)
 
     def _count_found(self, job: Job, cached: int) -> None:
@@ -387,6 +400,7 @@ class Service:
         found.computed += len(job.prompt_ids) - cached
 
     def _aborted(self) -> ApiError:
+        self.num_cut_off += self.draining
         return shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
 
 
