@@ -234,6 +234,23 @@ def test_a_real_sentencepiece_vocabulary_joins_by_score(
     assert "".join([*(stream.push(token_id) for token_id in ours.encode(text)), stream.flush()]) == text
 
 
+@pytest.mark.parametrize("text", ["<unk>", "a<unk>b", "<unk><unk>", "<un k>", "</s><unk", "zzz"])
+def test_the_unknown_token_in_a_text_is_the_token(
+    text: str, real_vocabulary: tuple[list[str], list[float]], tmp_path: Path
+) -> None:
+    from transformers import LlamaTokenizer
+
+    tokens, scores = real_vocabulary
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
+    ours = load_tokenizer(write_vocabulary(tmp_path / "model.gguf", sentencepiece_metadata(tokens, scores, types)))
+    merges = list(map(tuple, json.loads(ours._pipeline.to_str())["model"]["merges"]))
+    theirs = LlamaTokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, legacy=True)
+    ids = ours.encode(text, add_special=False)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ids.count(0) == text.count("<unk>")
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
 def test_leading_spaces_belong_to_continuations(real_vocabulary: tuple[list[str], list[float]], tmp_path: Path) -> None:
     tokens, scores = real_vocabulary
     types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelError
+from quire.models import weights
 from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
 from quire.models.weights import open_model
@@ -159,6 +160,28 @@ def test_a_missing_shard_is_named(copy: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00002.safetensors is missing" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/{}", "a/../../x.safetensors", "", "a\0b"])
+def test_a_shard_outside_the_folder_is_not_opened(copy: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = copy.parent / "other"
+    outside.mkdir()
+    (copy / "model.safetensors").rename(outside / "model.safetensors")
+    name = name.format(outside / "model.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    monkeypatch.setattr(weights, "_File", lambda path: pytest.fail(f"{path} was opened"))
+    message = refusal(copy)
+    assert "which is no file in the model's folder" in message and "model.safetensors.index.json" in message
+
+
+def test_a_shard_in_the_folder_may_be_a_link_as_in_the_hubs_cache(copy: Path) -> None:
+    blob = copy.parent / "blob"
+    (copy / "model.safetensors").rename(blob)
+    (copy / "model-1.safetensors").symlink_to("../blob")
+    index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_model(copy) as checkpoint:
+        assert checkpoint.tensor("norm.weight") is not None
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ class ChatTemplate:
         if kind == render.REFUSED:
             raise ModelError(f"the chat template does not parse: {text}")
         if kind != render.DONE:
-            raise ModelError(f"the chat template does not compile: {_REASONS.get(kind, text)}")
+            reason = _REASONS.get(kind, text.partition(": ")[2])  # without the name of Python's error
+            raise ModelError(f"the chat template does not compile: {reason}")
 
     def render(
         self,

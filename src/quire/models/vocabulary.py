@@ -25,7 +25,7 @@ _SPLIT = (
 )
 
 # Values of tokenizer.ggml.token_type
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -125,8 +125,8 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             f"{path}: tokenizer.ggml.model {kind!r} is not supported (only gpt2, llama); set model.tokenizer"
         )
     special, plain = (
-        [text for text, type_ in zip(tokens, types, strict=True) if type_ == wanted]
-        for wanted in (_CONTROL, _USER_DEFINED)
+        [text for text, type_ in zip(tokens, types, strict=True) if type_ in wanted]
+        for wanted in ((_UNKNOWN, _CONTROL), (_USER_DEFINED,))
     )
     _add(tokenizer, special, plain)
     bos = gguf_token(settings, "bos") if settings.flag("add_bos_token", add_bos) else None
@@ -202,7 +202,7 @@ def _gguf_sentencepiece(settings: Settings, tokens: Sequence[str], types: Sequen
     joinable = {
         text: score
         for text, score, type_ in zip(tokens, scores, types, strict=True)
-        if type_ not in (_CONTROL, _USER_DEFINED, _BYTE)
+        if type_ not in (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
     }
     ranked: list[tuple[float, int, str, str]] = []
     for order, (text, score) in enumerate(joinable.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -227,7 +227,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = Settings(read_json(index), str(index)).table("weight_map")
-        files = [folder / name for name in sorted({shards.text(tensor) for tensor in shards.values})]
+        files = [_inside(folder, name, index) for name in sorted({shards.text(tensor) for tensor in shards.values})]
         if not files:
             raise ModelError(f"{index}: setting weight_map names no file")
         for file in files:
@@ -244,6 +244,14 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: only pickled weights ({pickles[0]}), which are never loaded; save them as safetensors"
         )
     raise ModelError(f"{folder}: no .safetensors file")
+
+
+def _inside(folder: Path, name: str, source: Path) -> Path:
+    """A file that a model names. The name may not lead out of the folder; a link in the folder may, as the hub's do."""
+    parts = PurePath(name)
+    if not name or parts.is_absolute() or ".." in parts.parts or "\0" in name:
+        raise ModelError(f"{source}: names {name[:200]!r}, which is no file in the model's folder")
+    return folder / parts
 
 
 def _match(
