@@ -15,8 +15,8 @@ from pathlib import Path
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    "version", "errors", "options", "config", "kernels", "models", "cache", "attention", "tiers", "offload", "engine",
-    "calibrate", "load", "llm", "async_llm", "evaluation", "cluster", "server", "cli", "__main__",
+    "version", "errors", "interrupt", "options", "config", "kernels", "models", "cache", "attention", "tiers",
+    "offload", "engine", "calibrate", "load", "llm", "async_llm", "evaluation", "cluster", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -44,6 +44,7 @@ NEVER = {
     "__init__.py": ("torch", "numpy"),
     "version.py": ("torch", "numpy"),
     "errors.py": ("torch", "numpy"),
+    "interrupt.py": ("torch", "numpy"),
     "options.py": ("torch", "numpy"),
     "config.py": ("torch", "numpy"),
     "kernels/__init__.py": ("torch", "numpy"),

@@ -1,6 +1,10 @@
-"""`python -m quire` is the `quire` command."""
+"""`quire` and `python -m quire`: the command, with Ctrl-C taken care of before anything else is imported."""
 
-from quire.cli import main
+from quire.interrupt import install
+
+install()
+
+from quire.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     raise SystemExit(main())

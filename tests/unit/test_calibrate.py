@@ -620,3 +620,22 @@ def test_the_embedded_model_is_quantized_well_by_little(tmp_path: Path, data_dir
     dense, three = perplexity("smollm2", text, codecs=["dense", "nuq3"], context=400, max_windows=1, options=options)
     assert dense.ratio == 1 and three.ratio is not None and three.ratio < 1.06
     assert three.bits_per_element is not None and three.bits_per_element < 3.7
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import safetensors.torch
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        path.write_bytes(b"half")
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    words = ("--text", str(text), "--windows", "2", "--window", "64")
+    assert main(["calibrate", str(folder), *words, *FLAGS]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "calibration:" not in line]
+    assert "window-0.safetensors: cannot be written" in said and "No space left on device" in said
+    assert not [each for each in (tmp_path / "cache").rglob("*") if each.is_file() and each.suffix != ".lock"]

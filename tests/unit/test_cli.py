@@ -1,10 +1,13 @@
 """The command line: parsing, errors, exit codes, and what starts fast."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import httpx
@@ -14,6 +17,7 @@ from quire.cli import COMMANDS, build_parser, main
 from quire.errors import ModelError
 from tests.tiny_models import save_tiny
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
 
 
@@ -218,6 +222,71 @@ def test_a_hub_that_was_switched_off_is_told(monkeypatch, capsys):
 def test_debug_shows_the_traceback():
     with pytest.raises(ModelError):
         main(["inspect", "/no/such/model", "--debug"])
+
+
+SLOW = """
+import os
+os.write(1, b"importing\\n")
+try:
+    while True:
+        pass
+except BaseException as error:  # as libraries do
+    raise ImportError("not installed", name="slow") from error
+"""
+"""A module whose import never ends, and hides the interrupt."""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("argparse", ["--help"]),
+        ("fastapi", ["serve", "smollm2", "--port", "0"]),
+        ("torch", ["generate", "smollm2", "hi"]),
+        ("torch", ["chat", "smollm2"]),
+        ("torch", ["calibrate", "smollm2"]),
+    ],
+)
+def test_an_interrupted_import_is_one_line_and_code_130(module, words, tmp_path):
+    (tmp_path / f"{module}.py").write_text(SLOW)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", *words],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, b"quire: interrupted\n")
+
+
+def test_the_installed_command_takes_care_of_interrupts_before_it_imports():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"quire": "quire.__main__:main"}
+
+
+def test_a_full_disk_that_no_command_foresaw_is_one_line(monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+
+    monkeypatch.setattr("quire.cli.pull.run", full)
+    assert main(["pull", "smollm2"]) == 2
+    assert capsys.readouterr().err == "quire: /somewhere/file cannot be written: No space left on device\n"
+
+
+def test_an_output_on_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", "serve", "smollm2", "--print-config"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (2, "quire: the output cannot be written: No space left on device\n")
 
 
 def test_an_interruption_is_no_traceback(monkeypatch, capsys):

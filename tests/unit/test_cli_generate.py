@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -355,6 +356,40 @@ def test_an_input_that_cannot_be_read_is_one_line(fake, files, capsys, monkeypat
     assert main(["generate", "fake", "--input", name, "--output", str(files[1])]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"quire: cannot read {name}: ") and error.count("\n") == 1 and not files[1].exists()
+
+
+class Filling(io.FileIO):
+    """A file on a disk that has room for 150 bytes."""
+
+    left = 150
+
+    def write(self, content):
+        if not Filling.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(content[: Filling.left])
+        Filling.left -= len(part)
+        return super().write(part)
+
+
+def test_a_disk_that_fills_up_keeps_whole_lines(fake, files, monkeypatch, capsys):
+    monkeypatch.setattr("quire.cli.batch.FileIO", Filling)
+    monkeypatch.setattr(Filling, "left", 250)
+    write(files[0], *({"prompt": "abc"} for _ in range(5)))
+    assert generate(files, "--max-tokens", "1") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert 0 < len(read_all(files[1])) < 5 and files[1].read_bytes().endswith(b"}\n")
+
+
+def test_failures_stay_in_the_output_if_there_is_no_room_to_take_them_out(fake, files, monkeypatch, capsys):
+    write(files[0], {"id": 1, "prompt": "abc"}, {"id": 2, "prompt": "abc"})
+    write(files[1], {"id": 1, "text": "x" * 300}, {"id": 2, "error": "failed"})
+    before = files[1].read_bytes()
+    monkeypatch.setattr("quire.cli.batch.FileIO", Filling)
+    monkeypatch.setattr(Filling, "left", 150)
+    assert generate(files) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(files[1].parent.glob("*.new"))
+    assert files[1].read_bytes() == before
 
 
 def test_a_full_disk_is_one_line(fake, files, capsys):

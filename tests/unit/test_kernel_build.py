@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import subprocess
 import sys
 
@@ -148,3 +150,17 @@ def test_the_hash_of_the_sources_is_the_same_in_every_process():
         for seed in ("1", "2")
     }
     assert len(hashes) == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_compiled(sources, tmp_path, monkeypatch):
+    level = levels.supported_levels()[0]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "_quire.stamp")
+
+    monkeypatch.setattr(build.os, "replace", full)
+    with pytest.raises(
+        QuireError, match=r"_quire.stamp: the CPU kernels cannot be written \(No space left on device\)"
+    ):
+        build.build([level], tmp_path / "out")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [".lock"]

@@ -9,6 +9,7 @@ Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -200,12 +201,18 @@ class SampleStore:
         shutil.rmtree(self.folder)
 
     def _save(self, tensors: dict[str, Tensor], path: Path) -> None:
-        """Writes a file; there is never half of one under its name."""
+        """Writes a file; there is never half of one under its name. Raises OSError, for a full disk too."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(tensors, unfinished)
-        unfinished.replace(path)
+        try:
+            save_file(tensors, unfinished)
+            unfinished.replace(path)
+        except SafetensorError as error:  # the library's word for all that the system refuses
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:

@@ -7,6 +7,7 @@ of a second. Exit codes: 0 done, 1 done with failures, 2 an error that was told 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import logging
@@ -17,9 +18,13 @@ from typing import Any, NoReturn
 
 from quire.config import nearest
 from quire.errors import QuireError
+from quire.interrupt import install, remove
 from quire.version import __version__
 
 COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull")
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What the system says of a disk that takes no more. Any other error that no command foresaw is a defect of ours."""
 
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
@@ -30,38 +35,63 @@ MODEL is a folder of safetensors, a .gguf file, a hub id, or smollm2, the embedd
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal without Unicode shows question marks instead of ending the answer.
-        sys.stdout.reconfigure(errors="replace")
-    level = os.environ.get("QUIRE_LOG", "info" if args.command in ("serve", "calibrate") else "warning").upper()
-    number = logging.getLevelNamesMapping().get(level, logging.INFO)
-    when = "%(asctime)s " if number <= logging.DEBUG else ""
-    logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
-    # Ours alone: libraries tell every request they make.
+    installed = install()
     log = logging.getLogger("quire")
     before = log.level
-    log.setLevel(number)
+    debug = False
     try:
-        return int(importlib.import_module(f"quire.cli.{args.command}").run(args))
+        args = build_parser().parse_args(argv)
+        debug = args.debug
+        _set_up_output(args.command, log)
+        code = int(importlib.import_module(f"quire.cli.{args.command}").run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where what fails can be told
+        return code
     except QuireError as error:
-        if args.debug:
+        if debug:
             raise
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if args.debug:
+        if debug:
             raise
         _leave_if_loading("quire: interrupted\n")
         print("quire: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`quire generate ... | head`); what is still buffered must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has left (`quire generate ... | head`).
+        _forget_output()
         return 1
+    except OSError as error:
+        if debug or error.errno not in FULL:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _forget_output()
+        print(f"quire: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     finally:
         log.setLevel(before)
+        if installed:
+            remove()
+
+
+def _forget_output() -> None:
+    """What is still buffered must not fail at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_up_output(command: str, log: logging.Logger) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without Unicode shows question marks instead of ending the answer.
+        sys.stdout.reconfigure(errors="replace")
+    level = os.environ.get("QUIRE_LOG", "info" if command in ("serve", "calibrate") else "warning").upper()
+    number = logging.getLevelNamesMapping().get(level, logging.INFO)
+    when = "%(asctime)s " if number <= logging.DEBUG else ""
+    logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
+    # Ours alone: libraries tell every request they make.
+    log.setLevel(number)
 
 
 def _leave_if_loading(text: str) -> None:

@@ -233,6 +233,9 @@ class _Output:
         except BrokenPipeError:
             raise
         except OSError as error:
+            if self.is_file:
+                with contextlib.suppress(OSError):  # not half a line
+                    file.truncate(os.fstat(file.fileno()).st_size - (len(content) - len(rest)))
             kept = "; what it holds stays, the same command goes on from there" if self.is_file else ""
             where = "to stdout" if self.name == "-" else self.name
             raise QuireError(f"cannot write {where}: {error.strerror or error}{kept}") from error
@@ -298,6 +301,7 @@ class _Output:
             with contextlib.ExitStack() as undo:
                 file = undo.enter_context(FileIO(new, "a+"))
                 self._lock(file)
+                undo.callback(os.unlink, new)
                 file.truncate(0)
                 self._write(content, file)
                 shutil.copymode(path, new)

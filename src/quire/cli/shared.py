@@ -146,9 +146,13 @@ def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def runner() -> asyncio.Runner:
-    """Runs coroutines, on uvloop where it is installed."""
+    """Runs coroutines with an engine, on uvloop where it is installed. An interrupt cancels them."""
     import asyncio
 
+    import quire.async_llm  # noqa: F401  # while Ctrl-C still ends imports
+    from quire.interrupt import remove
+
+    remove()  # asyncio puts its handler only in the place of Python's own
     try:
         import uvloop
     except ImportError:

@@ -132,9 +132,20 @@ def build(levels: Iterable[str], out_dir: Path) -> list[Path]:
     """Compiles the levels that are missing or out of date and returns the paths of all of them.
 
     Says on stderr, in one line, that it compiles. Safe against other processes building into the same directory.
-    Raises QuireError when there is no compiler, or with its first message when it fails.
+    Raises QuireError when there is no compiler, or with its first message when it fails, and if the directory cannot be
+    written.
     """
-    levels = list(levels)
+    try:
+        return _build(list(levels), out_dir)
+    except OSError as error:
+        reason = error.strerror or error
+        raise QuireError(
+            f"{error.filename or out_dir}: the CPU kernels cannot be written ({reason}); set XDG_CACHE_HOME to a folder"
+            " that can"
+        ) from error
+
+
+def _build(levels: list[str], out_dir: Path) -> list[Path]:
     compiler = find_compiler()
     with _locked(out_dir):
         stale = [level for level in levels if not is_current(out_dir, level, compiler)]

@@ -220,8 +220,11 @@ def _read_stamp(path: Path) -> dict[str, int | str] | None:
 def _write_stamp(path: Path, model: EmbeddedModel) -> None:
     stamp = path.with_suffix(".verified")
     draft = stamp.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps(_stamp(path, model)))
-    os.replace(draft, stamp)
+    try:
+        draft.write_text(json.dumps(_stamp(path, model)))
+        os.replace(draft, stamp)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _folder_bytes(folder: Path) -> int:
