@@ -1,6 +1,7 @@
 """Keys, limits, health, metrics, and where the server may listen."""
 
 import asyncio
+import gc
 import logging
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import ServeConfig
 from quire.errors import ConfigError
 from quire.server.auth import ApiKeys, check_exposure, is_loopback
-from quire.server.run import Listener
+from quire.server.run import Listener, serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of
 
@@ -200,6 +201,17 @@ async def test_what_is_refused_is_counted_by_its_status_alone():
         metrics = (await http.get("/metrics")).text
     assert 'quire_requests_finished_total{reason="error"}' not in metrics
     assert 'quire_http_responses_total{route="/v1/completions",status="429"} 1.0' in metrics
+
+
+async def test_while_serving_collections_pass_over_what_loading_left():
+    """They stop all threads: over the objects of torch alone for 0.1 s."""
+    listener, ready = Listener(ServeConfig(port=0)), asyncio.Event()
+    server = asyncio.ensure_future(serve(FakeEngine(), listener, ready.set))
+    await asyncio.wait_for(ready.wait(), 10)
+    assert gc.get_freeze_count() > 10_000
+    server.cancel()
+    await asyncio.gather(server, return_exceptions=True)
+    assert gc.get_freeze_count() == 0
 
 
 async def test_a_full_queue_says_when_to_come_back():
