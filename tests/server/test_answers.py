@@ -128,6 +128,7 @@ async def test_no_single_call_encodes_a_large_part_of_an_answer(path, body, monk
     [
         ({"n": 6, "prompt_logprobs": 20}, 6 * 4000 * 21, "prompt_logprobs"),
         ({"n": 6, "echo": True, "logprobs": 20}, 6 * 4000 * 21, "logprobs"),
+        ({"n": 128, "echo": True, "logprobs": 0}, 128 * 4000, "logprobs"),
         ({"n": 3, "echo": True, "logprobs": 20, "prompt_logprobs": 20}, 3 * 4000 * 42, "logprobs"),
     ],
 )
@@ -136,5 +137,5 @@ async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_s
         response = await http.post("/v1/completions", json={"prompt": [65] * 4000, "max_tokens": 1} | asked)
     error = error_of(response)
     assert response.status_code == 400 and error["param"] == param
-    for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is 20"):
+    for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is {asked[param]}"):
         assert word in error["message"], word

@@ -25,7 +25,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
     body = ChatRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
-    ids = await service.encode_chat(body.messages, body.chat_template_kwargs)
+    ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)

@@ -48,7 +48,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     scored = body.logprobs if body.echo else None
     asked = [each for each in (scored, body.prompt_logprobs) if each is not None]
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    encoded = iter(await service.encode_all(texts, body.add_special_tokens is not False, "prompt"))
+    encoded = iter(await service.texts.encode_all(texts, body.add_special_tokens is not False, "prompt"))
     for prompt in body.prompt:
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
@@ -71,7 +71,9 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
 def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
     """Raises 400 for more log-probabilities of prompts than an answer may hold."""
     echoed = {"logprobs": body.logprobs} if body.echo else {}
-    asked = {name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each}
+    asked = {
+        name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each is not None
+    }
     num_scores = (body.n or 1) * num_tokens * sum(each + 1 for each in asked.values())
     if num_scores > MAX_PROMPT_SCORES:
         param = next(iter(asked))

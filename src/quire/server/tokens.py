@@ -16,11 +16,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = TokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
     if body.messages is not None:
-        ids = await service.encode_chat(
+        ids = await service.texts.encode_chat(
             body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
         )
     else:
-        ids = await service.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
+        ids = await service.texts.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
 
@@ -29,5 +29,5 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = DetokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
     service.check_model(body.model)
     service.check_tokens(body.tokens, "tokens")
-    text = await service.decode(body.tokens, body.skip_special_tokens is True, "tokens")
+    text = await service.texts.decode(body.tokens, body.skip_special_tokens is True, "tokens")
     return json_response({"prompt": text})
