@@ -4,12 +4,13 @@ import json
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server import answers, completions
 from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, cut, encoded, pieces
 from quire.server.errors import encode
+from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import client, error_of, events
 
@@ -22,13 +23,13 @@ PROMPT = list(range(1, 151))
 """Its scores are more than are made on the loop."""
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(JSON)
 def test_pieces_join_to_the_json_of_the_whole(value):
     assert b"".join(pieces(value)) == encode(value).encode(errors="backslashreplace")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(JSON, max_size=3 * SLICE), st.integers(0, 3 * SLICE))
 def test_a_list_that_was_begun_goes_on_as_one(values, begun):
     value = {"a": [{"b": Items(encoded(iter(values[:begun])), values[begun:])}]}
