@@ -212,6 +212,10 @@ class ServeConfig(Group):
     """Largest request body, at least 1KB; a larger one is answered 413."""
     max_output_tokens: Count | None = None
     """Most tokens one request may ask for. auto: what the context leaves."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """What a request leaves out of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens.
+    model: as the model's makers advise, in its generation_config.json or GGUF file. openai: the API's defaults,
+    temperature 1 and nothing else."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
     """On SIGTERM, how long running requests may take to finish before they are cut off."""
 

@@ -24,6 +24,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
 from quire.engine.request import NO_HINTS
+from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
 
@@ -118,6 +119,17 @@ class Face(ABC):
     def max_context(self) -> int:
         """Tokens of prompt and output together one request may have."""
         return self._parts.engine.max_context
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What the model's makers advise, read from its files now. Raises ModelError for values that cannot be."""
+        return read_sampling_defaults(self._parts.path, self._parts.asked_for)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The makers' advice as parameters: what the server samples with by default. `generate` and `chat` take it
+        only if it is given to them.
+        """
+        return SamplingParams(**self.sampling_defaults.values)  # type: ignore[arg-type]
 
 
 class LLM(Face):

@@ -26,7 +26,10 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine with what its callers need beside it. config has no automatic values left."""
+    """An engine with what its callers need beside it. config has no automatic values left.
+
+    path, asked_for  where the model lies, and what it was asked for by
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -34,6 +37,8 @@ class Loaded:
     sizes: Sizes
     config: EngineConfig
     model_name: str
+    path: Path
+    asked_for: str
 
 
 def load_engine(
@@ -83,7 +88,7 @@ def load_engine(
         retained,
     )
     engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path), calibration)
-    return Loaded(engine, tokenizer, shape, fits, resolved, name)
+    return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
 
 
 def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:

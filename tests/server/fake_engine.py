@@ -16,6 +16,7 @@ from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
+from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.stops import StopChecker
 from quire.errors import QueueFullError, RequestError
 
@@ -74,6 +75,7 @@ class FakeEngine:
     """
 
     model_name = "fake"
+    sampling_defaults = NO_DEFAULTS
 
     def __init__(
         self, step_seconds: float = 0.0, fail_at: int | None = None, queue_limit: int = 1000, max_context: int = 2048

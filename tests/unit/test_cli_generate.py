@@ -6,14 +6,22 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from quire.cli import main
+from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput
 from tests.server.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -474,3 +482,96 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(fake, files, capsys,
     *progress, summary = capsys.readouterr().err.splitlines()
     assert len(progress) >= 3 and all(re.fullmatch(r"quire: [0-5]/5 done, \d+ tokens/s", line) for line in progress)
     assert summary.startswith("5 done")
+
+
+class Interrupted(FakeEngine):
+    """Sends this process a signal once so many tokens are decoded, as a user's Ctrl-C would."""
+
+    at = 1000
+
+    async def _generate(self, ids, params, request_id):
+        async for item in super()._generate(ids, params, request_id):
+            if self.decoded == self.at:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield item
+
+
+def test_early_interrupts_leave_whole_lines_and_the_next_run_goes_on_with_the_others(files, monkeypatch, capsys):
+    """600 lines of 10 tokens: 256 begun together would have no line finished after 1,000 tokens."""
+    engine = Interrupted()
+
+    @asynccontextmanager
+    async def loaded(_):
+        yield engine
+
+    monkeypatch.setattr("quire.cli.shared.engine", loaded)
+    write(files[0], *({"prompt": f"line {number:03}x"[:9], "max_tokens": 10} for number in range(600)))
+    num_before = 0
+    for _ in range(2):
+        engine.decoded = 0
+        assert generate(files) == 130
+        assert files[1].read_bytes().endswith(b"\n")
+        num_kept = len(read_all(files[1]))
+        assert num_kept >= num_before + 8
+        assert f"{600 - num_kept} are not done; the same command goes on with them" in capsys.readouterr().err
+        num_before = num_kept
+    engine.at = None
+    assert generate(files) == 0
+    assert sorted(each["id"] for each in read_all(files[1])) == list(range(1, 601))
+    assert engine.started <= 600 + 2 * 256, "an interrupt costs no more than the lines under way"
+
+
+def test_as_many_lines_run_at_once_as_the_engine_takes_after_the_first_ones(fake, files, monkeypatch):
+    running = most = 0
+    original = fake._generate
+
+    async def watched(ids, params, request_id):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        async for item in original(ids, params, request_id):
+            running -= item.finished
+            yield item
+
+    monkeypatch.setattr(fake, "_generate", watched)
+    monkeypatch.setattr(fake, "config", EngineConfig.from_options({"scheduler.max_running": 50}))
+    write(files[0], *({"prompt": "abc"} for _ in range(150)))
+    assert generate(files) == 0
+    assert most == 50
+
+
+SCRIPT = """
+import sys
+from contextlib import asynccontextmanager
+from quire.cli import main, shared
+from tests.server.fake_engine import FakeEngine
+
+@asynccontextmanager
+async def loaded(_):
+    yield FakeEngine(step_seconds=0.01)
+
+shared.engine = loaded
+sys.exit(main(["generate", "fake", "--input", sys.argv[1], "--output", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_to_the_process_leaves_whole_lines(fake, files, number):
+    write(files[0], *({"id": each, "prompt": "abcdefgh"} for each in range(100)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *map(str, files)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    until = time.monotonic() + 30
+    while not (files[1].exists() and files[1].read_bytes().count(b"\n")) and time.monotonic() < until:
+        time.sleep(0.005)
+    process.send_signal(number)
+    error = process.communicate(timeout=30)[1].decode()
+    assert process.returncode == (130 if number == signal.SIGINT else -number), error
+    kept = files[1].read_bytes()
+    assert kept.endswith(b"\n")
+    num_kept = len(read_all(files[1]))
+    assert 1 <= num_kept < 100
+    assert generate(files) == 0
+    assert files[1].read_bytes().startswith(kept)
+    assert sorted(each["id"] for each in read_all(files[1])) == list(range(100))
+    assert fake.started == 100 - num_kept

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
+FIRST_LINES, GROWTH = 8, 4
+"""Lines that run at once at first, and how many start in the place of one that is finished, until as many run as the
+engine takes: 256 lines of 256 tokens each, begun together, all end together, and an interrupt in the first minute would
+leave none of them."""
+
 BAR_SECONDS = 0.2
 """How often the progress bar is brought up to date."""
 
@@ -58,6 +63,7 @@ class Batch:
         self.num_failed = 0
         self.num_tokens = 0
         self.seconds = 0.0
+        self._num_running = 0
 
     def __enter__(self) -> Self:
         return self
@@ -68,18 +74,16 @@ class Batch:
         self._out.close()
 
     async def run(self, llm: AsyncLLM) -> None:
-        """Generate every line, as many at a time as the engine runs, and write each as it finishes.
+        """Generate every line, soon as many at a time as the engine runs, and write each as it finishes.
 
         Raises QuireError if an answer cannot be written.
         """
         begun = time.monotonic()
-        width = min(len(self.todo), llm.config.scheduler.max_running)
         with self._progress(len(self.todo)) as (seconds, show):
             ticker = asyncio.create_task(_repeat(seconds, show))
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(width):
-                        group.create_task(self._worker(llm))
+                    self._start(FIRST_LINES, llm, group)
             except ExceptionGroup as group_error:
                 raise group_error.exceptions[0] from None
             finally:
@@ -96,18 +100,29 @@ class Batch:
             parts.append(f"{self.num_skipped} were there already")
         if self.num_tokens:
             parts.append(f"{self.num_tokens} tokens, {self.num_tokens / self.seconds:.0f} tokens/s")
+        num_left = self._num_running + len(self.todo)
+        if num_left:
+            again = "; the same command goes on with them" if self._out.is_file else ""
+            parts.append(f"{num_left} are not done{again}")
         return ", ".join(parts)
 
-    async def _worker(self, llm: AsyncLLM) -> None:
-        while self.todo:
-            line = self.todo.popleft()
-            try:
-                answer = await self._generate(llm, line)
-            except (RequestError, CacheFullError) as error:
-                answer = {"error": str(error)}
-                self.num_failed += 1
-            self._out.write({"id": line.line_id} | answer)
-            self.num_done += 1
+    def _start(self, count: int, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
+        """Begins `count` more lines, or as many as there are and the engine runs."""
+        for _ in range(min(count, len(self.todo), llm.config.scheduler.max_running - self._num_running)):
+            self._num_running += 1
+            group.create_task(self._finish(self.todo.popleft(), llm, group))
+
+    async def _finish(self, line: Line, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
+        """Generates and writes one line, then begins others in its place."""
+        try:
+            answer = await self._generate(llm, line)
+        except (RequestError, CacheFullError) as error:
+            answer = {"error": str(error)}
+            self.num_failed += 1
+        self._out.write({"id": line.line_id} | answer)
+        self.num_done += 1
+        self._num_running -= 1
+        self._start(GROWTH, llm, group)
 
     async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
         """The answer to one line, without its id."""

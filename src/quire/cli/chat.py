@@ -3,6 +3,9 @@
 The answer streams as it is made; Ctrl-C stops it and keeps what there is. A line that ends with a backslash goes on in
 the next one. Commands: /reset  /system TEXT  /save FILE  /help  /exit. Without a terminal every line of the input is a
 message and the answers are printed plainly.
+
+What the sampling flags leave out is taken from the model, where its makers advise something; else the temperature is
+0.7 and top_p is 0.95. An answer ends after 1,024 tokens unless --max-tokens says otherwise.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 
 HELP = "talk with a model in the terminal"
 
+MAX_TOKENS = 1024
+"""Of an answer, unless told: a small model that repeats itself would fill the context, for minutes."""
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+"""For models whose makers advise nothing."""
+
 COMMANDS = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt, and forget the conversation
@@ -39,20 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    shared.add_sampling_flags(parser, {"temperature": 0.7, "top_p": 0.95})
+    shared.add_sampling_flags(parser, {"max_tokens": MAX_TOKENS})
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends."""
     if shared.printed_config(args):
         return 0
-    params = shared.sampling_params({"max_tokens": None} | shared.sampling_from(args))
+    given = shared.sampling_from(args)
+    shared.sampling_params(given)  # what is wrong with the flags is told before a model is loaded
     terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
     with shared.runner() as loop:
         context = shared.engine(args)
         with terminal.busy(f"loading {args.model}"):
             llm = loop.run(context.__aenter__())
         try:
+            params = shared.sampling_params(dict(llm.sampling_defaults.values or SAMPLING) | given)
             terminal.note(f"{llm.model_name}, context {llm.max_context:,} tokens; /help shows the commands")
             talk(
                 terminal, Conversation(args.system), lambda messages: loop.run(answer(llm, messages, params, terminal))

@@ -4,18 +4,20 @@ quire generate MODEL "Once upon a time"                          streams the tex
 quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON in, a line of JSON out
 
 An input line holds prompt, messages or prompt_token_ids, and may hold an id (its line number otherwise), cache_salt,
-cache_pin (see docs/server.md) and sampling
-parameters that win over the flags (max_tokens null: as many as the context holds). Output lines come in the order in
-which they finish; each holds id, text, token_ids, finish_reason and usage, or id and error.
+cache_pin (see docs/server.md) and sampling parameters that win over the flags (max_tokens null: as many as the context
+holds). Output lines come in the order in which they finish; each holds id, text, token_ids, finish_reason and usage, or
+id and error.
 
 Lines of a wrong form refuse the whole input before anything is generated, ten of them told at a time: what is no UTF-8
 or no JSON, unknown keys, values of a wrong type or out of range, an id given twice. What only the model can tell fails
 that line alone, which becomes {"id": ..., "error": ...}: a prompt too long for the context, messages that the chat
 template refuses, a token that the vocabulary lacks, an answer whose numbers are not finite.
 
-Run again after an interruption, the command goes on where it stopped: ids that the output holds are skipped. Lines
-that failed are taken out of the output when a run begins, and tried again. One run at a time may write an output. To
-stdout, every run answers all lines. Exit code 1: the prompt, or some of the lines, could not be generated.
+An answer is written as soon as it is finished. The first lines run 8 at a time, so that there are answers soon, later
+ones as many at a time as scheduler.max_running allows. Run again after an interruption, the command goes on where it
+stopped: ids that the output holds are skipped. Lines that failed are taken out of the output when a run begins, and
+tried again. One run at a time may write an output. To stdout, every run answers all lines. Exit code 1: the prompt, or
+some of the lines, could not be generated.
 """
 
 from __future__ import annotations
@@ -70,9 +72,14 @@ def run(args: argparse.Namespace) -> int:
     with Batch(args.input, "-" if args.output is None else args.output, sampling) as batch:
         if batch.num_retried:
             print(f"failed before, tried again: {batch.num_retried}", file=sys.stderr)
-        if batch.todo:
-            with shared.runner() as loop:
-                loop.run(_work(args, batch))
+        try:
+            if batch.todo:
+                with shared.runner() as loop:
+                    loop.run(_work(args, batch))
+        except KeyboardInterrupt:
+            if batch.num_tokens:
+                print(batch.summary(), file=sys.stderr)
+            raise
         print(batch.summary(), file=sys.stderr)
     return 1 if batch.num_failed else 0
 

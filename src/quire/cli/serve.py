@@ -7,7 +7,10 @@ Listens on 127.0.0.1:8000 unless told otherwise; an address that other machines 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import time
+from typing import Any
 
 from quire.cli import shared
 from quire.config import ServeConfig, options_from
@@ -41,7 +44,12 @@ def run(args: argparse.Namespace) -> int:
 
             def ready() -> None:
                 seconds = time.monotonic() - begun
-                print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1", flush=True)
+                print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1")
+                if config.sampling_defaults == "model" and llm.sampling_defaults.values:
+                    print(f"what a request leaves out is taken from the model: {llm.sampling_defaults}")
+                has_keys = bool(listener.keys.keys)
+                is_chat = llm.tokenizer.has_chat_template
+                print(f"try it:\n{example(listener.url, llm.model_name, is_chat, has_keys)}", flush=True)
 
             print(await serve(llm, listener, ready), flush=True)
 
@@ -51,3 +59,16 @@ def run(args: argparse.Namespace) -> int:
     finally:
         listener.close()
     return 0
+
+
+def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:
+    """A curl command, over several lines, that asks the server at `url` a question."""
+    asked: dict[str, Any] = {"prompt": "A quire is"}
+    if is_chat:
+        asked = {"messages": [{"role": "user", "content": "What is a quire?"}]}
+    body = json.dumps({"model": model, **asked, "max_tokens": 64}, ensure_ascii=False)
+    key = "    -H 'Authorization: Bearer KEY' \\\n" if has_keys else ""
+    return (
+        f"  curl {url}/v1/{'chat/' if is_chat else ''}completions -H 'Content-Type: application/json' \\\n"
+        f"{key}    -d {shlex.quote(body)}"
+    )

@@ -146,6 +146,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
             "created": service.created,
             "owned_by": "quire",
             "max_model_len": service.max_context,
+            "sampling_defaults": dict(service.sampling.values),
         }
 
     @app.get("/v1/models", **operation("Models", 401, 403, 503))

@@ -45,7 +45,19 @@ def _answer(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 _FINISH = {"type": "string", "enum": ["stop", "length"]}
-_MODEL = _object(id=_STRING, object=_STRING, created=_COUNT, owned_by=_STRING, max_model_len=_COUNT)
+_MODEL = _object(
+    id=_STRING,
+    object=_STRING,
+    created=_COUNT,
+    owned_by=_STRING,
+    max_model_len=_COUNT,
+    sampling_defaults={
+        "type": "object",
+        "additionalProperties": {"type": "number"},
+        "description": "What the model's makers advise, for parameters that a request leaves out; what is not there"
+        " has the API's default.",
+    },
+)
 _ANSWERS: dict[str, dict[str, Any]] = {
     "Error": _object(
         error=_object(message=_STRING, type=_STRING, param=_nullable(_STRING), code=_nullable(_STRING)),

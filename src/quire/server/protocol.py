@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
+    from quire.engine.sampling_defaults import SamplingDefaults
 
 
 class Tokenizer(Protocol):
@@ -69,6 +70,11 @@ class Engine(Protocol):
     @property
     def model_name(self) -> str:
         """The name that requests ask for."""
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What the model's makers advise."""
+        ...
 
     @property
     def is_ready(self) -> bool:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
+from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
 from quire.server.answers import FEW_SCORES, LargeAnswer, cut, pieces
 from quire.server.auth import ApiKeys
@@ -147,6 +148,7 @@ class Service:
         self.keys = keys
         self.tenants = Tenants(() if config.tenants_share else keys.tenants)
         self.found: dict[str, Found] = {}
+        self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.draining = False
@@ -202,7 +204,7 @@ class Service:
 
         max_tokens      None: the default, or what the context leaves or serve.max_output_tokens if that is less
         param           the name of the parameter to blame for a prompt that is too long
-        default_tokens  None fills the context
+        default_tokens  None: what the model's makers advise; where they do not, the context is filled
         Raises ApiError or RequestError (400) for what exceeds a limit or contradicts itself.
         """
         room = self.max_context - num_prompt_tokens
@@ -220,16 +222,14 @@ class Service:
             )
             raise bad_request(message, param, "context_length_exceeded")
         if max_tokens is None:
+            if default_tokens is None and (advised := self.sampling.values.get("max_tokens")) is not None:
+                default_tokens = max(int(advised), request.min_tokens or 0)
             max_tokens = min(each for each in (room, most, default_tokens) if each is not None)
         self.check_tokens(request.logit_bias, "logit_bias")
         self.check_tokens(request.stop_token_ids, "stop_token_ids")
-        given = {name: getattr(request, name) for name in _PASSED_ON}
-        return SamplingParams(
-            max_tokens=max(max_tokens, 1),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        given = {name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None}
+        fixed = {"max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
     def hints(self, request: Sampling, tenant: str) -> dict[str, Any]:
         """What a request of `tenant` asks of the cache."""

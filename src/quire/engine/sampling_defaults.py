@@ -1,0 +1,102 @@
+"""How a model's makers advise to sample from it: the defaults of the server and of `quire chat`.
+
+Knows generation_config.json, GGUF's `general.sampling` keys and what stands beside an embedded model's name. What a
+file leaves out stays out: the defaults that `transformers` would fill in are not the makers' advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.engine.params import SamplingParams
+from quire.errors import ModelError, RequestError
+from quire.models.embedded import EMBEDDED
+from quire.models.files import read_json
+from quire.models.gguf_file import read_header
+from quire.models.settings import Settings, one_line
+
+GENERATION_CONFIG = "generation_config.json"
+
+_GGUF_NAMES = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Fields of SamplingParams that the model's makers chose, and where they wrote them; empty if they chose none."""
+
+    values: Mapping[str, float | int]
+    source: str = ""
+
+    def __str__(self) -> str:
+        """`temperature 0.2, top_p 0.9 (generation_config.json)`."""
+        return ", ".join(f"{name} {value:g}" for name, value in self.values.items()) + f" ({self.source})"
+
+
+NO_DEFAULTS = SamplingDefaults({})
+
+
+@one_line()
+def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
+    """The advice of a model folder or .gguf file; the file itself wins over what is known of an embedded model.
+
+    name  what the model was asked for by
+    Raises ModelError that names file and setting for a value that cannot be.
+    """
+    if path.is_dir():
+        file, source = path / GENERATION_CONFIG, GENERATION_CONFIG
+        values = _from_generation_config(Settings(read_json(file), str(file)))
+    elif path.suffix == ".gguf":
+        file, source = path, "the model's file"
+        values = _from_gguf(Settings(read_header(path).metadata, str(path)).under("general.sampling."))
+    else:
+        return NO_DEFAULTS
+    if not values and name in EMBEDDED:
+        values, source = dict(EMBEDDED[name].sampling), "its makers' advice"
+    if not values:
+        return NO_DEFAULTS
+    try:
+        SamplingParams(**values)  # type: ignore[arg-type]
+    except RequestError as error:
+        raise ModelError(f"{file}: {error}") from None
+    return SamplingDefaults(values, source)
+
+
+def _from_generation_config(settings: Settings) -> dict[str, float | int]:
+    """Without `do_sample` a temperature means what it says, as for vLLM; false means that the best token is taken."""
+    found: dict[str, float | int] = {
+        name: settings.number(name)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+        if settings.values.get(name) is not None
+    }
+    if settings.values.get("top_k") is not None:
+        found["top_k"] = settings.count("top_k", least=-1)
+    if not settings.flag("do_sample", default=True):
+        # Whatever else narrows the choice: transformers looks at none of it then.
+        found = {"temperature": 0.0} | {name: found[name] for name in ("repetition_penalty",) if name in found}
+    if settings.values.get("max_new_tokens") is not None:
+        found["max_tokens"] = settings.count("max_new_tokens")
+    return found
+
+
+def _from_gguf(settings: Settings) -> dict[str, float | int]:
+    """llama.cpp's keys. Its penalty looks back `penalty_last_n` tokens, ours over the whole sequence."""
+    found: dict[str, float | int] = {}
+    for ours, theirs in _GGUF_NAMES.items():
+        if settings.values.get(theirs) is not None:
+            # Stored in float32: 0.2 comes back as 0.20000000298.
+            found[ours] = float(f"{settings.number(theirs):.6g}")
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    if "temperature" in found:
+        found["temperature"] = max(0.0, found["temperature"])  # at most 0 takes the best token there
+    if settings.values.get("penalty_last_n") == 0:
+        found.pop("repetition_penalty", None)
+    return found
