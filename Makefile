@@ -6,7 +6,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP = $(BIN)/python scripts/install.py --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard build_backend/*.py)
 
 .DEFAULT_GOAL := help
@@ -20,9 +20,6 @@ install: $(VENV)/.installed  ## Set up .venv, compile the CPU kernels, fetch the
 	@$(BIN)/quire pull smollm2
 
 serve: install  ## Install, then serve the embedded model on 127.0.0.1:$(PORT)
-	@echo "Once the server says that it is ready, try in another terminal:"
-	@echo "  curl http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"What is a quire?\"}], \"max_tokens\": 64}'"
 	@exec $(BIN)/quire serve smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 test: install $(VENV)/.installed-dev  ## Install, then run the quick test suite; ARGS="-k name" to choose
@@ -65,12 +62,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "no virtual environment: install your system's python3-venv package"; exit 1; }
 
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python
-	@echo "Installing into $(VENV); torch makes this take a minute or more"
-	@$(PIP) --editable '.[serve]'
+	@echo "Installing into $(VENV); torch makes this take minutes"
+	@$(PIP) --editable '.[serve,plot]'
 	@$(BIN)/python -c 'import sys, quire.kernels.build as b; sys.exit(b.find_compiler() is None)' || $(PIP) ziglang
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.installed
 	@echo "Installing what tests and checks need"
-	@$(PIP) --editable '.[serve,dev]'
+	@$(PIP) --editable '.[serve,plot,dev]'
 	@touch $@

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import sys
@@ -227,7 +226,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["profile", "m", "--input", text, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err and made == []
+    assert "pip install 'quire[plot]'" in capsys.readouterr().err and made == []
 
 
 def test_every_member_has_a_color_of_its_own() -> None:
@@ -260,7 +259,6 @@ def test_a_cell_has_the_color_of_its_policy_and_what_it_keeps(monkeypatch: pytes
         save_retention(tmp_path / "x.png", report(), "m")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("size", [(1, 1), (30, 3), (80, 8)])
 def test_a_picture_of_any_model(size: tuple[int, int], tmp_path: Path) -> None:
     num_policies = len(MEMBERS) + 1

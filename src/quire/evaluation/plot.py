@@ -17,7 +17,7 @@ def load_figure() -> Any:
         return importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a plot needs a package that is not installed ({error.name}): pip install matplotlib"
+            f"a picture needs a package that is not installed ({error.name}): pip install 'quire[plot]'"
         ) from error
 
 

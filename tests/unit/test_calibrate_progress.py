@@ -1,0 +1,79 @@
+"""What a calibration shows where there is no terminal, and how often it says where it is."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.calibrate import CalibrationSettings, calibrate, progress
+from quire.config import EngineConfig
+
+from ..tiny_models import save_tiny
+
+run_module = importlib.import_module("quire.calibrate.run")
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds_inside_each_stage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with caplog.at_level(logging.INFO, "quire"), progress.shown(False) as report:
+        for stage, seconds in (("gathering", 25), ("fitting", 12)):
+            for step in range(seconds * 4):  # four reports a second
+                now += 0.25
+                report(stage, step, seconds * 4)
+    assert [record.message for record in caplog.records] == [
+        "calibration: gathering",
+        "calibration: gathering, 40 % done",
+        "calibration: gathering, 80 % done",
+        "calibration: fitting",
+        "calibration: fitting, 83 % done",
+    ]
+
+
+def test_who_waits_for_another_calibration_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with caplog.at_level(logging.INFO, "quire"), progress.shown(False) as report:
+        for _ in range(100):
+            now += 1
+            report(progress.WAITING, 0, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_layer_that_is_fitted_for_long_does_not_stop_the_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of a large model takes longer than ten seconds."""
+    reported = threading.Event()
+    reports: list[int] = []
+
+    def told(what: str, done: int, total: int) -> None:
+        if what == "fitting":
+            reports.append(done)
+            if len(reports) == 4:
+                reported.set()
+
+    original = run_module.fit_layer
+
+    def slow(*given: Any, **named: Any) -> Any:
+        assert reported.wait(10), "four reports while no layer is done"
+        return original(*given, **named)
+
+    monkeypatch.setattr(run_module, "fit_layer", slow)
+    monkeypatch.setattr(run_module, "REPORT_SECONDS", 0.01)
+    monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / "cache" / "models")
+    folder = save_tiny(tmp_path / "tiny", head_dim=16)
+    settings = CalibrationSettings(num_windows=2, window_tokens=64)
+    config = EngineConfig.from_options({"runtime.threads": 1, "runtime.device": "cpu"})
+    text = "Of all the mills on the river, the oldest made no flour. " * 20
+    calibrate(folder, settings, tmp_path / "made", text=text, config=config, progress=told)
+    assert reports[:4] == [0, 0, 0, 0] and reports[-1] == 2

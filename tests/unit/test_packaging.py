@@ -1,0 +1,96 @@
+"""What is installed and what is shipped: extras, pins, the source distribution, the Makefile."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def brought(requirement: Requirement, seen: dict[str, str]) -> Iterator[str]:
+    """What installing a requirement brings, itself included, as installed here: `name==version`."""
+    name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+    if name in seen:
+        return
+    found = distribution(name)
+    # torch's CPU build is 2.13.0+cpu, and its pin holds for every build.
+    seen[name] = found.version.partition("+")[0]
+    for line in found.requires or ():
+        inner = Requirement(line)
+        extras = requirement.extras or {""}
+        if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+            list(brought(inner, seen))
+    yield name
+
+
+@pytest.mark.parametrize("extra", ["", "serve", "plot", "dev"])
+def test_every_package_that_an_install_brings_is_pinned(extra: str) -> None:
+    seen: dict[str, str] = {}
+    try:
+        for line in EXTRAS[extra] if extra else PROJECT["dependencies"]:
+            list(brought(Requirement(line), seen))
+    except PackageNotFoundError as error:
+        pytest.fail(f"`make test` installs {extra}, and {error.name} is not here")
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    assert {name: pinned.get(name) for name in seen} == seen
+
+
+def load_install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_install_says_what_it_does_and_that_it_still_does_it(capsys: pytest.CaptureFixture[str]) -> None:
+    script = """
+import sys, time
+print("Looking in indexes: a, b")
+print("Collecting torch>=2.11 (from quire==0.1.0)")
+print("  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (821.0 MB)", flush=True)
+time.sleep(0.5)
+print("  Downloading https://somewhere/a/numpy-2.4.6-cp311-cp311-linux.whl.metadata (62 kB)")
+print("Installing collected packages: torch, numpy, quire")
+print("Successfully installed torch-2.13.0")
+sys.exit(3)
+"""
+    assert load_install().run([sys.executable, "-u", "-c", script], silence_seconds=0.2) == 3
+    lines = capsys.readouterr().out.splitlines()
+    still = [line for line in lines if "still" in line]
+    assert still and all(line.endswith("s: still getting torch 2.13.0 (821.0 MB)") for line in still)
+    assert [line for line in lines if "still" not in line] == [
+        "  getting torch 2.13.0 (821.0 MB)",
+        "  installing 3 packages",
+    ]
+
+
+def made(target: str) -> str:
+    """What make would run, in a checkout where nothing is installed."""
+    command = ["make", "--dry-run", "--no-print-directory", "VENV=no-such-folder", "PORT=8123", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_installs_what_pictures_need_and_shows_that_it_is_alive() -> None:
+    lines = made("serve").splitlines()
+    (install,) = [line for line in lines if "--editable" in line]
+    assert "scripts/install.py" in install and "plot" in install
+    assert not any("--quiet" in line for line in lines)
+
+
+def test_make_leaves_the_curl_line_to_the_server_which_knows_when_it_is_ready() -> None:
+    assert "curl" not in made("serve")
