@@ -15,7 +15,7 @@ from pathlib import Path
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    "version", "errors", "interrupt", "options", "config", "kernels", "models", "cache", "attention", "tiers",
+    "version", "errors", "interrupt", "habits", "options", "config", "kernels", "models", "cache", "attention", "tiers",
     "offload", "engine", "calibrate", "load", "llm", "async_llm", "evaluation", "cluster", "server", "cli", "__main__",
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from quire.errors import ConfigError
+from quire.habits import key_answer
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,14 @@ def collect(
         if dot and section not in sections:
             raise ConfigError(f"unknown section [{section}] in {file}; did you mean [{_likely(section, sections)}]?")
         if key not in everyone:
-            raise ConfigError(f"unknown setting {key!r} in {file}; {nearest(key, everyone)}")
+            raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone)}")
     for key in options:
         if key in everyone and key not in mine:
             raise ConfigError(
                 f"setting {key!r} does not belong here; the groups that do: {', '.join(group.key for group in groups)}"
             )
         if key not in mine:
-            raise ConfigError(f"unknown setting {key!r}; {nearest(key, mine)}")
+            raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine)}")
     values = {key: value for key, value in {**in_file, **options}.items() if key in mine}
     sources = {key: "flag" if key in options else f"file {file}" if key in in_file else "default" for key in mine}
     return values, sources

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from quire.config import nearest
 from quire.errors import QuireError
+from quire.habits import flag_answer
 from quire.interrupt import install, remove
 from quire.version import __version__
 
@@ -143,6 +144,7 @@ class _Parser(argparse.ArgumentParser):
             following = words[place + 1].lower() if place + 1 < len(words) else ""
             if word in switches and following not in ("true", "false", "yes", "no", "on", "off"):
                 words[place] += "=true"
+        self._answer_habits(words, commands)
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", None), self)
@@ -166,6 +168,21 @@ class _Parser(argparse.ArgumentParser):
                     setattr(found, action.dest, unknown[place])
                     del unknown[end if place > end else place : place + 1]
         return found, unknown
+
+    def _answer_habits(self, words: list[str], commands: dict[Any, _Parser]) -> None:
+        """Ends with one line about all flags that other engines have and the command does not: before argparse misses
+        the model, which `--model NAME` did not give.
+        """
+        place = next((place for place, word in enumerate(words) if word in commands), None)
+        if place is None:
+            return
+        command, rest = commands[words[place]], words[place + 1 :]
+        known = command._option_string_actions
+        given = rest[: rest.index("--")] if "--" in rest else rest
+        flags = [word for word in given if word.startswith("-") and word.partition("=")[0] not in known]
+        answers = [answer for word in flags if (answer := flag_answer(word, known)) is not None]
+        if answers:
+            command.error("; ".join(dict.fromkeys(answers)))
 
     def _commands(self) -> dict[Any, _Parser]:
         """The parsers of the commands by name."""

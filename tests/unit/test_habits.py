@@ -1,0 +1,120 @@
+"""Options that people type from habit are answered with ours, or with `not yet`, in one line."""
+
+import argparse
+
+import pytest
+
+from quire.cli import build_parser, main
+from quire.config import ENGINE_GROUPS, EngineConfig, ServeConfig
+from quire.errors import ConfigError
+from quire.habits import HABITS, flag_answer, habit_of
+from quire.options import settings_of
+
+# As users of vLLM, SGLang and llama.cpp type them.
+TYPED = [
+    ("--max-model-len 4096", "--model.max_context"),
+    ("--max-model-len=4096", "--model.max_context"),
+    ("--ctx-size 4096", "--model.max_context"),
+    ("-c 4096", "--model.max_context"),
+    ("-c4096", "--model.max_context"),
+    ("--context-length 4096", "--model.max_context"),
+    ("--tensor-parallel-size 2", "not yet"),
+    ("-tp 2", "not yet"),
+    ("--tp 2", "not yet"),
+    ("--gpu-memory-utilization 0.9", "--cache.memory"),
+    ("--mem-fraction-static 0.8", "--cache.memory"),
+    ("-ngl 99", "--runtime.device"),
+    ("-ngl99", "--runtime.device"),
+    ("--n-gpu-layers 99", "--runtime.device"),
+    ("--served-model-name x", "--model.name"),
+    ("--dtype bfloat16", "--model.dtype"),
+    ("--kv-cache-dtype fp8", "--cache.codec"),
+    ("--enable-prefix-caching", "--cache.share"),
+    ("--no-enable-prefix-caching", "--cache.share"),
+    ("--max-num-seqs 8", "--scheduler.max_running"),
+    ("--parallel 8", "--scheduler.max_running"),
+    ("-np 8", "--scheduler.max_running"),
+    ("--max-num-batched-tokens 8192", "--scheduler.token_budget"),
+    ("--chunked-prefill-size 8192", "--scheduler.token_budget"),
+    ("--swap-space 4", "not yet"),
+    ("--cpu-offload-gb 4", "not yet"),
+    ("--quantization awq", "--model.weights"),
+    ("--api-key secret", "--api-key-file"),
+    ("--trust-remote-code", "not needed"),
+    ("--threads 2", "--runtime.threads"),
+    ("-t 2", "--runtime.threads"),
+    ("--chat-template x.jinja", "--model.chat_template"),
+    ("--seed 1", "there is no --seed here; quire chat and quire generate"),
+    ("--temp 0.5", "a parameter of each request"),
+    ("--generation-config vllm", "--sampling-defaults"),
+    ("--max-new-tokens 10", "--max-output-tokens"),
+]
+
+
+@pytest.mark.parametrize("typed, answer", TYPED, ids=[typed for typed, _ in TYPED])
+def test_a_flag_typed_from_habit_is_answered_in_one_line(typed, answer, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "smollm2", *typed.split()])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert typed.replace("=", " ").split()[0] in error and error.count("\n") == 1
+    assert answer in error and "did you mean" not in error
+
+
+@pytest.mark.parametrize("typed", ["-m smollm2", "--model smollm2", "--model=smollm2", "--model-path smollm2"])
+def test_a_model_given_by_a_flag_is_told_its_place(typed, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", *typed.split()])
+    assert "the model is no flag here but the first argument, as in quire serve smollm2" in capsys.readouterr().err
+
+
+def test_all_flags_of_a_pasted_command_are_answered_at_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", "x", "--max-model-len", "9", "--tensor-parallel-size=2", "--port", "0"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(answer in error for answer in ("first argument", "--model.max_context", "not yet"))
+
+
+def test_a_commands_own_flag_and_what_stands_behind_dashes_are_no_habits():
+    parser = build_parser()
+    args = parser.parse_args(["generate", "smollm2", "--seed", "3", "--temperature", "0.5", "--", "--max-model-len"])
+    assert (args.seed, args.temperature, args.prompt) == (3, 0.5, "--max-model-len")
+
+
+def test_a_habit_is_told_the_commands_own_flag(capsys):
+    for command, answer in (("chat", "--temp is --temperature here"), ("serve", "--temp: a parameter of each request")):
+        with pytest.raises(SystemExit):
+            main([command, "smollm2", "--temp", "0.3"])
+        assert answer in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["pull", "smollm2", "--ctx-size", "3"])
+    assert "--ctx-size is --model.max_context in other commands" in capsys.readouterr().err
+
+
+def test_a_setting_from_habit_is_answered_in_python_and_in_a_file(tmp_path):
+    with pytest.raises(ConfigError, match="unknown setting 'max_model_len'; it is model.max_context here"):
+        EngineConfig.from_options({"max_model_len": 4096})
+    file = tmp_path / "quire.toml"
+    file.write_text("[cache]\ngpu_memory_utilization = 0.9\n")
+    with pytest.raises(ConfigError, match="it is cache.memory here"):
+        EngineConfig.from_options({}, file)
+    with pytest.raises(ConfigError, match="not yet"):
+        EngineConfig.from_options({"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="did you mean cache.memory"):
+        EngineConfig.from_options({"cache.memry": 1})
+
+
+def test_what_the_table_names_exists():
+    settings = {setting.key for group in (*ENGINE_GROUPS, ServeConfig) for setting in settings_of(group)}
+    commands = next(each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
+    flags = {flag for command in commands.values() for flag in command._option_string_actions}
+    for name, habit in HABITS.items():
+        for key in habit.keys:
+            assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)
+        assert habit.keys or habit.text
+
+
+def test_no_habit_hides_a_flag_of_ours():
+    assert habit_of("--cache.memory") is None and habit_of("--no-such-thing") is None
+    assert flag_answer("--memory", ()) is None
