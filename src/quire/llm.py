@@ -121,6 +121,11 @@ class Face(ABC):
         return self._parts.engine.max_context
 
     @property
+    def context_limit(self) -> str:
+        """What sets `max_context`: the name of a setting, or what the model was made for."""
+        return self._parts.engine.context_limit
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """What the model's makers advise, read from its files now. Raises ModelError for values that cannot be."""
         return read_sampling_defaults(self._parts.path, self._parts.asked_for)

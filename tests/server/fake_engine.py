@@ -76,6 +76,7 @@ class FakeEngine:
 
     model_name = "fake"
     sampling_defaults = NO_DEFAULTS
+    context_limit = "model.max_context"
 
     def __init__(
         self, step_seconds: float = 0.0, fail_at: int | None = None, queue_limit: int = 1000, max_context: int = 2048

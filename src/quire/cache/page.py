@@ -106,7 +106,7 @@ class PagePool:
             if num_slabs > len(self._free_slabs):
                 raise CacheFullError(
                     f"{count} pages of {page_bytes} bytes do not fit: {self.available(page_bytes)} of that size are"
-                    f" free in {self.num_bytes} bytes"
+                    f" free in {self.num_bytes} bytes (cache.memory)"
                 )
             self._add_slabs(pages, num_slabs)
         return self._pop(pages, count)

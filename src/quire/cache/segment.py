@@ -142,7 +142,7 @@ class ChunkTable:
         if not self.pool.fits(needs) or count > len(self._free):
             raise CacheFullError(
                 f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit:"
-                f" there is room for {self.available(codec)} in {self.pool.num_bytes} bytes"
+                f" there is room for {self.available(codec)} in {self.pool.num_bytes} bytes (cache.memory)"
             )
         self._make_room(needs)
         chunks = self._blank(count, codec.kernel_id)
@@ -392,7 +392,7 @@ class ChunkTable:
         values, counts = np.unique(sizes, return_counts=True)
         needs: dict[int, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))
         if not self.pool.fits(needs):
-            raise CacheFullError(f"{len(sizes)} pages do not fit in {self.pool.num_bytes} bytes")
+            raise CacheFullError(f"{len(sizes)} pages do not fit in {self.pool.num_bytes} bytes (cache.memory)")
         return needs
 
     def _sizes_of(self, places: Places) -> NDArray[np.int32]:

@@ -116,6 +116,11 @@ class Sizes:
     def fails_first(self) -> str:
         """What runs out first as load grows, in one sentence."""
         need = self.weight_bytes + self.cache_bytes
+        if self.available_bytes is not None and self.weight_bytes >= self.available_bytes:
+            return (
+                f"memory: weights need {format_bytes(self.weight_bytes)}, and {format_bytes(self.available_bytes)} are"
+                " free; model.dtype bfloat16 and model.weights native need less"
+            )
         if self.available_bytes is not None and not self.fit_the_machine:
             return (
                 f"memory: weights and cache need {format_bytes(need)}, and {format_bytes(self.available_bytes)}"

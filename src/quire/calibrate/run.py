@@ -142,7 +142,9 @@ def _check(settings: CalibrationSettings, shape: ModelShape) -> None:
     tokens = settings.window_tokens
     assert tokens is not None
     if tokens > shape.max_context:
-        raise ConfigError(f"windows of {tokens:,} tokens are longer than the model reads, {shape.max_context:,}")
+        raise ConfigError(
+            f"windows of {tokens:,} tokens are longer than the model reads, {shape.max_context:,}; lower --window"
+        )
     if tokens < settings.skipped + 2:
         raise ConfigError(f"windows of {tokens} tokens leave too few beside the first {settings.skipped}")
     # A trial of one layer: said before a minute of work, not after.

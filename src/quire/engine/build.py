@@ -331,7 +331,15 @@ def assemble(
         ),
         decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
+        context_limit=_context_limit(fits, shape),
     )
+
+
+def _context_limit(fits: Sizes, shape: ModelShape) -> str:
+    """What sets the longest request, for whoever sends a longer one."""
+    if fits.max_context < fits.model_context:
+        return "what fits cache.memory"
+    return "what the model was made for" if fits.model_context == shape.max_context else "model.max_context"
 
 
 def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, token_budget: int, context: int) -> None:

@@ -73,6 +73,7 @@ class Engine:
     namespace    what must be equal, besides a salt, for two requests to share pages
     decode       runs a step of decode rows alone in place of the model, as captured graphs do
     padded_rows  rows a step of so many is run in: what is added computes token 0 and is thrown away
+    context_limit  what sets max_context: a setting, or what the model was made for
     clock        seconds, monotonic; measures, and ends pins and lifetimes
     observer     sees the prompts of evaluations; None: nobody does
     """
@@ -92,6 +93,7 @@ class Engine:
         namespace: Namespace = NOBODY,
         decode: Decode | None = None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
+        context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -101,6 +103,7 @@ class Engine:
         self.sampler = sampler
         self.mover = mover
         self.max_context = max_context
+        self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
         self.device = device
         self.namespace = namespace
@@ -130,8 +133,8 @@ class Engine:
             )
         if len(prompt_ids) >= self.max_context:
             raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and the context holds {self.max_context},"
-                " one of which must be generated",
+                f"the prompt has {len(prompt_ids)} tokens and the context holds {self.max_context}"
+                f" ({self.context_limit}), one of which must be generated",
                 "prompt",
             )
         params.check_vocabulary(vocab_size)
@@ -245,7 +248,8 @@ class Engine:
             raise QuireError("prefixes are protected before there are requests")
         manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
         left = manager.unprotected * PAGE_TOKENS
-        self.max_context = min(self.max_context, left)
+        if left < self.max_context:
+            self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
 
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
         """What the prefix tree holds of the salts that are visible, parents first."""
@@ -287,7 +291,7 @@ class Engine:
         if num_tokens // PAGE_TOKENS > most:
             raise RequestError(
                 f"cache_pin: the prompt has {num_tokens} tokens; at most {most * PAGE_TOKENS}, {PINNED_SHARE:.0%}"
-                " of the cache, may be pinned",
+                " of the cache (cache.memory), may be pinned",
                 "cache_pin",
             )
 

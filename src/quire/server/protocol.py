@@ -68,6 +68,11 @@ class Engine(Protocol):
         """Most tokens of prompt and answer together that one request may have."""
 
     @property
+    def context_limit(self) -> str:
+        """What sets `max_context`, for messages."""
+        ...
+
+    @property
     def model_name(self) -> str:
         """The name that requests ask for."""
 

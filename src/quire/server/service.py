@@ -214,8 +214,9 @@ class Service:
             raise bad_request(message, "max_tokens")
         wanted = max_tokens or 1  # nothing less than a token can be generated
         if room < wanted:
+            limit = self.engine.context_limit
             message = (
-                f"This model's maximum context length is {self.max_context} tokens. However, you requested "
+                f"This model's maximum context length is {self.max_context} tokens ({limit}). However, you requested "
                 f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in the completion"
                 f"{', which is computed with max_tokens 0 too' if max_tokens == 0 else ''}). "
                 "Please reduce the length of the prompt or of the completion."

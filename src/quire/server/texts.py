@@ -93,8 +93,8 @@ class Texts:
 
     def _too_long(self, param: str, held: str) -> ApiError:
         message = (
-            f"This model's maximum context length is {self.engine.max_context} tokens. However, '{param}' holds {held}."
-            " Please reduce its length."
+            f"This model's maximum context length is {self.engine.max_context} tokens ({self.engine.context_limit})."
+            f" However, '{param}' holds {held}. Please reduce its length."
         )
         return bad_request(message, param, "context_length_exceeded")
 
