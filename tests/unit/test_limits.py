@@ -15,7 +15,7 @@ from quire.engine.build import resolve
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.scheduler import check_budget
 from quire.errors import QuireError
-from tests.engines import chunk_bytes, make_engine
+from tests.engines import make_engine
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import CHAT, TEXT, client, error_of
 from tests.tiny_models import tiny_shape

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
@@ -94,3 +96,24 @@ def test_make_installs_what_pictures_need_and_shows_that_it_is_alive() -> None:
 
 def test_make_leaves_the_curl_line_to_the_server_which_knows_when_it_is_ready() -> None:
     assert "curl" not in made("serve")
+
+
+def test_the_source_distribution_holds_every_file_of_the_repository(tmp_path: Path) -> None:
+    """So that its tests, some of which read benchmarks, docs and scripts, run from it alone."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    # In an unpacked distribution, which has no history, it is compared with itself.
+    own = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
+    names = listed.stdout.split("\0")[:-1] if (ROOT / ".git").exists() else own
+    tracked = {name for name in names if (ROOT / name).is_file()}
+    for name in tracked:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    build = "import sys; sys.path.insert(0, 'build_backend'); import quire_build; quire_build.build_sdist('dist')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.partition("/")[2] for name in file.getnames()}
+    generated = (".egg-info/", ".so", ".stamp", ".pyc", ".lock")
+    missing = {name for name in tracked - held if not any(part in name for part in generated)}
+    assert missing == set()
