@@ -100,10 +100,11 @@ def test_make_leaves_the_curl_line_to_the_server_which_knows_when_it_is_ready() 
 
 def test_the_source_distribution_holds_every_file_of_the_repository(tmp_path: Path) -> None:
     """So that its tests, some of which read benchmarks, docs and scripts, run from it alone."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
-    # In an unpacked distribution, which has no history, it is compared with itself.
-    own = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
-    names = listed.stdout.split("\0")[:-1] if (ROOT / ".git").exists() else own
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    else:  # an unpacked distribution, which has a list of its own
+        listed = (ROOT / "src" / "quire.egg-info" / "SOURCES.txt").read_text()
+    names = listed.splitlines()
     tracked = {name for name in names if (ROOT / name).is_file()}
     for name in tracked:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +115,4 @@ def test_the_source_distribution_holds_every_file_of_the_repository(tmp_path: Pa
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as file:
         held = {name.partition("/")[2] for name in file.getnames()}
-    generated = (".egg-info/", ".so", ".stamp", ".pyc", ".lock")
-    missing = {name for name in tracked - held if not any(part in name for part in generated)}
-    assert missing == set()
+    assert {name for name in tracked - held if ".egg-info/" not in name} == set()

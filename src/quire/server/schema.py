@@ -160,6 +160,9 @@ Pin = Annotated[
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
+_ADVISED = "Without it the served model's `sampling_defaults` hold (GET /v1/models), else the API's default."
+
+
 class Model(BaseModel):
     """An object of a request: strict, and closed to unknown names."""
 
@@ -183,8 +186,8 @@ class Sampling(Model):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description=_ADVISED)
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description=_ADVISED)
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
@@ -192,10 +195,12 @@ class Sampling(Model):
     logit_bias: Biases = None
     user: str | None = Field(None, description="Accepted and not used.")
 
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(None, description="Extension: 0 or -1 is off.")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extension.")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
+        None, description=f"Extension: 0 or -1 is off. {_ADVISED}"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description=f"Extension. {_ADVISED}")
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = Field(
-        None, description="Extension: 1 is off."
+        None, description=f"Extension: 1 is off. {_ADVISED}"
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
         None, description="Extension."
