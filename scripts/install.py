@@ -25,13 +25,14 @@ def told(line: str) -> str | None:
     if ".metadata" in line:
         return None
     if match := re.match(
-        r"(?:Downloading|Using cached) (?:\S*/)?([\w.]+)-(\d[^-]*)\S*(?:.*(\([\d.]+ [kMG]B\)))?", line
+        r"(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+)-(\d[^-]*)\S*\.whl(?: (\([\d.]+ [kMG]B\)))?", line
     ):
         return " ".join(part for part in ("getting", *match.groups()) if part)
     if line.startswith("Installing collected packages"):
         return f"installing {line.count(',') + 1} packages"
     if re.match(r"(Building|Preparing|Installing build dependencies|Getting requirements)", line):
-        return line.removesuffix(": started")[:100] if not re.search(r": (finished|still)", line) else None
+        # The same line comes again when it is done, and now and then in between.
+        return None if re.search(r": (finished|still)", line) else line[0].lower() + line[1:].removesuffix(": started")
     return None
 
 

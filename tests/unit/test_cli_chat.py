@@ -17,6 +17,7 @@ import pytest
 
 from quire.cli import main
 from quire.engine.outputs import CompletionOutput
+from quire.engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from tests.server.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,49 @@ def test_an_answer_that_fails_is_told_and_leaves_no_turn(chat, tmp_path):
     assert found.out == "use\nuser: good\nassistant:\n"
     assert "the answer failed: NaN in the logits" in found.err
     assert json.loads(file.read_text())["messages"][0]["content"] == "good"
+
+
+@pytest.fixture
+def asked(chat):
+    """Runs a chat on a model whose makers advise something; returns the parameters of its answers."""
+
+    def run(*words, advice=NO_DEFAULTS, lines=("hi",)):
+        found = []
+
+        class Watched(FakeEngine):
+            sampling_defaults = advice
+
+            async def _generate(self, ids, params, request_id):
+                found.append(params)
+                async for item in super()._generate(ids, params, request_id):
+                    yield item
+
+        chat(*lines, words=words, engine=Watched())
+        return found[0]
+
+    return run
+
+
+def test_an_answer_ends_at_1024_tokens_unless_told(asked):
+    assert asked().max_tokens == 1024
+    assert asked("--max-tokens", "7").max_tokens == 7
+    assert asked("--max-tokens", "0").max_tokens is None, "as many as the context holds"
+    assert asked(advice=SamplingDefaults({"max_tokens": 99})).max_tokens == 1024
+
+
+def test_a_chat_is_sampled_as_the_models_makers_advise_and_a_flag_wins(asked):
+    advice = SamplingDefaults({"temperature": 0.2, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2})
+    params = asked(advice=advice)
+    assert {name: getattr(params, name) for name in advice.values} == advice.values and params.top_p == 1.0
+    params = asked("--temperature", "0.9", "--top-k", "0", advice=advice)
+    assert (params.temperature, params.top_k, params.min_p) == (0.9, 0, 0.1)
+
+
+def test_without_advice_a_chat_is_a_little_cooler_than_the_model(asked):
+    params = asked()
+    assert (params.temperature, params.top_p) == (0.7, 0.95)
+    params = asked("--top-p", "0.5")
+    assert (params.temperature, params.top_p) == (0.7, 0.5)
 
 
 SCRIPT = """

@@ -65,7 +65,7 @@ def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
     try:
         SamplingParams(**values)  # type: ignore[arg-type]
     except RequestError as error:
-        raise ModelError(f"{file}: {error}") from None
+        raise ModelError(f"{file}: {error}; correct it, or serve with --sampling-defaults openai") from None
     return SamplingDefaults(values, source)
 
 
