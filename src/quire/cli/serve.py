@@ -65,7 +65,7 @@ def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:
     """A curl command, over several lines, that asks the server at `url` a question."""
     asked: dict[str, Any] = {"prompt": "A quire is"}
     if is_chat:
-        asked = {"messages": [{"role": "user", "content": "What is a quire?"}]}
+        asked = {"messages": [{"role": "user", "content": "Give me three tips for writing a letter."}]}
     body = json.dumps({"model": model, **asked, "max_tokens": 64}, ensure_ascii=False)
     key = "    -H 'Authorization: Bearer KEY' \\\n" if has_keys else ""
     return (
