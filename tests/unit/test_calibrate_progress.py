@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.calibrate import CalibrationSettings, calibrate, progress
-from quire.config import EngineConfig
+from quire.calibrate import CalibrationSettings, progress
 
-from ..tiny_models import save_tiny
+from ..tiny_models import tiny_shape
 
 run_module = importlib.import_module("quire.calibrate.run")
 
@@ -49,31 +48,31 @@ def test_who_waits_for_another_calibration_is_told_once(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_layer_that_is_fitted_for_long_does_not_stop_the_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_fitted_for_long_does_not_stop_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of a large model takes longer than ten seconds."""
     reported = threading.Event()
     reports: list[int] = []
 
     def told(what: str, done: int, total: int) -> None:
-        if what == "fitting":
-            reports.append(done)
-            if len(reports) == 4:
-                reported.set()
+        assert (what, total) == ("fitting", 2)
+        reports.append(done)
+        if len(reports) == 4:
+            reported.set()
 
-    original = run_module.fit_layer
-
-    def slow(*given: Any, **named: Any) -> Any:
+    def slow(samples: SimpleNamespace, *given: Any, **named: Any) -> str:
         assert reported.wait(10), "four reports while no layer is done"
-        return original(*given, **named)
+        return f"layer {samples.layer}"
+
+    made: list[list[str]] = []
+
+    def make_tables(fits: list[str], *given: Any, **named: Any) -> tuple[None, None]:
+        made.append(fits)
+        return None, None
 
     monkeypatch.setattr(run_module, "fit_layer", slow)
+    monkeypatch.setattr(run_module, "make_tables", make_tables)
     monkeypatch.setattr(run_module, "REPORT_SECONDS", 0.01)
-    monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / "cache" / "models")
-    folder = save_tiny(tmp_path / "tiny", head_dim=16)
-    settings = CalibrationSettings(num_windows=2, window_tokens=64)
-    config = EngineConfig.from_options({"runtime.threads": 1, "runtime.device": "cpu"})
-    text = "Of all the mills on the river, the oldest made no flour. " * 20
-    calibrate(folder, settings, tmp_path / "made", text=text, config=config, progress=told)
+    store = SimpleNamespace(layer=lambda layer, windows: SimpleNamespace(layer=layer, keys=range(128)))
+    run_module._fit(store, CalibrationSettings(bits=(2,)), tiny_shape(), told)
     assert reports[:4] == [0, 0, 0, 0] and reports[-1] == 2
+    assert made == [["layer 0", "layer 1"]], "in the order of the layers, whichever is done first"
