@@ -29,7 +29,7 @@ if not Path("/dev/nvidiactl").exists():
 ROOT = Path(__file__).parents[1]
 
 LONGEST = 10.0
-"""Seconds that a test may take in a quick run unless it is marked slow."""
+"""Seconds that a test may take in a quick run, on a machine that has nothing else to do, unless it is marked slow."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +89,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
-    if seconds > most and not item.get_closest_marker("slow"):
+    # Where other programs keep the cores, seconds say nothing of the test.
+    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    if seconds > most and not is_busy and not item.get_closest_marker("slow"):
         pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)
 
 
