@@ -25,7 +25,7 @@ HEAVY = {
     "accelerate": (),
     "fastapi": ("server/*",),
     "gguf": (),
-    "httptools": (),
+    "httptools": ("server/*",),
     "matplotlib": (),
     "nixl": ("cluster/*",),
     "prometheus_client": ("server/*",),

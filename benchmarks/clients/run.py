@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from common import ROOT  # noqa: E402
+from servers import quire_server  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
 from quire.models.embedded import cached_path  # noqa: E402
@@ -39,7 +39,6 @@ from quire.models.vocabulary import from_gguf  # noqa: E402
 
 MODEL = "smollm2"
 TASKS = HERE / "tasks"
-START_SECONDS = 180
 CLIENT_SECONDS = 600
 OPTIONS = {"cache.memory": "512MiB"}
 # Both sides run one request at a time: in bf16 another batch rounds differently, and greedy texts part at near ties.
@@ -78,27 +77,10 @@ def run_client(command: Sequence[object], log: Path, environment: Mapping[str, s
 @contextmanager
 def server(log: Path) -> Iterator[str]:
     """The address of a server of its own process, which is drained at the end and must leave with exit code 0."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "quire", "serve", MODEL, "--host", "127.0.0.1", "--port", "0", *options]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path}
-        )
-    assert process.stdout is not None
-    try:
-        found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-        line = process.stdout.readline() if found else ""
-        if not line.startswith("ready"):
-            raise ClientError(f"the server did not become ready, see {log}")
-        yield line.split()[-1].removesuffix("/v1")
-        process.send_signal(signal.SIGTERM)
-        if process.wait(60):
-            raise ClientError(f"the server ended with exit code {process.returncode}, see {log}")
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with quire_server(log, MODEL, *options) as found:
+        yield found.url
+        found.drain()
 
 
 def save_tokenizer(folder: Path) -> None:

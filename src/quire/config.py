@@ -216,6 +216,12 @@ class ServeConfig(Group):
     """What a request leaves out of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens.
     model: as the model's makers advise, in its generation_config.json or GGUF file. openai: the API's defaults,
     temperature 1 and nothing else."""
+    max_connections: Count = 1024
+    """Most connections at once. When all are taken, a new one takes the place of the one that has waited for longest
+    without having sent a whole request, or is answered 503 if all have."""
+    max_connections_per_address: Count | None = None
+    """Most connections at once from one address, for servers that clients reach without a proxy; the next is answered
+    429. auto: no limit."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
     """On SIGTERM, how long running requests may take to finish before they are cut off."""
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from quire.async_llm import AsyncLLM
 from quire.config import ServeConfig
+from quire.server import run
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys
+from quire.server.edge import Limits
+from quire.server.run import Listener, serve
 from tests.server.fake_engine import FakeEngine
 
 CHAT = {"messages": [{"role": "user", "content": "Hello, Wörld 🌍!"}]}
@@ -77,6 +83,116 @@ async def openai_client(engine: FakeEngine | None = None, **settings: Any) -> As
     ) as api:
         yield api
     assert not engine.live, f"requests left in the engine: {engine.live}"
+
+
+@asynccontextmanager
+async def socket_server(
+    engine: FakeEngine | None = None, keys: Sequence[str] = (), limits: Limits | None = None, **settings: Any
+) -> AsyncIterator[SocketServer]:
+    """A server on a real socket of this event loop; afterwards the engine must hold no request."""
+    engine = FakeEngine() if engine is None else engine
+    listener = Listener(ServeConfig(port=0, **settings))
+    listener.keys = ApiKeys(list(keys))
+    ready = asyncio.Event()
+    apps: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "create_app", lambda *given: apps.append(create_app(*given)) or apps[0])
+        serving = asyncio.ensure_future(serve(engine, listener, ready.set, limits))
+        await asyncio.sleep(0)
+    try:
+        await asyncio.wait_for(ready.wait(), 5)
+        server = SocketServer(engine, listener.port, serving, apps[0])
+        try:
+            yield server
+        finally:
+            for each in server.clients:
+                each.close()
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert not engine.live, f"requests left in the engine: {engine.live}"
+
+
+@dataclass
+class SocketServer:
+    """A server, and clients of it that write bytes."""
+
+    engine: FakeEngine
+    port: int
+    serving: asyncio.Future[None]
+    app: Any
+    clients: list[RawClient] = field(default_factory=list)
+
+    async def connect(self, sent: bytes = b"") -> RawClient:
+        """A client that has sent some bytes."""
+        client = RawClient(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        await client.send(sent)
+        return client
+
+    async def ask(self, sent: bytes) -> Answer:
+        """The answer to some bytes on a connection of their own, which the server must close or keep."""
+        client = await self.connect(sent)
+        answer = await client.answer()
+        client.close()
+        return answer
+
+
+@dataclass
+class Answer:
+    """A response as bytes came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """The code of an error in our form."""
+        return json.loads(self.body)["error"]["code"]
+
+
+@dataclass
+class RawClient:
+    """A connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        """Send, however far the server reads it."""
+        if data:
+            self.writer.write(data)
+            with contextlib.suppress(ConnectionError):
+                await self.writer.drain()
+
+    async def answer(self, seconds: float = 5) -> Answer:
+        """The next answer, which must have a length or end with the connection."""
+        async with asyncio.timeout(seconds):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            first, *lines = head.split("\r\n")[:-2]
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            length = headers.get("content-length")
+            body = await (self.reader.read() if length is None else self.reader.readexactly(int(length)))
+        return Answer(int(first.split()[1]), headers, body)
+
+    async def ended(self, seconds: float = 5) -> bool:
+        """Whether the server closes the connection without a further byte."""
+        async with asyncio.timeout(seconds):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionError:
+                return True
+
+    def close(self) -> None:
+        """Leave."""
+        self.writer.transport.abort()
+
+
+def post_head(path: str, *lines: str) -> bytes:
+    """The head of a request with a JSON body."""
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
+    return "\r\n".join([*head, "", ""]).encode()
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Any body gets an answer or a clean error: no 500, no hang, no request left in the engine."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 
 import httpx
@@ -12,10 +14,11 @@ from quire.async_llm import AsyncLLM
 from quire.cache.manager import PINNED_SHARE
 from quire.config import ServeConfig
 from quire.server.app import create_app
-from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quire.server.edge import Limits
 from tests.effort import examples
+from tests.server import bombs
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import RawCall, client, error_of, events
+from tests.server.harness import RawCall, client, error_of, events, post_head, socket_server
 from tests.tiny_models import save_tiny
 
 fuzz = examples(150, suppress_health_check=[HealthCheck.too_slow])
@@ -107,12 +110,7 @@ def bodies(model):
     return sane | spoiled
 
 
-ENDPOINTS = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
+ENDPOINTS = bombs.endpoints()
 
 
 async def post(http, path, content):
@@ -162,6 +160,83 @@ def test_any_bytes_are_answered(request, changes):
         at = place % (len(content) + 1)
         content[at : at + len(piece)] = piece
     asyncio.run(send(path, bytes(content)))
+
+
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
+@given(bombs.bombs(ENDPOINTS))
+def test_any_size_is_answered_shortly(request):
+    """Deep, wide, long, of many names, giant numbers, in every field of every endpoint."""
+    path, body = request
+
+    async def send():
+        async with client(FakeEngine(max_context=64)) as http:
+            response = await post(http, path, body.encode())
+        if response.status_code != 200:
+            assert len(response.content) < 1500
+
+    asyncio.run(send())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", bombs.HEAD_BOMBS)
+async def test_no_route_reads_a_head_of_any_size(what):
+    async with socket_server() as server:
+        sent = [bombs.HEAD_BOMBS[what](*route).encode() for route in bombs.routes()]
+        for answer in await asyncio.gather(*map(server.ask, sent)):
+            # A route that needs no body may answer before the end of one.
+            early = what in ("trailers", "a chunk extension") and answer.status in (200, 400, 404, 405)
+            assert answer.status == 431 or early, (answer.status, answer.body)
+        assert (await server.ask(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")).status == 200
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("what", bombs.SLOW)
+async def test_no_route_waits_for_a_client_that_stops(what):
+    limits = Limits(head_seconds=0.1, body_seconds=0.1, linger_seconds=0.1, sweep_seconds=0.02)
+    async with socket_server(limits=limits) as server:
+        clients = [await server.connect(bombs.SLOW[what](*route).encode()) for route in bombs.routes()]
+        for each in clients:
+            answer = await each.answer(3)
+            # A route that needs no body has answered before its end.
+            assert answer.status == 408 or (("body" in what or "chunk" in what) and answer.status in (200, 404, 405))
+            assert await each.ended(3)
+        assert not server.app.state.service.in_flight
+
+
+@pytest.fixture(scope="module")
+def slow_server():
+    """A server on a socket, with little patience, for many tests: (runner of its event loop, server)."""
+    limits = Limits(head_seconds=0.05, body_seconds=0.05, linger_seconds=0.05, sweep_seconds=0.01)
+    with asyncio.Runner() as runner:
+        context = socket_server(limits=limits)
+        yield runner, runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
+
+
+@examples(40, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(bombs.routes()),
+    st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=4)), max_size=6),
+    st.lists(st.integers(1, 200), max_size=4),
+)
+def test_any_bytes_on_a_connection_are_answered_or_end_it(slow_server, route, changes, cuts):
+    runner, server = slow_server
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    sent = bytearray(post_head(route[1], f"Content-Length: {len(body)}").replace(b"POST", route[0].encode()) + body)
+    for place, piece in changes:
+        at = place % (len(sent) + 1)
+        sent[at : at + len(piece)] = piece
+
+    async def send():
+        one = await server.connect()
+        for begin, end in itertools.pairwise([0, *sorted(cuts), len(sent)]):
+            await one.send(bytes(sent[begin:end]))
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            assert (await one.answer(3)).status in (200, 400, 403, 404, 405, 408, 413, 429, 431)
+        one.close()
+
+    runner.run(send())
 
 
 GOOD = {

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
 from quire.server.service import Chunks, Job, Service, Usage
-from quire.server.wire import EventStream, read_json, unless_disconnected
+from quire.server.wire import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 async def create_chat(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
-    body = ChatRequest.model_validate(await read_json(request, service.config.max_request_bytes))
-    service.check_model(body.model)
-    ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
-    tenant = request.state.tenant
-    chat = Chat(service, body, Job(ids, params, service.hints(body, tenant), tenant))
-    service.admit([chat.job])
+    async with service.bodies.read(request, ChatRequest) as body:
+        service.check_model(body.model)
+        ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = service.params(body, len(ids), max_tokens, param="messages", logprobs=logprobs)
+        tenant = request.state.tenant
+        chat = Chat(service, body, Job(ids, params, service.hints(body, tenant), tenant))
+        service.admit([chat.job])
     if body.stream:
         return EventStream(chat.events())
     return await unless_disconnected(request.receive, chat.whole())

@@ -17,7 +17,7 @@ from quire.server.errors import bad_request
 from quire.server.logprobs import MAX_PROMPT_SCORES, LegacyLogprobs, Names, prompt_logprobs
 from quire.server.schema import CompletionRequest
 from quire.server.service import Chunks, Job, Service, Usage
-from quire.server.wire import EventStream, read_json, unless_disconnected
+from quire.server.wire import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -29,10 +29,10 @@ MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
 
 async def create_completion(service: Service, request: Request) -> Response:
     """Answer one request, as a whole or as a stream."""
-    body = CompletionRequest.model_validate(await read_json(request, service.config.max_request_bytes))
-    service.check_model(body.model)
-    completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
-    service.admit(completion.jobs)
+    async with service.bodies.read(request, CompletionRequest) as body:
+        service.check_model(body.model)
+        completion = Completion(service, body, await _jobs(service, body, request.state.tenant))
+        service.admit(completion.jobs)
     if body.stream:
         return EventStream(completion.events())
     return await unless_disconnected(request.receive, completion.whole())

@@ -29,12 +29,18 @@ TYPES = {
     403: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
 """Every status the server answers errors with, and the `type` of its body."""
+
+
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
+"""What is said of a request may quote it; the answer stays small however large the request was."""
 
 
 class ClientDisconnected(Exception):
@@ -63,7 +69,15 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body, as a dict."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _cut(self.param, MAX_PARAM_CHARS)
+        return {
+            "error": {
+                "message": _cut(self.message, MAX_MESSAGE_CHARS),
+                "type": kind,
+                "param": param,
+                "code": self.code,
+            }
+        }
 
     def response(self) -> Response:
         """The HTTP response."""
@@ -144,8 +158,14 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path
 
 
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def _shown(value: Any) -> str:
     """`value` for a message: short, and JSON rather than Python."""
+    if isinstance(value, str):
+        value = value[:65]  # longer than what is shown, so that the cut shows too
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
     if isinstance(value, int) and abs(value) > 10**20:

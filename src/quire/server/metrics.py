@@ -5,11 +5,12 @@ Nothing is recorded per token: a stream costs the same with and without metrics.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +22,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # From one step of a small model on a CPU to a long answer of a large one.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+
+# From a turn that nobody notices to a server that is taken for dead.
+LAG_SECONDS = (
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5,
+    10, 30,
+)  # fmt: skip
+LAG_PERIOD = 0.05
+"""Seconds between two looks at the loop's lag: 20 timers a second, 0.02 percent of a core."""
+LAG_WINDOW = 60.0
+"""Seconds that the worst lag is shown for, at least; at most twice that."""
 
 SHARES = tuple(count / 10 for count in range(1, 11))
 
@@ -67,10 +78,40 @@ class Metrics:
         )
         self.responses = Counter(
             "quire_http_responses",
-            "HTTP responses by route and status; 499 is a client that left.",
+            "HTTP responses by route and status; 499 is a client that left, route none one refused without a request.",
             ["route", "status"],
             registry=self.registry,
         )
+
+        self.lag = Histogram(
+            "quire_event_loop_lag_seconds",
+            "How late the server's event loop runs what is due.",
+            buckets=LAG_SECONDS,
+            registry=self.registry,
+        )
+        self.worst_lag = Gauge(
+            "quire_event_loop_lag_worst_seconds", "The largest lag of the last one to two minutes.",
+            registry=self.registry,
+        )  # fmt: skip
+
+    def refused(self, status: int) -> None:
+        """Count a connection that was refused before it had sent a request."""
+        self.responses.labels("none", str(status)).inc()
+
+    async def watch_lag(self) -> None:
+        """Observes the lag of the running event loop until cancelled."""
+        loop = asyncio.get_running_loop()
+        before, worst, begun = 0.0, 0.0, loop.time()
+        while True:
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            now = loop.time()
+            lag = max(0.0, now - due)
+            self.lag.observe(lag)
+            if now - begun > LAG_WINDOW:
+                before, worst, begun = worst, 0.0, now
+            worst = max(worst, lag)
+            self.worst_lag.set(max(before, worst))
 
     def text(self) -> bytes:
         """The exposition in Prometheus's text format."""

@@ -14,6 +14,9 @@ from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeReques
 _REF = "#/components/schemas/"
 _REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
 
+BODY_ERRORS = (400, 408, 413, 503)
+"""How every endpoint may refuse a body."""
+
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _NUMBER = {"type": "number", "minimum": 0}
@@ -141,7 +144,7 @@ def operation(
     if stream:
         content["text/event-stream"] = {"schema": _STRING}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
-    for status in errors:
+    for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
         error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
         responses[status] = {"description": TYPES[status], "content": error}
     extra: dict[str, Any] = {}

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import errno
 import gc
+import logging
+import resource
 import signal
 import socket
 import time
@@ -22,7 +24,8 @@ import uvicorn
 from quire.errors import ConfigError
 from quire.server.app import create_app
 from quire.server.auth import ApiKeys, check_exposure
-from quire.server.service import Service
+from quire.server.edge import Edge, Limits
+from quire.server.service import Service, shutting_down
 
 if TYPE_CHECKING:
     from quire.config import ServeConfig
@@ -30,6 +33,12 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
+
+
+log = logging.getLogger("quire.server")
+
+OTHER_FILES = 128
+"""Files that are no connections: weights, caches, the log, what libraries open."""
 
 
 class Listener:
@@ -78,17 +87,24 @@ class Served:
         )
 
 
-async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None) -> Served:
+async def serve(
+    llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None, limits: Limits | None = None
+) -> Served:
     """Serve `llm` until a signal ends it; `llm` is started before and closed here.
 
-    ready  called once the prefixes of cache.pin are computed, for every tenant, and the server listens
+    ready   called once the prefixes of cache.pin are computed, for every tenant, and the server listens
+    limits  of connections; by default those of the settings and of the system
     Raises ConfigError for a file of cache.pin that is wrong or asks for too much, and if the port was taken meanwhile.
     """
     config = listener.config
     app = create_app(llm, config, listener.keys)
+    service: Service = app.state.service
+    edge = Edge(limits or connection_limits(config), service.metrics.refused)
     server = _Server(
         uvicorn.Config(
             app,
+            http=edge.protocol,  # type: ignore[arg-type]
+            ws="none",
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -98,36 +114,47 @@ async def serve(llm: Engine, listener: Listener, ready: Callable[[], None] = lam
             timeout_graceful_shutdown=2,
         )
     )
-    stop: asyncio.Future[None] | None = None
+    beside: list[asyncio.Future[None]] = []
     try:
         # Until here, and while this is computed, a signal ends the process as it does while the model is loaded.
-        await llm.pin(app.state.service.tenants.salts)
+        await llm.pin(service.tenants.salts)
         # A collection stops all threads. Over what the libraries and the model have left it takes 0.1 s, over what
         # requests leave behind less than 10 ms.
         gc.collect()
         gc.freeze()
         listener.listen()
         begun = time.monotonic()
-        stop = asyncio.ensure_future(_drain_on_signal(app.state.service, server, config.drain_seconds))
+        watches = (
+            _drain_on_signal(service, server, edge, config.drain_seconds),
+            edge.watch(),
+            service.metrics.watch_lag(),
+        )
+        beside += map(asyncio.ensure_future, watches)
+        for each in beside:
+            each.add_done_callback(_log_failure)
         serving = asyncio.ensure_future(server.serve(sockets=[listener.socket]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
         if server.started:
             ready()
         await serving
-        service = app.state.service
         seconds = time.monotonic() - begun
         return Served(seconds, service.num_answered, service.num_cut_off, service.num_tokens)
     finally:
         gc.unfreeze()
-        if stop is not None:
-            stop.cancel()
-            await asyncio.gather(stop, return_exceptions=True)
+        for each in beside:
+            each.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await llm.close(0.0)
-        for each in getattr(server, "servers", ()):
+        for listening in getattr(server, "servers", ()):
             # Cancelled, uvicorn leaves its socket with the loop, which would take the next one of this number for it.
-            each.close()
+            listening.close()
         listener.close()
+
+
+def _log_failure(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a part of the server has ended", exc_info=error)
 
 
 class _Server(uvicorn.Server):
@@ -138,8 +165,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_seconds: float) -> None:
-    """Wait for a signal, then for the running requests or a second signal, which ends them, then let `server` end."""
+async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge, drain_seconds: float) -> None:
+    """Wait for a signal, then for the running requests or a second signal, which ends them, then let `server` end.
+
+    A request whose body has not arrived is not running: its client, however slow, holds up nothing.
+    """
     loop = asyncio.get_running_loop()
     signalled, hurried = asyncio.Event(), asyncio.Event()
 
@@ -156,6 +186,7 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_secon
     try:
         await signalled.wait()
         service.draining = True
+        edge.close_unsent(shutting_down())
         ends = [asyncio.ensure_future(event.wait()) for event in (service.idle, hurried)]
         await asyncio.wait(ends, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
@@ -167,6 +198,23 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, drain_secon
     finally:
         for each in signals:
             loop.remove_signal_handler(each)
+
+
+def connection_limits(config: ServeConfig) -> Limits:
+    """The bounds of connections, fewer where the system does not let this process open as many files."""
+    needed = config.max_connections + Limits.lingering + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed and soft != resource.RLIM_INFINITY:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    connections = config.max_connections
+    if soft < needed and soft != resource.RLIM_INFINITY:
+        connections = max(1, connections - (needed - soft))
+        log.warning(
+            "serve.max_connections is %d, but this process may open %d files: %d connections at once; raise ulimit -n",
+            config.max_connections, soft, connections,
+        )  # fmt: skip
+    return Limits(connections=connections, per_address=config.max_connections_per_address)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quire.engine.params import (
@@ -24,6 +34,16 @@ from quire.engine.params import (
     MAX_STOP_TOKEN_IDS,
 )
 from quire.server.errors import bad_request
+from quire.server.structure import MAX_VALUES
+
+MAX_MESSAGES = 16384
+"""Four tokens each at least: what a context of 65,536 tokens can hold."""
+
+MAX_PARTS = 1024
+"""Parts of one message; clients send one for each paragraph or document."""
+
+MAX_METADATA, MAX_MODALITIES = 16, 8
+"""Pairs and names. OpenAI takes 16 pairs and knows two modalities."""
 
 INT64 = 2**63 - 1
 
@@ -85,6 +105,13 @@ def _template_variables(value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         raise ValueError("Must be an object")
+    return value
+
+
+def _few_pairs(value: Any) -> Any:
+    # pydantic counts pairs after it has looked at all of them.
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"Must hold at most {MAX_METADATA} pairs")
     return value
 
 
@@ -161,12 +188,26 @@ Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSch
 
 
 _ADVISED = "Without it the served model's `sampling_defaults` hold (GET /v1/models), else the API's default."
+Metadata = Annotated[dict[str, str], BeforeValidator(_few_pairs), Field(max_length=MAX_METADATA)]
 
 
 class Model(BaseModel):
-    """An object of a request: strict, and closed to unknown names."""
+    """An object of a request: strict, and closed to unknown names.
+
+    Its lists end at their first wrong item (`fail_fast`).
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_name(cls, value: Any) -> Any:
+        """Of many unknown names one is looked at, because pydantic keeps an error for each."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {name: value[name] for name in cls.model_fields if name in value}
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return known | {unknown: value[unknown]}
 
 
 class StreamOptions(Model):
@@ -202,7 +243,7 @@ class Sampling(Model):
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = Field(
         None, description=f"Extension: 1 is off. {_ADVISED}"
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
         None, description="Extension."
     )
     ignore_eos: bool | None = Field(None, description="Extension: generate past the model's end token.")
@@ -260,7 +301,8 @@ class TextPart(Model):
 
 
 Content = Annotated[
-    Annotated[str, Tag("=string")] | Annotated[list[TextPart], Tag("=parts")],
+    Annotated[str, Tag("=string")]
+    | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("=parts")],
     Discriminator(lambda value: "=parts" if isinstance(value, list) else "=string"),
 ]
 
@@ -286,6 +328,9 @@ class Message(Model):
         return message if self.name is None else message | {"name": self.name}
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ResponseFormat(Model):
     """The form of the answer: text."""
 
@@ -295,7 +340,7 @@ class ResponseFormat(Model):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="The older name of max_completion_tokens."
@@ -304,12 +349,12 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=MAX_MODALITIES)] | None = None
     tool_choice: Literal["none"] | None = None
     chat_template_kwargs: TemplateVariables = None
     service_tier: Literal["auto", "default"] | None = None
     store: OnlyFalse = None
-    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
+    metadata: Metadata | None = Field(None, description="Accepted and not used.")
     parallel_tool_calls: bool | None = Field(None, description="Accepted and not used: there are no tools.")
     prompt_cache_key: str | None = Field(None, description="Accepted and not used.")
     safety_identifier: str | None = Field(None, description="Accepted and not used.")
@@ -340,7 +385,7 @@ class TokenizeRequest(Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateVariables = None
@@ -363,7 +408,7 @@ class DetokenizeRequest(Model):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; false by default."
     )

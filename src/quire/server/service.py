@@ -21,6 +21,7 @@ from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
 from quire.server.answers import FEW_SCORES, LargeAnswer, cut, pieces
 from quire.server.auth import ApiKeys
+from quire.server.bodies import Bodies
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.schema import Sampling, StreamOptions
@@ -150,6 +151,7 @@ class Service:
         self.found: dict[str, Found] = {}
         self.sampling = engine.sampling_defaults if config.sampling_defaults == "model" else NO_DEFAULTS
         self.metrics = Metrics(engine.stats)
+        self.bodies = Bodies(config.max_request_bytes)
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0

@@ -8,26 +8,25 @@ from starlette.responses import Response
 from quire.server.errors import json_response
 from quire.server.schema import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
-from quire.server.wire import read_json
 
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The token ids of a text or of a conversation."""
-    body = TokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
-    service.check_model(body.model)
-    if body.messages is not None:
-        ids = await service.texts.encode_chat(
-            body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
-        )
-    else:
-        ids = await service.texts.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
+    async with service.bodies.read(request, TokenizeRequest) as body:
+        service.check_model(body.model)
+        if body.messages is not None:
+            ids = await service.texts.encode_chat(
+                body.messages, body.chat_template_kwargs, body.add_generation_prompt is not False
+            )
+        else:
+            ids = await service.texts.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of token ids."""
-    body = DetokenizeRequest.model_validate(await read_json(request, service.config.max_request_bytes))
-    service.check_model(body.model)
-    service.check_tokens(body.tokens, "tokens")
-    text = await service.texts.decode(body.tokens, body.skip_special_tokens is True, "tokens")
+    async with service.bodies.read(request, DetokenizeRequest) as body:
+        service.check_model(body.model)
+        service.check_tokens(body.tokens, "tokens")
+        text = await service.texts.decode(body.tokens, body.skip_special_tokens is True, "tokens")
     return json_response({"prompt": text})

@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: bounded reading of JSON bodies, server-sent events, work that stops when the client has left.
+"""Answers on the wire: server-sent events, and work that stops when the client has left.
 
 Knows HTTP and asyncio; nothing of the API.
 """
@@ -10,12 +10,10 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, ClientDisconnected, api_error, bad_request, encode
+from quire.server.errors import ClientDisconnected, api_error, encode
 
 T = TypeVar("T")
 
@@ -25,41 +23,6 @@ DONE = b"data: [DONE]\n\n"
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
-
-
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The body of `request`, parsed.
-
-    Strict: UTF-8 without lone surrogates, no NaN or Infinity, at most 200 levels deep. Raises ApiError 413 as soon as
-    the body is known to exceed `max_bytes` (before parsing, and whether or not a length was announced), 400 for
-    everything that is not JSON.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        # This also keeps web pages from posting to a server on the visitor's machine: browsers ask before sending this.
-        raise bad_request(
-            "the body must be JSON, with the header Content-Type: application/json", code="invalid_content_type"
-        )
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
-    except ClientDisconnect as gone:
-        raise ClientDisconnected from gone
-    try:
-        return from_json(body, allow_inf_nan=False, cache_strings=False)
-    except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    message = f"the body exceeds {max_bytes} bytes, the limit set by serve.max_request_bytes"
-    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

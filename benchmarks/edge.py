@@ -1,0 +1,263 @@
+"""Bombs against servers: what hostile and broken clients cost, beside a prober of /health and a sampler of memory.
+
+    python benchmarks/edge.py                                   # Quire, without keys and with keys
+    python benchmarks/edge.py --servers quire,vllm,llamacpp --peers .peers     # scripts/peers.sh installs them
+    python benchmarks/edge.py --bombs "slow bodies,3,000 connections" --modes open
+    python benchmarks/edge.py --soak                            # 2,000 requests, a third of which are dropped
+
+Every server runs on its default settings with the same model (in the soak with an arena of 512 MiB), and stays up
+between bombs; one that does not answer its health within a second after a bomb is started again. With keys the bombs
+come without one: what anybody can do who reaches the port. `edge/bombs.py` says what each bomb sends.
+
+Columns
+    answered   the status, or how the connections ended
+    stall      seconds of the slowest answer of the server's health, asked 50 times a second on new connections
+    memory     MB that the server's processes grew by, at most, from the moment before the bomb
+    health     probes that were not answered 200
+
+The exit status says whether Quire keeps the bounds: no stall above 0.5 s, no growth above 100 MB, health answered
+throughout; with --soak those of `edge/soak.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / "edge")]
+from bombs import BOMBS, Target, ask, named  # noqa: E402
+from common import ROOT, append_record, commit, format_table, hardware, hardware_line  # noqa: E402
+from servers import Server, ServerError, answers, peer_server, quire_server  # noqa: E402
+
+MAX_STALL, MAX_GROWTH = 0.5, 100e6
+MODES = {"open": "without keys", "keys": "with keys, bombs without one"}
+SOAK_ARENA = "512MiB"
+KEY = "the-key-of-the-benchmark"
+WARM = b'{"model":"%s","messages":[{"role":"user","content":"Say hi."}],"max_tokens":8}'
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one server is started, and what it calls its health, its model and a text to tokenize."""
+
+    title: str
+    health: str
+    model: str
+    text: str = "prompt"
+
+
+KINDS = {
+    "quire": Kind("Quire", "/health/live", "smollm2"),
+    "vllm": Kind("vLLM", "/health", "smollm2"),
+    "llamacpp": Kind("llama-server", "/health", "smollm2", "content"),
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one bomb did to one server."""
+
+    outcome: str
+    seconds: float
+    stall: float
+    growth: float
+    failed: int
+    probes: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether it stayed within the bounds."""
+        return self.stall <= MAX_STALL and self.growth <= MAX_GROWTH and not self.failed
+
+
+def server(name: str, mode: str, given: argparse.Namespace) -> AbstractContextManager[Server]:
+    """A server of a kind, on its default settings."""
+    log = given.logs / f"{name}-{mode}.log"
+    key_file = given.logs / "keys"
+    key_file.write_text(KEY + "\n")
+    key_file.chmod(0o600)
+    keys = mode == "keys"
+    if name == "quire":
+        words = ["--runtime.threads", given.threads] if given.threads else []
+        # The soak's arena fills in its first half: an arena that is still being filled looks like a leak.
+        words += ["--cache.memory", SOAK_ARENA] if given.soak else []
+        return quire_server(log, given.model, *words, *(["--api-key-file", key_file] if keys else []))
+    key = ["--api-key", KEY] if keys else []
+    if name == "llamacpp":
+        command = [given.peers / "llamacpp/bin/llama-server", "-m", given.peers / "models/bf16.gguf", "--offline"]
+        return peer_server(log, [*command, "--no-webui", "--alias", KINDS[name].model, *key], {})
+    python = given.peers / "vllm/bin/python"
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", given.peers / "models/float32"]
+    command += ["--dtype", "bfloat16", "--served-model-name", KINDS[name].model, *key]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
+    return peer_server(log, command, environment)
+
+
+class Probe:
+    """The process that watches a server."""
+
+    def __init__(self, found: Server, path: str) -> None:
+        words = [sys.executable, HERE / "edge/probe.py", found.port, path, found.process.pid]
+        self.process = subprocess.Popen(
+            list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ask(self) -> dict[str, float]:
+        """What it saw since it was last asked."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
+    """Send one bomb and look on until the server is well again, or its time is over."""
+    probe.ask()
+    begun = time.monotonic()
+    try:
+        outcome = BOMBS[name](target)
+    except OSError as error:
+        outcome = type(error).__name__
+    seconds = time.monotonic() - begun
+    time.sleep(1.0)  # what it left behind
+    seen = probe.ask()
+    return Seen(
+        outcome, seconds, seen["worst"], seen["peak"] - seen["before"], int(seen["failed"]), int(seen["probes"])
+    )
+
+
+@contextmanager
+def running(name: str, mode: str, given: argparse.Namespace) -> Iterator[tuple[Server, Probe, Target]]:
+    """A server that has answered a request, and who watches it."""
+    with ExitStack() as stack:
+        found = stack.enter_context(server(name, mode, given))
+        kind = KINDS[name]
+        target = Target(found.port, kind.model, given.seconds, kind.text)
+        warm = named(target, "/v1/chat/completions", WARM)
+        outcome = ask(target, warm.replace(b"Host:", f"Authorization: Bearer {KEY}\r\nHost:".encode()))
+        if outcome != "200":
+            raise ServerError(f"{kind.title} answered a plain request with {outcome}")
+        probe = Probe(found, kind.health)
+        stack.callback(probe.close)
+        time.sleep(1.0)
+        yield found, probe, target
+
+
+def throw_all(name: str, mode: str, given: argparse.Namespace) -> dict[str, Seen]:
+    """Every bomb on one server."""
+    results: dict[str, Seen] = {}
+    left = list(given.bombs)
+    while left:
+        say(f"{KINDS[name].title}, {MODES[mode]}: starting")
+        with running(name, mode, given) as (found, probe, target):
+            while left:
+                bomb = left.pop(0)
+                seen = results[bomb] = throw(found, bomb, target, probe)
+                say(f"  {bomb:28} {seen.outcome:32} {seen.stall:7.2f} s {seen.growth / 1e6:7.0f} MB")
+                if found.process.poll() is not None or not answers(found.port, KINDS[name].health):
+                    found.kill()
+                    break
+            else:
+                if name == "quire":
+                    found.drain()
+    return results
+
+
+def report(results: dict[tuple[str, str], dict[str, Seen]], given: argparse.Namespace) -> str:
+    """A table for each mode, with a row for each bomb."""
+    tables = []
+    for mode in given.modes:
+        names = [name for name in given.servers if (name, mode) in results]
+        head = [MODES[mode]]
+        for name in names:
+            prefix = "" if len(names) == 1 else f"{KINDS[name].title} "
+            head += [f"{prefix}answered", "stall, s", "memory, MB", "health"]
+        rows = []
+        for bomb in given.bombs:
+            row = [bomb]
+            for name in names:
+                seen = results[name, mode][bomb]
+                health = "ok" if not seen.failed else f"{seen.failed} of {seen.probes} failed"
+                row += [seen.outcome, f"{seen.stall:.2f}", f"{seen.growth / 1e6:.0f}", health]
+            rows.append(row)
+        tables.append(format_table(head, rows, given.markdown))
+    where = f"{hardware_line(hardware())}; commit {commit()}; {time.strftime('%Y-%m-%d')}"
+    return "\n\n".join([*tables, where])
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", default="quire", help=f"comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--modes", default="open,keys", help="open, keys or both")
+    parser.add_argument("--bombs", action="append", help="one of them, repeatable (default: all)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of one bomb")
+    parser.add_argument("--model", default="smollm2", help="what Quire loads")
+    parser.add_argument("--threads", type=int, help="threads that Quire computes with (default: its own)")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
+    parser.add_argument("--logs", type=Path, help="folder for what the servers print (default: a temporary one)")
+    parser.add_argument("--soak", action="store_true", help="many requests instead of bombs")
+    parser.add_argument("--requests", type=int, default=2000, help="of the soak")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per server, mode and bomb")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    given = parser.parse_args()
+    given.servers, given.modes = given.servers.split(","), given.modes.split(",")
+    given.bombs = given.bombs or list(BOMBS)
+    for names, known in ((given.servers, KINDS), (given.modes, MODES), (given.bombs, BOMBS)):
+        for name in names:
+            if name not in known:
+                parser.error(f"{name!r} is none of: {'; '.join(known)}")
+    given.logs = given.logs or Path(tempfile.mkdtemp(prefix="quire-edge-"))
+    given.logs.mkdir(parents=True, exist_ok=True)
+    return given
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error: standard output carries the table alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Throw everything at everyone, print the tables."""
+    given = arguments()
+    if given.soak:
+        from soak import run_soak
+
+        with server("quire", "open", given) as found:
+            holds = run_soak(found, given)
+            found.drain()
+        return 0 if holds else 1
+    results: dict[tuple[str, str], dict[str, Seen]] = {}
+    for name in given.servers:
+        for mode in given.modes:
+            try:
+                results[name, mode] = throw_all(name, mode, given)
+            except ServerError as error:
+                say(f"LEFT OUT  {KINDS[name].title}, {MODES[mode]}: {error}")
+    print(report(results, given))
+    ours = [results.get(("quire", mode), {}) for mode in given.modes if "quire" in given.servers]
+    holds = all(found and all(seen.holds for seen in found.values()) for found in ours)
+    if given.json:
+        for (name, mode), found in results.items():
+            for bomb, seen in found.items():
+                append_record(
+                    given.json, {"benchmark": "edge", "server": name, "mode": mode, "bomb": bomb, **vars(seen)}
+                )
+    return 0 if holds and len(results) == len(given.servers) * len(given.modes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

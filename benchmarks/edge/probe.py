@@ -1,0 +1,99 @@
+"""Watches a server from a process of its own: how long its health takes to answer, and how much memory it has.
+
+    python probe.py PORT PATH PID
+
+For each line on standard input one JSON line of what was seen since the last: {"worst": seconds of the slowest answer,
+"probes": how many, "failed": those without status 200, "before": bytes at the begin, "peak": bytes at most}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+
+PERIOD = 0.02
+SECONDS = 90.0
+PAGE = 4096
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+    found = [pid]
+    for each in found:
+        found += parents.get(each, [])
+    return found
+
+
+def resident(pids: list[int]) -> int:
+    """Bytes in memory of some processes."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    return total
+
+
+def is_well(port: int, path: str) -> bool:
+    """Whether a new connection is answered 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class Memory(threading.Thread):
+    """Samples the memory of a process and of all that it has started, while health may be without an answer."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid = pid
+        self.begin()
+        self.start()
+
+    def begin(self) -> None:
+        """Forget the peak."""
+        self.pids = family(self.pid)
+        self.before = self.peak = resident(self.pids)
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            self.peak = max(self.peak, resident(self.pids))
+            time.sleep(PERIOD)
+
+
+def main() -> None:
+    """Until the input ends."""
+    port, path = int(sys.argv[1]), sys.argv[2]
+    memory = Memory(int(sys.argv[3]))
+    while True:
+        memory.begin()
+        worst, probes, failed = 0.0, 0, 0
+        while not select.select([sys.stdin], [], [], PERIOD)[0]:
+            begun = time.perf_counter()
+            failed += not is_well(port, path)
+            worst, probes = max(worst, time.perf_counter() - begun), probes + 1
+        if not sys.stdin.readline():
+            return
+        seen = {"worst": worst, "probes": probes, "failed": failed, "before": memory.before, "peak": memory.peak}
+        print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main()

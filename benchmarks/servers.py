@@ -1,0 +1,121 @@
+"""Servers of language models as processes: how each is started, when it is ready, how it ends.
+
+Knows command lines and ports; nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import ROOT
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+from worker import end_with_parent
+
+START_SECONDS = 180
+# The first start of vLLM compiles for about two minutes.
+PEER_START_SECONDS = 900
+
+
+class ServerError(Exception):
+    """A server did not start or did not end well; one line that says which and where to read more."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers. It ends with the process that started it."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it is reached."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def drain(self) -> None:
+        """End it as an operator does. Raises ServerError unless it leaves with exit code 0."""
+        self.process.send_signal(signal.SIGTERM)
+        if self.process.wait(60):
+            raise ServerError(f"the server ended with exit code {self.process.returncode}")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def quire_server(log: Path, *words: object) -> Iterator[Server]:
+    """`quire serve WORDS` on a free port, until it is drained or the context ends. Raises ServerError."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "quire", "serve", *map(str, words), "--host", "127.0.0.1", "--port", "0"]
+    process = _start(command, log, {"PYTHONPATH": path}, subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        found, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+        line = process.stdout.readline() if found else ""
+        if not line.startswith("ready"):
+            raise ServerError(f"the server did not become ready, see {log}")
+        yield Server(process, int(line.split()[-1].removesuffix("/v1").rpartition(":")[2]))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@contextmanager
+def peer_server(log: Path, command: Sequence[object], environment: Mapping[str, str]) -> Iterator[Server]:
+    """Another server, to which `--port` is told, as soon as its /health answers. Raises ServerError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = _start([*map(str, command), "--host", "127.0.0.1", "--port", str(port)], log, environment)
+    try:
+        deadline = time.monotonic() + PEER_START_SECONDS
+        while not answers(port, "/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"{Path(str(command[0])).name} did not become ready, see {log}")
+            time.sleep(0.5)
+        yield Server(process, port)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int, path: str, seconds: float = 1.0) -> bool:
+    """Whether a GET is answered 200 in time."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], output: int | None = None
+) -> subprocess.Popen[str]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as errors:
+        return subprocess.Popen(
+            command,
+            stdout=errors if output is None else output,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **environment},
+            preexec_fn=end_with_parent,
+        )

@@ -1,0 +1,304 @@
+"""What a connection may cost before the application sees a request: bytes of head, time, a place among the others.
+
+uvicorn's protocol with bounds. A connection that passes one is answered with our error body where an answer can still
+be sent, and closed. Knows HTTP's framing; knows nothing of the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from quire.server.errors import ApiError, bad_request
+
+if TYPE_CHECKING:
+    from quire.server.edge import Edge
+
+
+class Stage(enum.Enum):
+    """What a connection waits for."""
+
+    IDLE = enum.auto()
+    """The next request."""
+    HEAD = enum.auto()
+    """The rest of a head."""
+    BODY = enum.auto()
+    """The rest of a body."""
+    ANSWER = enum.auto()
+    """The application."""
+    CLOSED = enum.auto()
+    """That the client takes its last bytes."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection.
+
+    stage  what it waits for
+    since  since when, by the loop's clock: in a body since its last byte
+    spent  bytes of the request under way that belong to no body
+    """
+
+    # In uvicorn's, the type of a field that is None at first.
+    transport: Any
+
+    def __init__(
+        self,
+        edge: Edge,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, loop)
+        self.edge = edge
+        self.stage = Stage.HEAD
+        self.since = 0.0
+        self.spent = 0
+        self.address = ""
+        self.answering: RequestResponseCycle | None = None
+        self.unsent = 0
+        self.unsent_since = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is read any more."""
+        return self.stage is Stage.CLOSED
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there."""
+        super().connection_made(_Transport(transport, self.close))  # type: ignore[arg-type]
+        self.since = self.loop.time()
+        self.address = self.client[0] if self.client else ""
+        try:
+            self.edge.enter(self, self.address)
+        except ApiError as error:
+            self.refuse(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self.stage = Stage.CLOSED
+        self.edge.leave(self, self.address)
+        self._unset_keepalive_if_required()
+        self._forsake()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came."""
+        if self.is_closed:
+            return
+        self._unset_keepalive_if_required()
+        if self.stage is Stage.IDLE:
+            self._enter_stage(Stage.HEAD)
+        elif self.stage is Stage.BODY:
+            self.since = self.loop.time()
+        most = self.edge.limits.head_bytes
+        rest = memoryview(data)
+        while rest and not self.is_closed:
+            # Of a head no more than it may still have: if it has not ended then, it is too large. Small pieces, because
+            # what stands behind the end of a request in its last piece is not counted for the next one.
+            part = rest[: max(1, min(PIECE, most - self.spent))]
+            self.spent += len(part)
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserUpgrade as asked:
+                # To HTTP/2 or to a web socket, which the client may ask for and the server may pass over.
+                part = rest[: max(1, asked.args[0])]
+            except httptools.HttpParserError:
+                self.refuse(_not_http())
+            rest = rest[len(part) :]
+            if self.spent >= most and self.stage in (Stage.HEAD, Stage.BODY):
+                message = f"request line, headers, trailers and chunk sizes are more than {most} bytes"
+                self.refuse(ApiError(431, message, code="headers_too_large"))
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        if not self.is_closed:
+            super().on_message_begin()
+            if self.stage is not Stage.HEAD:
+                self._enter_stage(Stage.HEAD)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer, which nobody reads."""
+        if self.stage is Stage.HEAD:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is there: the application begins."""
+        if self.is_closed:
+            return
+        if len(self.pipeline) >= self.edge.limits.pipelined:
+            message = f"more than {self.edge.limits.pipelined} requests were sent ahead of their answers"
+            self.refuse(ApiError(429, message, code="too_many_pipelined"))
+            return
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self.refuse(_not_http())
+            return
+        super().on_headers_complete()
+        self._enter_stage(Stage.BODY)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if self.stage is Stage.BODY:
+            super().on_body(body)
+            self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
+
+    def on_message_complete(self) -> None:
+        """The request is there."""
+        if self.stage is not Stage.BODY:
+            return
+        super().on_message_complete()
+        self.spent = 0
+        self._enter_stage(Stage.ANSWER)
+
+    # What uvicorn calls.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """An answer is sent."""
+        if self.is_closed:
+            return
+        super().on_response_complete()
+        if self.stage is Stage.HEAD:
+            self._enter_stage(Stage.HEAD)  # from now on somebody waits for the rest of it
+        elif self.stage is Stage.ANSWER and self.cycle.response_complete:
+            self._enter_stage(Stage.IDLE)
+        elif self.stage is Stage.BODY and self.cycle.response_complete:
+            # Answered before its body is there, such as 401: nobody wants the rest.
+            self.close()
+
+    def shutdown(self) -> None:
+        """The server ends: what is not being answered is closed."""
+        if self.is_closed and not self.transport.get_write_buffer_size():
+            self.abort()
+        elif self.stage in (Stage.IDLE, Stage.HEAD):
+            self.transport.close_now()
+        else:
+            super().shutdown()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Whoever connects decides what is asked for: that is nothing to log."""
+
+    # Ends.
+
+    def check(self, now: float) -> None:
+        """Ends the connection if what it waits for has taken too long."""
+        limits = self.edge.limits
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self.unsent or not unsent:
+            self.unsent, self.unsent_since = unsent, now
+        elif now - self.unsent_since >= limits.write_seconds:
+            self.abort()
+            return
+        waited = now - self.since
+        if self.is_closed and not unsent and waited >= limits.linger_seconds:
+            self.abort()
+        elif self.stage is Stage.HEAD and self._is_silent() and waited >= limits.head_seconds:
+            if self.spent:
+                message = f"the request's head did not arrive within {limits.head_seconds:g} s"
+                self.refuse(ApiError(408, message, code="head_timeout"))
+            else:
+                self.abort()  # never said anything
+        elif self.stage is Stage.BODY and waited >= limits.body_seconds and not self.flow.read_paused:
+            message = f"no byte of the request's body arrived for {limits.body_seconds:g} s"
+            self.refuse(ApiError(408, message, code="body_timeout"))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer `error`, if no other answer has begun, and close."""
+        if self.is_closed:
+            return
+        self.edge.refused(error.status)
+        if self._is_silent() or self._may_answer():
+            body = json.dumps(error.body()).encode()
+            headers = {
+                **error.headers,
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+            }
+            lines = [b"%s: %s\r\n" % each for each in self.server_state.default_headers]
+            lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
+            self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        self.close()
+
+    def _is_silent(self) -> bool:
+        """Whether no request is being answered."""
+        return self.answering is None or self.answering.response_complete
+
+    def _may_answer(self) -> bool:
+        """Whether the request that is being answered is the one that is being read, and no answer has begun."""
+        return self.answering is self.cycle and not self.cycle.response_started and self.stage is Stage.BODY
+
+    def close(self) -> None:
+        """Send what is written and close, but let the client read it: see Limits.linger_seconds."""
+        if self.is_closed:
+            return
+        unread = self.stage in (Stage.HEAD, Stage.BODY)
+        self._enter_stage(Stage.CLOSED)
+        self._unset_keepalive_if_required()
+        self._forsake()
+        if not unread or len(self.edge.open) > self.edge.limits.connections + self.edge.limits.lingering:
+            self.transport.close_now()
+            return
+        self.flow.resume_reading()
+        self.transport.write_eof()
+
+    def abort(self) -> None:
+        """Close, whatever is not sent."""
+        self.stage = Stage.CLOSED
+        # Its place is free before the loop says so: many may come in one turn.
+        self.edge.leave(self, self.address)
+        self._forsake()
+        self.transport.abort()
+
+    def _forsake(self) -> None:
+        """Tells the requests under way that nobody will read their answers."""
+        for cycle in (self.answering, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.waiting_for_100_continue = False
+                cycle.message_event.set()
+        self.flow.resume_writing()
+        self.pipeline.clear()
+
+    def _enter_stage(self, stage: Stage) -> None:
+        self.stage = stage
+        self.since = self.loop.time()
+        self.edge.unasked.pop(self, None)
+        if (stage in (Stage.IDLE, Stage.HEAD) and self._is_silent()) or (stage is Stage.BODY and self._may_answer()):
+            self.edge.unasked[self] = None
+
+
+PIECE = 4096
+"""Bytes given to the parser at once."""
+
+
+def _not_http() -> ApiError:
+    return bad_request("this is not HTTP/1.1", code="invalid_http")
+
+
+class _Transport:
+    """A transport whose `close`, which uvicorn calls in several places, is the connection's."""
+
+    def __init__(self, transport: Any, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.close = close
+        self.close_now = transport.close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,290 @@
+"""Bodies of requests are bounded before they cost anything: in structure, time, and all of them together."""
+
+import asyncio
+import json
+import random
+import threading
+
+import pytest
+
+from quire.config import ServeConfig
+from quire.server import bodies, structure
+from quire.server.bodies import Room
+from quire.server.errors import ApiError
+from quire.server.structure import check_structure
+from tests.effort import tries
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, RawCall, application, client, error_of, post_head, socket_server
+
+pytestmark = pytest.mark.anyio
+
+USER = b'{"role":"user","content":"a"}'
+# Just what the bounds of structure let through, so that what is measured is what comes after them.
+NUMBERS = b"[" + b",".join([b"1"] * 600_000) + b"]"
+PAIRS = b",".join(b'"%05d":1' % each for each in range(60_000))
+LISTS = b"[" + b",".join([b"[]"] * 60_000) + b"]"
+BOMBS = {
+    "numbers for messages": ("/v1/chat/completions", b'{"messages":' + NUMBERS + b"}"),
+    "numbers for modalities": ("/v1/chat/completions", b'{"messages":[' + USER + b'],"modalities":' + NUMBERS + b"}"),
+    "numbers for parts": ("/v1/chat/completions", b'{"messages":[{"role":"user","content":' + NUMBERS + b"}]}"),
+    "pairs for metadata": ("/v1/chat/completions", b'{"messages":[' + USER + b'],"metadata":{' + PAIRS + b"}}"),
+    "unknown names": ("/v1/chat/completions", b'{"messages":[' + USER + b"]," + PAIRS + b"}"),
+    "unknown names in a message": ("/v1/chat/completions", b'{"messages":[{' + PAIRS + b"}]}"),
+    "lists for messages": ("/v1/chat/completions", b'{"messages":' + LISTS + b"}"),
+    "numbers for stop ids": ("/v1/completions", b'{"prompt":"a","stop_token_ids":' + NUMBERS + b"}"),
+    "pairs for biases": ("/v1/completions", b'{"prompt":"a","logit_bias":{' + PAIRS + b"}}"),
+    "strings for token ids": ("/detokenize", b'{"tokens":["a"' + NUMBERS.replace(b"[1", b"", 1) + b"}"),
+}
+
+
+async def post(http, path, content):
+    return await http.post(path, content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_body_of_many_wrong_values_costs_one_error(name, monkeypatch):
+    path, content = BOMBS[name]
+    counted = []
+    original = bodies.api_error
+    monkeypatch.setattr(bodies, "api_error", lambda error: counted.append(error.error_count()) or original(error))
+    async with client() as http:
+        response = await post(http, path, content)
+    assert response.status_code == 400 and len(response.content) < 1500, response.content[:2000]
+    # A missing name or two of the same object may come with it.
+    assert 1 <= counted[0] <= 3, "validation went on after the first error"
+
+
+SHAPES = {
+    "values": (b"1", structure.MAX_VALUES),
+    "arrays": (b"[]", structure.MAX_CONTAINERS - 1),
+    "objects": (b"{}", structure.MAX_CONTAINERS - 1),
+    "names": (b'{"a":1,"b":1}', structure.MAX_NAMES // 2),
+    "strings": (b'"a"', structure.MAX_STRINGS),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_what_a_body_may_hold_is_counted_exactly(what):
+    item, most = SHAPES[what]
+    check_structure(b"[" + b",".join([item] * most) + b"]")
+    with pytest.raises(ApiError, match="body holds more than") as refusal:
+        check_structure(b"[" + b",".join([item] * (most + 1)) + b"]")
+    assert refusal.value.status == 400 and refusal.value.code == "body_too_complex"
+
+
+def test_levels_are_counted_over_slices():
+    check_structure(b"[" * 200 + b"]" * 200)
+    check_structure(b"[[], " * 199 + b" " * 200_000 + b"[]" + b"]" * 199)
+    with pytest.raises(ApiError, match="200 levels"):
+        check_structure(b"[" * 150 + b" " * 200_000 + b"[" * 51)
+
+
+def test_what_stands_in_strings_is_not_counted():
+    for text in (b",:[]{}", b'\\"', b"\\\\", b'\\\\\\",[', b"\\u005b[", "ä🌍,".encode()):
+        check_structure(b'{"prompt":"' + text * (4_000_000 // len(text)) + b'"}')
+
+
+def test_counting_agrees_with_the_parser_however_slices_fall(seed, monkeypatch):
+    draw = random.Random(seed)
+
+    def value(depth):
+        match draw.randrange(6 if depth else 4):
+            case 0:
+                return draw.randrange(100)
+            case 1 | 2:
+                return "".join(draw.choice('ab"\\,:[]{}é\n') for _ in range(draw.randrange(12)))
+            case 3:
+                return None
+            case 4:
+                return [value(depth - 1) for _ in range(draw.randrange(4))]
+        return {f'{each}"\\[': value(depth - 1) for each in range(draw.randrange(4))}
+
+    def count(found, level=0):
+        """values between commas and one, strings, names, containers, depth"""
+        if isinstance(found, str):
+            return 0, 1, 0, 0, level
+        if not isinstance(found, list | dict):
+            return 0, 0, 0, 0, level
+        items = list(found.values()) if isinstance(found, dict) else found
+        inner = [count(each, level + 1) for each in items]
+        names = len(found) if isinstance(found, dict) else 0
+        totals = [sum(each[place] for each in inner) for place in range(4)]
+        commas = totals[0] + max(0, len(items) - 1)
+        return commas, totals[1] + names, totals[2] + names, totals[3] + 1, max([level + 1, *(e[4] for e in inner)])
+
+    for _ in range(tries(200)):
+        found = value(5)
+        text = json.dumps(found, ensure_ascii=draw.random() < 0.5).encode()
+        monkeypatch.setattr(structure, "SLICE", draw.randrange(2, 20))
+        commas, strings, names, containers, depth = count(found)
+        for limit, exact in (
+            ("MAX_VALUES", commas + 1),
+            ("MAX_STRINGS", strings),
+            ("MAX_NAMES", names),
+            ("MAX_CONTAINERS", containers),
+            ("MAX_DEPTH", depth),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(structure, limit, exact)
+                check_structure(text)
+                if exact:
+                    patch.setattr(structure, limit, exact - 1)
+                    with pytest.raises(ApiError):
+                        check_structure(text)
+
+
+BROKEN = [
+    b'"' * 100_000,
+    b"\\" * 100_000,
+    b'"\\' * 50_000,
+    b"]" * 100_000,
+    bytes(range(256)) * 400,
+    b'"' + b"\\" * 65535,
+]
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_what_is_no_json_is_counted_without_an_error_of_ours(text):
+    try:
+        check_structure(text)
+    except ApiError as error:
+        assert error.status == 400
+
+
+async def test_a_large_body_is_checked_where_it_does_not_hold_up_the_event_loop(monkeypatch):
+    answered = threading.Event()
+    waited = []
+
+    def check(text):
+        waited.append(answered.wait(5))
+        check_structure(text)
+
+    monkeypatch.setattr(bodies, "check_structure", check)
+    async with client(FakeEngine(max_context=100_000)) as http:
+        large = asyncio.ensure_future(post(http, "/tokenize", json.dumps({"prompt": "a" * 50_000}).encode()))
+        small = await post(http, "/tokenize", json.dumps({"prompt": "a" * 1000}).encode())
+        assert small.status_code == 200 and (await http.get("/health/live")).status_code == 200
+        assert not large.done()
+        answered.set()
+        assert (await large).status_code == 200
+    assert waited == [True], "the large body was not checked, or nothing else was answered meanwhile"
+
+
+async def test_an_error_is_small_however_large_the_value_it_quotes():
+    async with client() as http:
+        for path, body in [
+            ("/v1/chat/completions", CHAT | {"model": "m" * 500_000}),
+            ("/v1/chat/completions", CHAT | {"n": "1" * 500_000}),
+            ("/v1/chat/completions", CHAT | {"k" * 500_000: 1}),
+            ("/v1/chat/completions", CHAT | {"modalities": ["t" * 500_000]}),
+            ("/v1/completions", {"prompt": "a", "logit_bias": {"9" * 500_000: 1}}),
+            ("/v1/completions", {"prompt": "a", "stop": ["s" * 500_000]}),
+        ]:
+            response = await post(http, path, json.dumps(body).encode())
+            assert response.status_code in (400, 404) and len(response.content) < 1500
+            error_of(response)
+
+
+def test_messages_and_parameters_of_errors_are_cut():
+    body = ApiError(400, "a" * 5000, param="b" * 5000).body()["error"]
+    assert len(body["message"]) == 1000 and len(body["param"]) == 200
+    assert body["message"].endswith("...") and body["param"].endswith("...")
+
+
+# --- time and room ---------------------------------------------------------------------------------------------------
+
+
+def slow_call(app, size, announced=True):
+    headers = {"content-length": str(size)} if announced else {"transfer-encoding": "chunked"}
+    return RawCall(app, "/tokenize", None, headers)
+
+
+def part(data, more=True):
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+async def test_a_body_that_takes_too_long_in_all_is_408():
+    app = application(FakeEngine())
+    app.state.service.bodies.body_seconds = 0.05
+    call = slow_call(app, 100)
+    for _ in range(5):
+        call.inbox.put_nowait(part(b" "))
+        await asyncio.sleep(0.02)
+    await asyncio.wait_for(call.task, 1)
+    assert call.status == 408 and json.loads(call.body)["error"]["code"] == "body_timeout"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_large_bodies_wait_for_room_small_ones_do_not(announced):
+    app = application(FakeEngine(max_context=50_000), max_request_bytes=100_000)
+    slow = [slow_call(app, 100_000, announced) for _ in range(4)]
+    for call in slow:
+        call.inbox.put_nowait(part(b" " * 40_000))
+    await asyncio.sleep(0.01)
+    assert app.state.service.bodies.room.free == 0
+    body = json.dumps({"prompt": "a" * 40_000}).encode()
+    waiting = slow_call(app, len(body), announced)
+    waiting.inbox.put_nowait(part(body, more=False))
+    small = RawCall(app, "/tokenize", {"prompt": "a"})
+    await asyncio.wait_for(small.task, 1)
+    assert small.status == 200 and not waiting.task.done()
+    slow[0].leave()
+    await asyncio.wait_for(waiting.task, 2)
+    assert waiting.status == 200
+    for call in slow:
+        call.leave()
+        await asyncio.wait_for(call.task, 1)
+    assert app.state.service.bodies.room.free == 400_000
+
+
+async def test_a_large_body_that_finds_no_room_is_503():
+    app = application(FakeEngine(), max_request_bytes=100_000)
+    app.state.service.bodies.room_seconds = 0.05
+    slow = [slow_call(app, 100_000) for _ in range(4)]
+    await asyncio.sleep(0)
+    late = slow_call(app, 100_000)
+    await asyncio.wait_for(late.task, 1)
+    assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_bodies"
+    for call in slow:
+        call.leave()
+        await asyncio.wait_for(call.task, 1)
+    assert app.state.service.bodies.room.free == 400_000
+
+
+async def test_room_is_lent_in_order_and_given_back_by_those_who_stop_waiting():
+    room = Room(10)
+    await room.take(8)
+    order = []
+
+    async def take(name, size):
+        await room.take(size)
+        order.append(name)
+
+    large, small = asyncio.ensure_future(take("large", 5)), asyncio.ensure_future(take("small", 2))
+    await asyncio.sleep(0)
+    assert not order, "the smaller one overtook"
+    large.cancel()
+    await asyncio.gather(large, return_exceptions=True)
+    await asyncio.wait_for(small, 1)
+    room.give(8)
+    # Cancelled in the very turn in which it is lent.
+    late = asyncio.ensure_future(take("late", 9))
+    await asyncio.sleep(0)
+    room.give(2)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    assert order == ["small"] and room.free == 10
+
+
+async def test_many_large_bodies_at_once_are_all_answered():
+    body = json.dumps({"prompt": "a" * 60_000}).encode()
+    sent = post_head("/tokenize", f"Content-Length: {len(body)}") + body
+    async with socket_server(FakeEngine(max_context=100_000), max_request_bytes=70_000) as server:
+        answers = await asyncio.gather(*(server.ask(sent) for _ in range(20)))
+    assert [each.status for each in answers] == [200] * 20
+
+
+def test_the_default_limit_lets_a_million_token_ids_through():
+    ids = b",".join([b"1234567"] * 1_000_000)
+    assert len(ids) < ServeConfig().max_request_bytes
+    check_structure(b'{"prompt":[' + ids + b"]}")

@@ -1,0 +1,369 @@
+"""What a connection may cost: bytes of head, time, a place among the others. On real sockets and uvloop, as served."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+
+import pytest
+
+from quire.config import ServeConfig
+from quire.server.edge import Limits
+from quire.server.run import connection_limits
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import TEXT, post_head, socket_server
+
+pytestmark = pytest.mark.anyio
+
+QUICK = Limits(head_seconds=0.1, body_seconds=0.1, write_seconds=0.2, linger_seconds=0.3, sweep_seconds=0.01)
+GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = json.dumps(TEXT | {"max_tokens": 3}).encode()
+CHUNKED = post_head("/v1/completions", "Transfer-Encoding: chunked") + b"5\r\n{"
+KIB = 1024
+
+
+@pytest.fixture
+def anyio_backend():
+    return ("asyncio", {"use_uvloop": True})
+
+
+@pytest.fixture(autouse=True)
+def silence(caplog):
+    """Nothing a client sends writes a traceback, nor anything else that it could fill a disk with."""
+    with caplog.at_level(logging.INFO, "quire"), caplog.at_level(logging.WARNING):
+        yield
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def request(body=BODY, path="/v1/completions"):
+    return post_head(path, f"Content-Length: {len(body)}") + body
+
+
+def head_of(size):
+    """A head of exactly so many bytes."""
+    begin = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Long: "
+    return begin + b"a" * (size - len(begin) - 4) + b"\r\n\r\n"
+
+
+async def is_alive(server):
+    answer = await server.ask(GET)
+    return answer.status == 200
+
+
+async def metric(server, name):
+    answer = await server.ask(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return sum(float(line.split()[-1]) for line in answer.body.decode().splitlines() if line.startswith(name))
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_head_of_32_kib_is_read_and_one_byte_more_is_431():
+    async with socket_server() as server:
+        assert (await server.ask(head_of(32 * KIB))).status == 200
+        client = await server.connect(head_of(32 * KIB + 1))
+        answer = await client.answer()
+        assert (answer.status, answer.code) == (431, "headers_too_large")
+        assert answer.headers["connection"] == "close" and await client.ended()
+        assert await metric(server, 'quire_http_responses_total{route="none",status="431"}') == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    {
+        "one header": b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 20),
+        "many headers": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000,
+        "one name": b"GET / HTTP/1.1\r\n" + b"a" * (1 << 20),
+        "a url": b"GET /" + b"a" * (1 << 20),
+        "empty lines": b"\r\n" * (1 << 19),
+        "a continued header": b"GET / HTTP/1.1\r\nX: a\r\n" + b" a\r\n" * 200_000,
+    }.items(),
+    ids=lambda each: each[0],
+)
+async def test_a_head_without_an_end_is_refused_after_32_kib_and_not_kept(sent):
+    async with socket_server() as server:
+        client = await server.connect()
+        client.writer.write(sent[1])
+        answer = await client.answer()
+        # 400 where the parser refuses the form before it is too long.
+        assert answer.status in (431, 400) and len(answer.body) < 500
+        assert await is_alive(server)
+        client.close()
+
+
+async def test_a_head_that_comes_in_many_pieces_is_counted_over_all_of_them():
+    async with socket_server() as server:
+        client = await server.connect(b"GET / HTTP/1.1\r\nX: ")
+        for _ in range(33):
+            await client.send(b"a" * KIB)
+            await asyncio.sleep(0)
+        assert (await client.answer()).status == 431
+
+
+async def test_every_request_of_a_connection_has_its_own_32_kib():
+    async with socket_server() as server:
+        client = await server.connect()
+        for _ in range(4):
+            await client.send(head_of(20 * KIB))
+            assert (await client.answer()).status == 200
+            await client.send(request(json.dumps({"prompt": "a" * 200_000}).encode(), "/tokenize"))
+            assert (await client.answer()).status in (200, 400)
+        await client.send(head_of(33 * KIB))
+        assert (await client.answer()).status == 431
+        client.close()
+
+
+async def test_pipelined_heads_are_answered_in_order_and_count_too():
+    async with socket_server() as server:
+        client = await server.connect(GET * 5)
+        for _ in range(5):
+            assert (await client.answer()).status == 200
+        await client.send(GET * 2 + head_of(40 * KIB))
+        found = []
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                found.append((await client.answer()).status)
+        # While another request is answered there is nothing to say: then the connection just ends.
+        assert found in ([], [200], [200, 200], [200, 200, 431])
+
+
+async def test_more_requests_sent_ahead_than_a_connection_may_hold_end_it():
+    async with socket_server(FakeEngine(step_seconds=0.05)) as server:
+        client = await server.connect(request() + GET * 5000)
+        assert await client.ended()
+        assert await is_alive(server)
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    {
+        b"5;" + b"x" * (40 * KIB): 431,
+        b"0\r\n" + b"a: b\r\n" * 8000: 431,
+        b"0\r\nA: " + b"b" * (40 * KIB): 431,
+        b"0" * (40 * KIB): 400,
+    }.items(),
+    ids=["an endless chunk extension", "endless trailers", "an endless trailer", "an endless chunk size"],
+)
+async def test_what_frames_a_body_is_bounded(what, status):
+    async with socket_server() as server:
+        client = await server.connect(post_head("/v1/completions", "Transfer-Encoding: chunked"))
+        client.writer.write(what)
+        answer = await client.answer()
+        assert answer.status in (status, 431)
+        assert await is_alive(server) and server.engine.started == 0
+        client.close()
+
+
+async def test_a_body_in_chunks_of_single_bytes_is_read():
+    body = json.dumps({"prompt": "a" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\nTrailer: x\r\n\r\n"
+    assert len(chunks) > 3 * 32 * KIB
+    async with socket_server(FakeEngine(max_context=30_000)) as server:
+        answer = await server.ask(post_head("/tokenize", "Transfer-Encoding: chunked") + chunks)
+        assert answer.status == 200 and json.loads(answer.body)["count"] == 20_001
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)),
+        b"\x00" * 100,
+        b"GET /\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"hello\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\n\r\n",
+        b"CONNECT example.org:443 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA B: c\r\n\r\n",
+    ],
+    ids=["tls", "zeros", "http 0.9", "http 2", "http 9.9", "words", "url", "connect", "two lengths", "length", "name"],
+)
+async def test_what_is_no_http_is_400_and_closed(sent):
+    async with socket_server() as server:
+        client = await server.connect(sent)
+        answer = await client.answer()
+        assert answer.status == 400 and answer.code == "invalid_http" and await client.ended()
+        assert await is_alive(server)
+
+
+async def test_an_upgrade_that_nobody_offers_is_passed_over():
+    upgrade = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n"
+    async with socket_server() as server:
+        client = await server.connect(upgrade % b"h2c" + upgrade % b"websocket" + GET)
+        assert [(await client.answer()).status for _ in range(3)] == [200, 200, 200]
+        client.close()
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_connection_that_says_nothing_is_closed():
+    async with socket_server(limits=QUICK) as server:
+        client = await server.connect()
+        assert await client.ended(1)
+
+
+@pytest.mark.parametrize("before", [b"", GET], ids=["the first request", "a later one"])
+async def test_a_head_that_does_not_end_is_408_though_bytes_keep_coming(before):
+    async with socket_server(limits=QUICK) as server:
+        client = await server.connect(before)
+        if before:
+            await client.answer()
+        waiting = asyncio.ensure_future(client.answer(2))
+        await client.send(b"GET / HTTP/1.1\r\n")
+        while not waiting.done():
+            await client.send(b"a: b\r\n")
+            await asyncio.sleep(0.02)
+        assert (waiting.result().status, waiting.result().code) == (408, "head_timeout")
+
+
+async def test_a_body_that_stops_is_408_and_one_that_trickles_is_read():
+    async with socket_server(limits=QUICK) as server:
+        client = await server.connect(request()[:-5])
+        answer = await client.answer(2)
+        assert (answer.status, answer.code) == (408, "body_timeout") and await client.ended()
+        client = await server.connect(request()[:-5])
+        for each in request()[-5:]:
+            await asyncio.sleep(0.05)
+            await client.send(bytes([each]))
+        assert (await client.answer()).status == 200
+        client.close()
+
+
+async def test_lines_between_requests_do_not_keep_a_connection():
+    async with socket_server(limits=QUICK) as server:
+        client = await server.connect(GET)
+        assert (await client.answer()).status == 200
+        await client.send(b"\r\n")
+        assert (await client.answer(2)).status == 408
+
+
+async def test_an_answer_before_the_body_ends_the_connection_and_is_seen():
+    # The body is never read: 401 says nothing of it.
+    async with socket_server(keys=["secret"], limits=QUICK) as server:
+        client = await server.connect(post_head("/v1/completions", "Content-Length: 5000000") + b"a" * 500_000)
+        answer = await client.answer()
+        assert answer.status == 401 and await client.ended(2)
+        over = await server.connect(
+            post_head("/v1/completions", "Content-Length: 50000000", "Authorization: Bearer secret") + b"a" * 500_000
+        )
+        assert (await over.answer()).status == 413 and await over.ended(2)
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_its_request_aborted():
+    engine = FakeEngine(max_context=100_000)
+    big = json.dumps({"prompt": "a" * 2000, "max_tokens": 90_000, "n": 8, "stream": True, "ignore_eos": True}).encode()
+    async with socket_server(engine, limits=QUICK) as server:
+        reader = socket.socket()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        reader.sendall(request(big))
+        async with asyncio.timeout(8):
+            while not engine.aborted:
+                await asyncio.sleep(0.02)
+        reader.close()
+        assert await is_alive(server)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+async def test_connections_without_a_request_give_way_to_new_ones():
+    async with socket_server(limits=Limits(connections=8)) as server:
+        idle = [await server.connect(sent) for sent in [b"", b"GET / HT", GET, request()[:-1], CHUNKED] * 6]
+        assert await is_alive(server)
+        ended = 0
+        for client in idle:
+            try:
+                async with asyncio.timeout(0.01):
+                    while await client.reader.read(1000):
+                        pass
+                    ended += 1
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                ended += 1
+            client.close()
+        assert 22 <= ended < 30
+
+
+async def test_beyond_the_most_connections_with_requests_a_new_one_is_503_at_once():
+    async with socket_server(FakeEngine(step_seconds=0.005), limits=Limits(connections=3)) as server:
+        long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
+        busy = [await server.connect(request(long)) for _ in range(3)]
+        while len(server.engine.live) < 3:
+            await asyncio.sleep(0.005)
+        answer = await server.ask(GET)
+        assert (answer.status, answer.code) == (503, "too_many_connections") and "retry-after" in answer.headers
+        busy.pop().close()
+        while len(server.engine.live) == 3:
+            await asyncio.sleep(0.005)
+        assert await is_alive(server), "a place that was left is free again"
+        for client in busy:
+            client.close()
+        while server.engine.live:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_flood_beyond_the_most_connections_is_answered_or_closed():
+    async with socket_server(FakeEngine(step_seconds=0.005), limits=Limits(connections=2)) as server:
+        long = json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()
+        busy = [await server.connect(request(long)) for _ in range(2)]
+        while len(server.engine.live) < 2:
+            await asyncio.sleep(0.005)
+        flood = await asyncio.gather(*(server.connect() for _ in range(200)))
+        for client in flood:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                assert (await client.answer()).status == 503
+            client.close()
+        for client in busy:
+            client.close()
+        while server.engine.live:
+            await asyncio.sleep(0.005)
+        assert await is_alive(server)
+
+
+async def test_an_address_may_hold_as_many_connections_as_it_is_given():
+    async with socket_server(limits=Limits(per_address=2, linger_seconds=0, sweep_seconds=0.01)) as server:
+        first, second = await server.connect(GET), await server.connect(GET)
+        assert [(await each.answer()).status for each in (first, second)] == [200, 200]
+        answer = await server.ask(GET)
+        assert (answer.status, answer.code) == (429, "too_many_connections")
+        first.close()
+        async with asyncio.timeout(2):
+            while (await server.ask(GET)).status != 200:
+                await asyncio.sleep(0.02)
+        second.close()
+
+
+def test_no_more_connections_are_taken_than_files_can_be_opened(monkeypatch, caplog):
+    files = {"now": (256, 512)}
+    monkeypatch.setattr("resource.getrlimit", lambda which: files["now"])
+    monkeypatch.setattr("resource.setrlimit", lambda which, pair: files.update(now=pair))
+    assert connection_limits(ServeConfig(max_connections=100)).connections == 100
+    assert files["now"] == (292, 512), "the soft limit is raised as far as needed"
+    assert connection_limits(ServeConfig(max_connections=1024)).connections == 512 - 192
+    assert "ulimit -n" in caplog.text
+    caplog.clear()
+
+
+# --- drain -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_body_does_not_hold_a_drain_and_a_running_request_does():
+    async with socket_server(FakeEngine(step_seconds=0.01), drain_seconds=20.0) as server:
+        running = await server.connect(request(json.dumps(TEXT | {"max_tokens": 15, "ignore_eos": True}).encode()))
+        while not server.engine.live:
+            await asyncio.sleep(0.005)
+        slow = [await server.connect(request()[:-1]) for _ in range(3)]
+        await server.connect(b"GET / HTTP/1.1\r\n")
+        os.kill(os.getpid(), signal.SIGTERM)  # as `serve` hears it; this process goes on
+        answers = [await client.answer(1) for client in slow]
+        assert [(each.status, each.code) for each in answers] == [(503, "shutting_down")] * 3
+        assert (await running.answer(2)).status == 200
+        await asyncio.wait_for(server.serving, 3)
