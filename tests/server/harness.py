@@ -221,7 +221,10 @@ class RawCall:
         headers: dict[str, str] | None = None,
         method: str = "POST",
     ) -> None:
+        content = None if body is None else json.dumps(body).encode()
         sent = {"content-type": "application/json"} | (headers or {})
+        if content is not None:
+            sent |= {"content-length": str(len(content))}
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -237,8 +240,8 @@ class RawCall:
             "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
         }
         self.inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        if body is not None:
-            self.inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        if content is not None:
+            self.inbox.put_nowait({"type": "http.request", "body": content, "more_body": False})
         self.sent: list[dict[str, Any]] = []
         self.arrived = asyncio.Event()
         self.task = asyncio.ensure_future(app(self.scope, self.inbox.get, self._send))

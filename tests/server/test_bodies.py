@@ -203,10 +203,11 @@ def part(data, more=True):
     return {"type": "http.request", "body": data, "more_body": more}
 
 
-async def test_a_body_that_takes_too_long_in_all_is_408():
+async def test_a_large_body_that_takes_too_long_in_all_is_408(monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_RATE", 10**9)
     app = application(FakeEngine())
     app.state.service.bodies.body_seconds = 0.05
-    call = slow_call(app, 100)
+    call = slow_call(app, 100_000)
     for _ in range(5):
         call.inbox.put_nowait(part(b" "))
         await asyncio.sleep(0.02)
