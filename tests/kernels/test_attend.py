@@ -57,6 +57,13 @@ def test_a_sliding_window_hides_older_tokens(window: int, lengths: list[tuple[in
     check(Shape(window=window), lengths)
 
 
+@pytest.mark.parametrize("window", [3, 64, 65, 66])
+def test_a_decoding_row_sees_all_of_its_window_wherever_that_begins(window: int) -> None:
+    """The window begins with the last slot of a page, the first one of the next, or beside them."""
+    lengths = [(start, 1) for start in range(63 + window - 3, 63 + window + 3)]
+    check(Shape(dim=16, heads=1, layers=1, window=window), lengths)
+
+
 def test_models_without_rotation_attend_like_the_reference() -> None:
     check(Shape(rotate=False), EDGES)
 

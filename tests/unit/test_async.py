@@ -176,6 +176,31 @@ def test_an_id_is_free_again_only_when_nothing_can_arrive_for_it(folder: Path) -
     run(folder, body)
 
 
+def test_deltas_on_their_way_when_a_stream_is_closed_reach_nobody(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        def wait_for_the_engine() -> None:
+            """Holds the loop until the engine has done what it was told to, and has begun another step."""
+            done = threading.Event()
+            llm._submit(done.set)
+            assert done.wait(30)
+
+        expected = await collect(llm, [9] * 10)
+        long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+        stream = llm.generate([1, 2, 3], long, "same")
+        await anext(stream)
+        for _ in range(3):
+            wait_for_the_engine()  # deltas that the loop has yet to hand out
+        await stream.aclose()
+        wait_for_the_engine()
+        with pytest.raises(RequestError, match="already running"):
+            await anext(llm.generate([9] * 10, GREEDY, "same"))
+        await asyncio.sleep(0)
+        items = [item async for item in llm.generate([9] * 10, GREEDY, "same")]
+        assert [token for item in items for token in item.outputs[0].token_ids] == expected[1]
+
+    run(folder, body)
+
+
 def test_close_drains_then_aborts(folder: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(str(folder), OPTIONS)

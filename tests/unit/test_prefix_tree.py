@@ -4,6 +4,7 @@ eviction.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, replace
 
@@ -315,6 +316,46 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     assert tree.num_pinned == 2
     assert tree.extend("model", Path(), holder.token_ids, 2) == 2
     manager.check()
+
+
+def test_who_pins_a_protected_prefix_again_can_neither_end_it_nor_have_it_given_up() -> None:
+    manager = make_manager(6)
+    tree = manager.tree
+    assert tree is not None
+    holder = Holder([*chunk(1), *chunk(2), 3])
+    assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
+    tree.protect("model", chunk(1) + chunk(2))
+    assert manager.pin(holder, 128, 9.0), "a request with the same beginning asks for it, too"
+    manager.release(holder)
+    assert manager.unpin("model", holder.token_ids) == 0 and tree.unpin_oldest() is None
+    assert tree.num_protected == (2, 1) and tree.num_pinned == 2
+    manager.check()
+
+
+@pytest.mark.parametrize("order", [range(6), range(5, -1, -1)])
+def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range) -> None:
+    """A server that never runs short of memory evicts nothing, and its leaves are used for ever."""
+    manager = make_manager(6)
+    tree = manager.tree
+    assert tree is not None
+    for letter in order:
+        holder = Holder(chunk(letter))
+        assert run_prompt(manager, holder)
+        manager.release(holder)
+    used: list[int] = []
+    for letter in itertools.islice(itertools.cycle(order), 1000):
+        num_notes, path = len(tree._leaves), Path()
+        assert tree.extend("model", path, chunk(letter), 1) == 1
+        tree.release(path)
+        used.append(letter)
+        if len(tree._leaves) < num_notes:
+            break
+    else:
+        pytest.fail(f"{len(tree._leaves)} notes of six leaves")
+    for letter in used[-6:]:
+        assert list(tree.walk("model", chunk(letter), 1))
+        manager.table.give(tree.evict(1))
+        assert not list(tree.walk("model", chunk(letter), 1)), f"{letter} was used longest ago of {used[-6:]}"
 
 
 def test_to_end_a_pin_is_a_use() -> None:

@@ -298,6 +298,25 @@ def test_many_readers_read_in_place() -> None:
     assert manager.stats()["bytes_used"] == 0
 
 
+@pytest.mark.parametrize(("chunks", "has_room"), [(30, False), (60, True)])
+def test_a_pinned_prompt_is_read_in_place_where_there_is_no_room_to_copy_it(chunks: int, has_room: bool) -> None:
+    """Nobody else reads its pages, and yet they cannot be evicted for the copies of what it keeps."""
+    manager = make_manager(chunks)
+    holder, other = Holder(prompt(640)), Holder(prompt(700, 1))
+    for each in (holder, other):
+        assert manager.admit(each) is not None
+        compute(manager, each)
+    assert manager.pin(holder, 640, float("inf"))
+    retain(manager, holder, MIXED)
+    retained = holder.path.retained
+    assert retained is not None and retained.in_place.any() != has_room
+    check_tokens(manager, holder)
+    assert manager.stats()["bytes_pinned"] == 10 * CODEC.page_bytes * L * H
+    for each in (holder, other):
+        manager.release(each)
+    manager.check()
+
+
 def test_a_prompt_is_found_as_far_as_its_sums_are_kept() -> None:
     manager = make_manager(80)
     first = Holder(prompt(640))
