@@ -45,6 +45,11 @@ def test_windows_and_loose_slices_attend_like_the_reference(window: int, strict:
     encoded.check_steps(TritonAttention, shape, CODECS["mixed"], GROWTH, strict=strict, device="cuda")
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_channels_with_equal_costs_the_first_get_the_slots(count: int, seed: int) -> None:
+    encoded.check_ties(TritonAttention, count, seed, device="cuda")
+
+
 @pytest.mark.parametrize("codec", ["mixed", "nuq4", "g4"])
 @pytest.mark.parametrize("num_rows, prefills", [(2, []), (12, [70, 128]), (40, [])])
 def test_a_tree_attends_like_the_reference(codec: str, num_rows: int, prefills: list[int]) -> None:

@@ -15,13 +15,13 @@ from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.codecs.nuq import SLOT_BYTES, NuqCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
 from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
 
-from ..nuq_tables import random_tables
+from ..nuq_tables import random_tables, tables_of
 from .harness import Shape, make_spec, relative_rms, run
 from .sharing import MakeBackend, forest
 
@@ -227,6 +227,36 @@ def check_forest(
     assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} for {shape}, {num_rows} rows, seed {seed}"
     assert torch.equal(*images), "what the step filled was encoded otherwise"
     return backend
+
+
+def check_ties(make: MakeBackend, count: int, seed: int, device: str = "cpu") -> None:
+    """Of channels whose costs are equal the first ones get the slots, in order, wherever their pairs are stored.
+
+    The 16 channels of each key and value are exact, or as far from their centroid or mean as some others of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rank = torch.rand(2, PAGE_TOKENS, 16, generator=generator).argsort(-1)
+    is_costly = rank < torch.randint(2, 9, (2, PAGE_TOKENS, 1), generator=generator) * 2
+    sign = 1.0 - 2 * (rank % 2)  # of each half, so that values have a mean of zero
+    tables = tables_of(torch.tensor([[-1.0, 1.0]]).expand(16, 2), key_slots=count, value_slots=count)
+    order = torch.randperm(8, generator=generator).to(torch.uint8)[None, None]
+    codec = NuqCodec("nuq2", replace(tables, key_order=order))
+    spec = encoded_spec(Shape(heads=1, group=1, dim=16, layers=1), codec, device=device)
+    (piece,) = Sequences(spec).step([(0, PAGE_TOKENS)])
+    plan = make(spec).plan([piece])
+    k, v = torch.where(is_costly, torch.tensor([1.5, 2.0])[:, None, None], torch.tensor([1.0, 0.5])[:, None, None]) * sign
+    q = torch.randn(PAGE_TOKENS, 1, 16, generator=generator)
+    k, v, q = (x.view(PAGE_TOKENS, 1, 16).to(device) for x in (k, v, q))
+    plan.write(0, k, v)
+    plan.attend(0, q)
+    image, layout = sealed_bytes(spec, piece.chunks), codec.layouts[0][0]
+    for which, start in enumerate((layout.key_slots, layout.value_slots)):
+        first = is_costly[which].nonzero()[:, 1].split(is_costly[which].sum(-1).tolist())
+        expected = torch.stack([channels[:count] for channels in first], 1)
+        actual = image[start:][: count * SLOT_BYTES].view(count, SLOT_BYTES)[:, :PAGE_TOKENS]
+        assert torch.equal(actual.long(), expected), f"slots of {('keys', 'values')[which]}"
+    expected_image = codec.encode(0, 0, *(x.view(1, PAGE_TOKENS, 16) for x in (k, v)))[0].cpu()
+    assert torch.equal(image, expected_image)
 
 
 def plant(spec: AttentionSpec, random: np.random.Generator, num_rows: int) -> list[RowSlice]:

@@ -80,6 +80,12 @@ def test_models_without_rotation_attend_like_the_reference(dtype: torch.dtype) -
     encoded.check_steps(CpuAttention, Shape(rotate=False, dtype=dtype, layers=1), CODECS["mixed"], GROWTH)
 
 
+@pytest.mark.parametrize("make", [ReferenceAttention, CpuAttention])
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_channels_with_equal_costs_the_first_get_the_slots(make, count: int, seed: int) -> None:  # type: ignore[no-untyped-def]
+    encoded.check_ties(make, count, seed)
+
+
 @combine(level=supported_levels(), dtype=DTYPES)
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,11 @@ def test_sinks_attend_like_the_reference(sinks: int) -> None:
     encoded.check_steps(TritonAttention, shape, CODECS["mixed"], steps, sinks=sinks)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_channels_with_equal_costs_the_first_get_the_slots(count: int, seed: int) -> None:
+    encoded.check_ties(TritonAttention, count, seed)
+
+
 def test_slices_that_see_themselves_as_computed_attend_like_the_reference() -> None:
     for codec in ("mixed", "g4"):
         shape = Shape(heads=1, dim=16, layers=1)
