@@ -244,7 +244,8 @@ def check_ties(make: MakeBackend, count: int, seed: int, device: str = "cpu") ->
     spec = encoded_spec(Shape(heads=1, group=1, dim=16, layers=1), codec, device=device)
     (piece,) = Sequences(spec).step([(0, PAGE_TOKENS)])
     plan = make(spec).plan([piece])
-    k, v = torch.where(is_costly, torch.tensor([1.5, 2.0])[:, None, None], torch.tensor([1.0, 0.5])[:, None, None]) * sign
+    costly, other = torch.tensor([[1.5, 2.0], [1.0, 0.5]])[..., None, None]
+    k, v = torch.where(is_costly, costly, other) * sign
     q = torch.randn(PAGE_TOKENS, 1, 16, generator=generator)
     k, v, q = (x.view(PAGE_TOKENS, 1, 16).to(device) for x in (k, v, q))
     plan.write(0, k, v)

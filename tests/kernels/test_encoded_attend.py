@@ -119,6 +119,13 @@ def test_any_steps_attend_like_the_reference(steps, codec, group, dim, dtype, wi
     encoded.check_steps(CpuAttention, shape, CODECS[codec], steps, sinks=sinks, seed=seed)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_what_value_slots_add_is_scaled_with_each_row_s_own_maximum(group: int) -> None:
+    """Of up to four rows over many pages some have a new maximum where others have none."""
+    shape = Shape(heads=1, group=group, dtype=torch.bfloat16, layers=1)
+    encoded.check_steps(CpuAttention, shape, CODECS["nuq2"], [[(0, 640)], *[[(0, 1)]] * 4])
+
+
 @combine(strength=1, codec=CODECS, dtype=DTYPES[:2])
 def test_any_tree_attends_like_the_reference(codec: str, dtype: torch.dtype) -> None:
     for seed, (group, num_rows, prefills, sinks) in enumerate([(1, 2, [], 0), (3, 12, [70, 128], 5), (8, 5, [], 1)]):
