@@ -153,7 +153,7 @@ def simulated_loss(model: Model, window: Sequence[int], plan: SimulatedPlan) -> 
     hidden = model.hidden(tokens[:-1], torch.arange(len(window) - 1), plan)
     total = 0.0
     for start in range(0, len(hidden), LOGIT_ROWS):
-        logits = model.head(hidden[start : start + LOGIT_ROWS])[:, : model.shape.vocab_size].float()
+        logits = model.head(hidden[start : start + LOGIT_ROWS])[:, : model.shape.vocab_size]
         targets = tokens[start + 1 : start + 1 + len(logits)]
         total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="none").double().sum())
     return total / len(hidden)

@@ -146,6 +146,25 @@ class RandomWeights(Checkpoint):
         pass
 
 
+class BiasedKeys(RandomWeights):
+    """Qwen2's keys: in each head a few slow channels are huge constants, which come from the projection's bias."""
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        found = super().tensor(name)
+        if name.endswith(".k.bias"):
+            channels = found.view(self.shape.num_kv_heads, 2, -1)
+            channels[:, 0, -1] += 130
+            channels[:, 1, -1] -= 90
+            channels[::2, 0, -2] += 60
+        return found.to(dtype or torch.float32)
+
+
+def biased_shape(**changes: Any) -> ModelShape:
+    """A shape for BiasedKeys: its slowest channels hardly turn, as a real model's with so large biases."""
+    head_dim = changes.get("head_dim", 16)
+    return tiny_shape("qwen2", **{"head_dim": head_dim, "rope": Rope(theta=1e8, dim=head_dim), **changes})
+
+
 def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Values that keep activations near one, and make no norm or bias trivial."""
     noise = torch.randn(size, generator=generator, device=generator.device)

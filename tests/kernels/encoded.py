@@ -37,8 +37,15 @@ CODECS: dict[str, Callable[[Shape], Codec]] = {
         )
         for bits in (4, 3, 2)
     },
-    "g4": lambda shape: GroupCodec(shape.dim),
+    "g4": lambda shape: GroupCodec(shape.dim, key_bias(shape)),
 }
+
+
+def key_bias(shape: Shape) -> torch.Tensor:
+    """What keys are stored less, of every layer's and head's channels another number [L, H, D]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape.layers, shape.heads, shape.dim, generator=generator)
+
 
 # Keys are rounded to bfloat16 once more than dense ones, after their rotation on read.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}

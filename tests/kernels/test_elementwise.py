@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from quire.kernels import runtime
+from quire.kernels.levels import supported_levels
 from quire.models.cpu_ops import CpuOps, FourBitLinear
 from quire.models.layers import TorchOps
 from quire.models.quants import QuantizedTensor
 from tests.effort import combine
 
 from .harness import relative_rms
+from .pages import use_level
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A sixteen-bit result is within one rounding of another order of the same operations.
@@ -79,6 +81,25 @@ def test_products_of_every_height_and_depth(rows: int, outputs: int, inputs: int
     assert relative_rms(got, x.float() @ weight.float().T) < TOLERANCE[torch.bfloat16]
     alone = CpuOps().linear(weight, None)(x[rows // 2 : rows // 2 + 1])
     assert relative_rms(got[rows // 2 : rows // 2 + 1], alone) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("outputs", [97, 96])
+def test_a_head_returns_sums_that_were_never_rounded(
+    outputs: int, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_level(level, monkeypatch)
+    for rows, inputs in ((1, 302), (13, 1540), (200, 64), (3, 15)):
+        weight, x = random(outputs, inputs, dtype=dtype), random(rows, inputs + 2, dtype=dtype, seed=2)[:, :inputs]
+        exact = x.double() @ weight.double().T
+        for ops in (CpuOps(), TorchOps()):
+            embed, tied = ops.tied(weight)
+            for head in (ops.head(weight), tied):
+                logits = head(x)
+                assert logits.dtype == torch.float32 and relative_rms(logits, exact) < 1e-6
+            index = torch.tensor([outputs - 1, 0, 33])
+            assert torch.equal(embed(index), weight[index])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
+from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels.levels import supported_levels
@@ -56,6 +57,11 @@ def test_every_head_size_attends_like_the_reference(dim: int, dtype: torch.dtype
 @combine(strength=1, dim=[2, 8, 12, 24, 66, 72, 112, 130], dtype=DTYPES)
 def test_group_codes_of_odd_head_sizes_attend_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     encoded.check_steps(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), CODECS["g4"], GROWTH[:4])
+
+
+@combine(dtype=DTYPES)
+def test_group_codes_of_keys_without_a_bias_attend_like_the_reference(dtype: torch.dtype) -> None:
+    encoded.check_steps(CpuAttention, Shape(dtype=dtype, layers=1), lambda shape: GroupCodec(shape.dim), GROWTH[:4])
 
 
 @combine(strength=1, sinks=[0, 1, 5, 64], dtype=DTYPES[:2])

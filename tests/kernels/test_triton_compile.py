@@ -257,7 +257,7 @@ def encoded_attention(
     if masked:
         arguments |= {"masks": "*i64", "lse": "*fp32"}
     arguments |= dict.fromkeys(("heads", "pairs"), "*i32" if table else None)
-    arguments |= dict.fromkeys(("key_books", "value_books"), "*fp32" if table else None)
+    arguments |= {"key_books": "*fp32", "value_books": "*fp32" if table else None}
     arguments |= {
         "ROWS": launch.rows,
         "HP": max(16, triton.next_power_of_2(dim // 2)),
@@ -343,6 +343,7 @@ def test_encoding_keeps_a_token_slot_in_a_thread(dim: int) -> None:
     arguments: dict[str, Any] = {"arena": "*bf16", "table": "*i32", "seals": "*i32", "staged": "i64"} | PAGE_POINTERS
     arguments |= dict.fromkeys(("heads", "pairs"), "*i32") | {"first_layer": "i32"}
     arguments |= dict.fromkeys(("key_edges", "key_books", "key_weight", "value_edges", "value_books"), "*fp32")
+    arguments |= {"key_bias": "*fp32"}
     arguments |= {"L": 32, "H": 8, "D": dim, "P": PAGE_TOKENS, "UNIT": 64, "PAGE": 2 * dim}
     arguments |= {"DP": triton.next_power_of_2(dim), "HP": triton.next_power_of_2(dim // 2), "SINKS": 1}
     for kernel in (encode_nuq, encode_groups):

@@ -15,6 +15,7 @@ from torch.nn import functional
 from quire.attention.columns import profiled_columns
 from quire.attention.nuq import NuqHeads
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
+from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
@@ -28,7 +29,7 @@ _FIELDS: list[tuple[str, type]] = [
     *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
     *(
         (name, ctypes.c_void_p)
-        for name in ("reads", "heads", "turns", "angles", "sidecars", "slot_positions", "bases", "seals", "lse")
+        for name in ("reads", "heads", "key_bias", "turns", "angles", "sidecars", "slot_positions", "bases", "seals", "lse")
     ),
     *((name, ctypes.c_void_p) for name in ("scored_rows", "scores", "profiled_rows", "profiles", "columns")),
     ("kept_chunks", ctypes.c_void_p),
@@ -68,6 +69,7 @@ class CpuAttention:
         self.block_rows = 64 if spec.group_size <= 4 else 32
         table = spec.table
         self._heads = NuqHeads(table.sealed_codec) if isinstance(table.sealed_codec, NuqCodec) else None
+        self._key_bias = table.sealed_codec.key_bias if isinstance(table.sealed_codec, GroupCodec) else None
         self._turns = _turns(spec) if table.encodes else None
         self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
         self._room: dict[str, torch.Tensor] = {}
@@ -80,6 +82,7 @@ class CpuAttention:
             slot_positions=table.positions.ctypes.data,
             bases=table.bases.ctypes.data,
             heads=self._heads.address if self._heads is not None else None,
+            key_bias=self._key_bias.data_ptr() if self._key_bias is not None else None,
             turns=self._turns.data_ptr() if self._turns is not None else None,
             angles=self._angles.data_ptr() if self._angles is not None else None,
             sinks=table.sinks.num_tokens if table.sinks is not None else 0,

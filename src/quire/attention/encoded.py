@@ -29,7 +29,8 @@ class EncodedTables:
 
     A code of b bits has its place in a book of 32 by its upper part, of four or two bits, and by its lowest bit where b
     is odd: `lowest * 16 + upper`. So kernels put no shifted parts together, and one book fits all widths.
-    All of this is None, or 0, for group codes, which have no tables.
+    All of this is None, or 0, for group codes, which have no tables. Where their keys are stored less a bias, it is
+    `books`, float32 [L, H, D], and `read_keys`, float32 [L, H, 2, HP], the two halves apart.
     """
 
     heads: Tensor | None = None
@@ -47,6 +48,11 @@ class EncodedTables:
         self.kernel_id = codec.kernel_id
         self.pairs_padded = max(16, 1 << (head_dim // 2 - 1).bit_length())
         if isinstance(codec, GroupCodec):
+            if codec.key_bias is not None:
+                halves = codec.key_bias.unflatten(-1, (2, head_dim // 2))
+                padding = (0, self.pairs_padded - head_dim // 2)
+                self.read_keys = torch.nn.functional.pad(halves, padding).contiguous().to(device)
+                self.books = codec.key_bias.to(device)
             return
         assert isinstance(codec, NuqCodec), f"the triton backend does not read {codec.name} pages"
         tables = codec.tables

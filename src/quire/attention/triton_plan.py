@@ -191,7 +191,7 @@ class TritonPlan:
         words, halves, octets = backend.views
         if tables.heads is None:
             encode_groups[grid](
-                backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, first_layer,
+                backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.books, first_layer,
                 **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             return

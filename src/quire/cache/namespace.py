@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of page images; docs/page-format.md."""
 
 

@@ -25,6 +25,7 @@ from quire.models.layers import TorchOps
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.models.layers import Linear
     from quire.models.plan import Model
     from quire.models.shape import ModelShape
 
@@ -34,6 +35,12 @@ HEAD_ROWS = 256
 
 class GradientOps(TorchOps):
     """TorchOps that autograd can follow: nothing that a gradient needs is overwritten."""
+
+    def head(self, weight: Tensor) -> Linear:
+        """A product in the model's dtype, as its gradient is one: in float32 autograd would keep a copy of the matrix
+        of twice its bytes.
+        """
+        return self.linear(weight, None)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See TorchOps; the residual is updated again by later layers, so the norm remembers a copy."""

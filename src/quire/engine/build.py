@@ -179,21 +179,25 @@ def _sealed(
     if cache.codec == "dense":
         return None, None
     if not cache.is_calibrated:
-        return _codec(config, shape, calibration).page_bytes, None
+        return _codec(config, shape, calibration, None).page_bytes, None
     check_head_dim(cache.codec, shape.head_dim)
     if calibration is None:
         sizes_of: int | NDArray[np.int32] = nominal_page_bytes(
             shape.head_dim, int(cache.codec[-1]), cache.outlier_slots
         )
     else:
-        sizes_of = _codec(config, shape, calibration).page_bytes
+        sizes_of = _codec(config, shape, calibration, None).page_bytes
     return sizes_of, _sinks(config, shape, dtype)
 
 
-def _codec(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> Codec:
+def _codec(
+    config: EngineConfig, shape: ModelShape, calibration: Calibration | None, key_bias: torch.Tensor | None
+) -> Codec:
+    """The codec of sealed pages; key_bias: the model's, None where only sizes matter."""
     cache = config.cache
     if not cache.is_calibrated:
-        return GroupCodec(shape.head_dim)
+        # A calibrated codec has a range for every channel: a constant costs it nothing.
+        return GroupCodec(shape.head_dim, key_bias)
     if calibration is None:
         raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
     if cache.codec not in calibration.tables:
@@ -270,7 +274,7 @@ def assemble(
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
     pool = PagePool(fits.cache_bytes, device, fits.arena.slab_bytes)
-    sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration),)
+    sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration, model.key_bias),)
     retention = _retention(config, tokenizer)
     table = ChunkTable(
         pool,

@@ -91,7 +91,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """Choose a token for each row; `logits` is left as it is.
 
-        logits  [n, V >= vocab_size], any float dtype
+        logits  float32 [n, V >= vocab_size]
         rows    n of them
 
         Effects apply in this order: logit_bias; repetition, frequency and presence penalties; min_tokens; temperature;
@@ -101,6 +101,7 @@ class Sampler:
 
         Differs from vLLM: where the k-th logit has equals, top_k keeps the lower ids, exactly k in all.
         """
+        assert logits.dtype == torch.float32, f"logits in {logits.dtype}: rounded to 16 bits they decide ties by id"
         assert logits.dim() == 2 and len(logits) == len(rows), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         assert logits.shape[1] >= self.vocab_size, f"{logits.shape[1]} logits per row, vocabulary of {self.vocab_size}"
         logits = logits[:, : self.vocab_size]
@@ -118,7 +119,7 @@ class Sampler:
         wanting = [index for index, row in enumerate(rows) if row.params.logprobs is not None and index not in errors]
         for block in _blocks(wanting):
             found = _logprobs(
-                _copy_rows(logits, block), chosen[block], [rows[index].params.logprobs or 0 for index in block]
+                _rows(logits, block), chosen[block], [rows[index].params.logprobs or 0 for index in block]
             )
             for index, entry in zip(block, found, strict=True):
                 logprobs[index] = entry
@@ -128,7 +129,7 @@ class Sampler:
     def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[dict[int, Logprob]]:
         """The log-probabilities of the tokens that really followed, and of the k best ones, for each row.
 
-        logits   [n, V >= vocab_size]; row i predicts targets[i]
+        logits   float32 [n, V >= vocab_size]; row i predicts targets[i]
         targets  n token ids
         returns  n dicts, the target first, then the best tokens in order; NaN without rank where a row has no softmax
         """
@@ -138,7 +139,7 @@ class Sampler:
         return [
             entry
             for block in _blocks(range(len(targets)))
-            for entry in _logprobs(_copy_rows(logits, block), targets[block], [k] * len(block))
+            for entry in _logprobs(_rows(logits, block), targets[block], [k] * len(block))
         ]
 
     def _choose(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -322,9 +323,15 @@ def _blocks(indices: Sequence[int]) -> Iterator[list[int]]:
         yield list(indices[start : start + BLOCK_ROWS])
 
 
+def _rows(logits: Tensor, indices: list[int]) -> Tensor:
+    """Some rows, [len(indices), V]; the caller's memory where they lie side by side."""
+    first, last = indices[0], indices[-1] + 1
+    return logits[first:last] if last - first == len(indices) else logits[indices]
+
+
 def _copy_rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """The rows as float32, never the caller's memory, [len(indices), V] contiguous."""
+    """The rows, never the caller's memory, [len(indices), V] contiguous."""
     first, last = indices[0], indices[-1] + 1
     if last - first == len(indices):
-        return logits[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return logits[indices].to(torch.float32, memory_format=torch.contiguous_format)
+        return logits[first:last].clone(memory_format=torch.contiguous_format)
+    return logits[indices]

@@ -209,7 +209,7 @@ def _score(
         block = slice(start, start + LOGIT_ROWS)
         for name in order:
             model, tally = engines[name].model, tallies[name]
-            found = torch.log_softmax(model.head(hidden[name][block])[:, : model.shape.vocab_size].float(), -1)
+            found = torch.log_softmax(model.head(hidden[name][block])[:, : model.shape.vocab_size], -1)
             wanted = targets[block].to(found.device)[:, None]
             tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()
             if reference is None:

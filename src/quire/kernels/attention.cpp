@@ -108,7 +108,7 @@ void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
     }
     uint8_t* image = image_of(plan, layer, head, seal.chunk);
     const Kind kind = static_cast<Kind>(plan.kind);
-    if (plan.kinds[seal.chunk] == GROUP) encode_groups(D, kind, k, v, D, image);
+    if (plan.kinds[seal.chunk] == GROUP) encode_groups(D, kind, k, v, D, key_bias_of(plan, layer, head), image);
     else encode_page(plan.heads[layer * plan.H + head], D, kind, k, v, D, sinks ? plan.sinks : 0, image);
 }
 

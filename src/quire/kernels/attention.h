@@ -71,6 +71,7 @@ struct Plan {
     const void* v;
     int32_t* reads;               // [C, H], or null: every layer adds one for each page it reads
     const NuqHead* heads;         // [L, H] of a sealed codec of non-uniform codes, or null
+    const float* key_bias;        // [L, H, D], what keys of group codes are stored less, or null: nothing
     const uint32_t* turns;        // bf16 pairs [D/2, 2, 64] for each pair of channels and slot: (cos, -sin), then (sin, cos);
                                   // null: sealed chunks stay dense, and keys lie rotated
     const uint32_t* angles;       // bf16 pairs (cos, sin) [positions, D/2] where keys of bf16 are rotated on read, else null

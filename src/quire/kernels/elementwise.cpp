@@ -106,10 +106,9 @@ void gated(const void* gate_up, int64_t rows, int64_t width, void* out) {
 }
 
 // The first index of the largest element of each row; -1 where that is infinite or an element is NaN.
-template <class T>
-void argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
+void argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
     parallel_for(rows, 1, [&](int64_t r) {
-        const T* row = static_cast<const T*>(x) + r * x_stride;
+        const float* row = x + r * x_stride;
         vf best = splat(-INFINITY);
         vi odd{};
         int64_t i = 0;
@@ -122,7 +121,7 @@ void argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_
         bool nan = false;
         for (int j = 0; j < VL; j++) nan |= odd[j] != 0;
         for (; i < width; i++) {
-            const float v = widen(row[i]);
+            const float v = row[i];
             nan |= v != v;
             top = v > top ? v : top;
         }
@@ -137,7 +136,7 @@ void argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_
                 }
         }
         for (; i < width; i++)
-            if (widen(row[i]) == top) {
+            if (row[i] == top) {
                 out[r] = i;
                 return;
             }
@@ -173,8 +172,6 @@ QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t 
 }
 
 // x [rows, width] with a row stride -> int64 out [rows]
-QUIRE_API void quire_argmax(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
-    if (kind == DENSE_BF16) argmax<bf16>(x, x_stride, rows, width, out);
-    else if (kind == DENSE_F32) argmax<float>(x, x_stride, rows, width, out);
-    else argmax<f16>(x, x_stride, rows, width, out);
+QUIRE_API void quire_argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* out) {
+    argmax(x, x_stride, rows, width, out);
 }

@@ -299,7 +299,7 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
             const bf16* k = reinterpret_cast<const bf16*>(page.image);
             if (page.kind == GROUP) {
                 bf16* decoded = reinterpret_cast<bf16*>(buffer);
-                decode_groups<bf16>(D, page.image, decoded, nullptr);
+                decode_groups<bf16>(D, page.image, page.bias, decoded, nullptr);
                 k = decoded;
             }
             with_turn(turns.by, [&](auto by) { plain_keys<decltype(by)::value>(k, D, turns, page.valid, keys, ld, ahead); });
@@ -323,7 +323,7 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
     if constexpr (Math::PAIR == 1) {
         float *turned_rows = buffer, *k = buffer + P * D;
         if (page.kind == NUQ || page.kind == GROUP) {
-            if (page.kind == GROUP) decode_groups<float>(D, page.image, k, nullptr);
+            if (page.kind == GROUP) decode_groups<float>(D, page.image, page.bias, k, nullptr);
             else decode_page(*page.head, D, page.image, k, nullptr);
             for (int i = 0; sinks && i < plan.sinks * D; i++) k[i] = widen(sinks[i]);
             turn_rows(plan, k, page.positions, start, P, turned_rows);
@@ -346,7 +346,7 @@ bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* v
             const bf16* v = reinterpret_cast<const bf16*>(page.image) + P * D;
             if (page.kind == GROUP) {
                 bf16* decoded = reinterpret_cast<bf16*>(buffer);
-                decode_groups<bf16>(D, page.image, nullptr, decoded);
+                decode_groups<bf16>(D, page.image, nullptr, nullptr, decoded);
                 v = decoded;
             }
             values_bf16(v, D, columns, page.valid, values, ahead);
@@ -362,7 +362,7 @@ bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* v
 #endif
     if constexpr (Math::PAIR == 1) {
         if (page.kind == NUQ || page.kind == GROUP) {
-            if (page.kind == GROUP) decode_groups<float>(D, page.image, nullptr, buffer);
+            if (page.kind == GROUP) decode_groups<float>(D, page.image, nullptr, nullptr, buffer);
             else decode_page(*page.head, D, page.image, nullptr, buffer);
             for (int i = 0; page.sinks && i < plan.sinks * D; i++) buffer[i] = widen(sinks[i]);
             values_f32(buffer, D, columns, P, values, ahead);

@@ -10,12 +10,13 @@ constexpr int MAX_D = 256;
 constexpr int RANGES = 4 * SLOTS; // bytes of the lows and the steps of one group
 
 template <class T>
-void encode_rows(int D, const T* x, int64_t stride, uint8_t* out, uint8_t* ranges) {
+void encode_rows(int D, const T* x, int64_t stride, const float* bias, uint8_t* out, uint8_t* ranges) {
     const int half = D / 2;
     float row[MAX_D + VL];
     float codes[MAX_D + VL];
     for (int t = 0; t < SLOTS; t++) {
         for (int d = 0; d < D; d++) row[d] = widen(x[t * stride + d]);
+        for (int d = 0; bias && d < D; d++) row[d] -= bias[d];
         for (int start = 0; start < D; start += CHANNELS) {
             const int count = D - start < CHANNELS ? D - start : CHANNELS;
             const float* part = row + start;
@@ -57,7 +58,7 @@ inline vu bytes_at(const uint8_t* at) {
 }
 
 template <class T>
-void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, T* out) {
+void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, const float* bias, T* out) {
     const int half = D / 2;
     struct Range {
         float low[SLOTS], step[SLOTS];
@@ -75,22 +76,25 @@ void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, T* out) {
         for (; half % VL == 0 && j < half; j += VL) {
             const vu both = bytes_at(row + j);
             const Range &lower = range[j / CHANNELS], &upper = range[(half + j) / CHANNELS];
-            store(first + j, lower.low[t] + __builtin_convertvector((vi)(both & 15), vf) * lower.step[t]);
-            store(second + j, upper.low[t] + __builtin_convertvector((vi)(both >> 4), vf) * upper.step[t]);
+            vf a = lower.low[t] + __builtin_convertvector((vi)(both & 15), vf) * lower.step[t];
+            vf b = upper.low[t] + __builtin_convertvector((vi)(both >> 4), vf) * upper.step[t];
+            if (bias) a += load(bias + j), b += load(bias + half + j);
+            store(first + j, a);
+            store(second + j, b);
         }
         for (; j < half; j++) {
             const Range &lower = range[j / CHANNELS], &upper = range[(half + j) / CHANNELS];
-            narrow(first + j, lower.low[t] + static_cast<float>(row[j] & 15) * lower.step[t]);
-            narrow(second + j, upper.low[t] + static_cast<float>(row[j] >> 4) * upper.step[t]);
+            narrow(first + j, lower.low[t] + static_cast<float>(row[j] & 15) * lower.step[t] + (bias ? bias[j] : 0.0f));
+            narrow(second + j, upper.low[t] + static_cast<float>(row[j] >> 4) * upper.step[t] + (bias ? bias[half + j] : 0.0f));
         }
     }
 }
 
 template <class T>
-void encode_both(int D, const void* k, const void* v, int64_t stride, uint8_t* page) {
+void encode_both(int D, const void* k, const void* v, int64_t stride, const float* bias, uint8_t* page) {
     const GroupLayout at = group_layout(D);
-    encode_rows(D, static_cast<const T*>(k), stride, page, page + at.key_ranges);
-    encode_rows(D, static_cast<const T*>(v), stride, page + at.values, page + at.value_ranges);
+    encode_rows(D, static_cast<const T*>(k), stride, bias, page, page + at.key_ranges);
+    encode_rows(D, static_cast<const T*>(v), stride, nullptr, page + at.values, page + at.value_ranges);
 }
 
 }  // namespace
@@ -100,37 +104,37 @@ GroupLayout group_layout(int D) {
     return {SLOTS * D / 2, SLOTS * D, SLOTS * D + ranges, SLOTS * D + 2 * ranges};
 }
 
-void encode_groups(int D, Kind kind, const void* k, const void* v, int64_t stride, uint8_t* page) {
-    if (kind == DENSE_BF16) encode_both<bf16>(D, k, v, stride, page);
-    else if (kind == DENSE_F16) encode_both<f16>(D, k, v, stride, page);
-    else encode_both<float>(D, k, v, stride, page);
+void encode_groups(int D, Kind kind, const void* k, const void* v, int64_t stride, const float* bias, uint8_t* page) {
+    if (kind == DENSE_BF16) encode_both<bf16>(D, k, v, stride, bias, page);
+    else if (kind == DENSE_F16) encode_both<f16>(D, k, v, stride, bias, page);
+    else encode_both<float>(D, k, v, stride, bias, page);
 }
 
 template <class T>
-void decode_groups(int D, const uint8_t* page, T* k, T* v) {
+void decode_groups(int D, const uint8_t* page, const float* bias, T* k, T* v) {
     const GroupLayout at = group_layout(D);
-    if (k) decode_rows(D, page, page + at.key_ranges, k);
-    if (v) decode_rows(D, page + at.values, page + at.value_ranges, v);
+    if (k) decode_rows(D, page, page + at.key_ranges, bias, k);
+    if (v) decode_rows(D, page + at.values, page + at.value_ranges, nullptr, v);
 }
 
-template void decode_groups(int, const uint8_t*, float*, float*);
-template void decode_groups(int, const uint8_t*, bf16*, bf16*);
+template void decode_groups(int, const uint8_t*, const float*, float*, float*);
+template void decode_groups(int, const uint8_t*, const float*, bf16*, bf16*);
 
 }  // namespace quire
 
 using namespace quire;
 
-// For tests and for pages that are encoded outside a step: n pages, K and V T [n, 64, D].
-QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v, int64_t n, uint8_t* pages) {
+// For tests and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D]; bias [D] of the keys, or null.
+QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v, const float* bias, int64_t n, uint8_t* pages) {
     const int64_t step = static_cast<int64_t>(kind == DENSE_F32 ? 4 : 2) * 64 * D, page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) {
-        encode_groups(D, static_cast<Kind>(kind), static_cast<const uint8_t*>(k) + i * step, static_cast<const uint8_t*>(v) + i * step, D,
+        encode_groups(D, static_cast<Kind>(kind), static_cast<const uint8_t*>(k) + i * step, static_cast<const uint8_t*>(v) + i * step, D, bias,
                       pages + i * page_bytes);
     });
 }
 
 // The other way round: float32 K and V [n, 64, D].
-QUIRE_API void quire_group_decode(int D, const uint8_t* pages, int64_t n, float* k, float* v) {
+QUIRE_API void quire_group_decode(int D, const uint8_t* pages, const float* bias, int64_t n, float* k, float* v) {
     const int64_t page_bytes = group_layout(D).page_bytes;
-    parallel_for(n, 1, [&](int64_t i) { decode_groups(D, pages + i * page_bytes, k + i * 64 * D, v + i * 64 * D); });
+    parallel_for(n, 1, [&](int64_t i) { decode_groups(D, pages + i * page_bytes, bias, k + i * 64 * D, v + i * 64 * D); });
 }

@@ -10,11 +10,11 @@ struct GroupLayout {
 };
 GroupLayout group_layout(int D);
 
-// Encodes keys and values T [64, D], rows `stride` elements apart.
-void encode_groups(int D, Kind kind, const void* k, const void* v, int64_t stride, uint8_t* page);
+// Encodes keys and values T [64, D], rows `stride` elements apart; keys less bias [D], or as they are if it is null.
+void encode_groups(int D, Kind kind, const void* k, const void* v, int64_t stride, const float* bias, uint8_t* page);
 
 // The other way round: T [64, D] each, or null for one that is not wanted; float or bf16.
 template <class T>
-void decode_groups(int D, const uint8_t* page, T* k, T* v);
+void decode_groups(int D, const uint8_t* page, const float* bias, T* k, T* v);
 
 }  // namespace quire

@@ -1,4 +1,5 @@
-// Products of a few rows with a weight packed once: y = x W^T + b, bf16 with float32 sums, on CPUs with bf16 dot products.
+// Products of a few rows with a weight packed once: y = x W^T + b, sums in float32. bf16 -> bf16 on CPUs with bf16 dot products; of an output head
+// 16 bits -> float32 on every CPU: logits in bf16 come in steps of 0.125 between 16 and 32, and ties are decided by the smaller id.
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
@@ -19,22 +20,23 @@ constexpr int SHORT_STEPS = 144;   // pairs of a panel computed while as many of
 constexpr int TALL_STEPS = 384;    // pairs of a panel that many rows pass, more than fit the first level: reading sums again costs more
 constexpr int BLOCK_ROWS = 192;    // rows whose inputs stay in the second-level cache
 
-#if defined(__AVX512BF16__)
+template <class T>
 struct Product {
     const uint32_t* x;             // pairs
     int lda;                       // pairs from row to row
     const uint32_t* packed;
     const bf16* bias;
     int64_t rows, N, K;            // N: outputs, of a gated product as many as it has gates
-    bool gated;
-    bf16* out;
+    bool gated;                    // only where T is bf16
+    T* out;
     const uint32_t* next;          // panels of the product after this one, or null, and the pairs in each
     int64_t next_panel;
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
 // Rows [at, at + height) of one panel; next is the panel this thread reads afterwards.
-void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const uint32_t* next) {
+template <class Math, class T>
+void panel_rows(const Product<T>& p, int64_t at, int height, int64_t panel, const uint32_t* next) {
     const int steps = static_cast<int>(p.K / 2);
     const uint32_t* columns = p.packed + panel * steps * PANEL;
     const int64_t first = panel * p.width();
@@ -55,15 +57,18 @@ void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const u
         const uint32_t *a = p.x + at * p.lda + k, *b = columns + k * PANEL;
         const float* alpha = k ? ones : nullptr;
         const bool last = k + deep == steps && whole;
-        bf16* y = p.out + at * p.N + first;
-        if (last && p.gated) {
-            const Gated gated{y, p.N, p.bias ? p.bias + first : nullptr, p.bias ? p.bias + p.N + first : nullptr};
-            product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, gated, ahead);
-        } else if (last) {
-            const Outputs outputs{y, p.N, p.bias ? p.bias + first : nullptr};
-            product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, outputs, ahead);
+        T* y = p.out + at * p.N + first;
+        if constexpr (std::is_same_v<T, bf16>)
+            if (last && p.gated) {
+                const Gated gated{y, p.N, p.bias ? p.bias + first : nullptr, p.bias ? p.bias + p.N + first : nullptr};
+                product_rows<Math, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, gated, ahead);
+                continue;
+            }
+        if (last) {
+            const Outputs<T> outputs{y, p.N, p.bias ? p.bias + first : nullptr};
+            product_rows<Math, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, outputs, ahead);
         } else {
-            product_rows<MathBf16, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, sums, ahead);
+            product_rows<Math, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, sums, ahead);
         }
     }
     for (int r = 0; r < height && !whole; r++)
@@ -75,7 +80,8 @@ void panel_rows(const Product& p, int64_t at, int height, int64_t panel, const u
         }
 }
 
-void linear(const Product& p) {
+template <class Math, class T>
+void linear(const Product<T>& p) {
     const int64_t panels = (p.N + p.width() - 1) / p.width(), steps = p.K / 2;
     const int64_t chunks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     if (chunks == 0) return;
@@ -83,19 +89,24 @@ void linear(const Product& p) {
     parallel_pairs(panels * chunks, [&](int64_t i, int64_t then) {
         const int64_t at = i / panels * height;
         if (at >= p.rows) return;
-        panel_rows(p, at, static_cast<int>(p.rows - at < height ? p.rows - at : height), i % panels,
+        panel_rows<Math>(p, at, static_cast<int>(p.rows - at < height ? p.rows - at : height), i % panels,
                    then >= 0 ? p.packed + then % panels * steps * PANEL : p.next ? p.next + member.id * p.next_panel : nullptr);
     });
 }
-#endif
+
+template <class Math>
+void head(const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t N, int64_t K, float* out) {
+    linear<Math>(Product<float>{static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(packed), nullptr,
+                                rows, N, K, false, out, nullptr, 0});
+}
 
 }  // namespace
 
 void multiply(const Matrix& m, bool gated, const void* x, int64_t x_stride, int64_t rows, void* out, const Matrix* next) {
 #if defined(__AVX512BF16__)
-    linear({static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(m.packed), static_cast<const bf16*>(m.bias),
-            rows, m.outputs, m.inputs, gated, static_cast<bf16*>(out), next ? static_cast<const uint32_t*>(next->packed) : nullptr,
-            next ? next->inputs / 2 * PANEL : 0});
+    linear<MathBf16>(Product<bf16>{static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(m.packed),
+                                   static_cast<const bf16*>(m.bias), rows, m.outputs, m.inputs, gated, static_cast<bf16*>(out),
+                                   next ? static_cast<const uint32_t*>(next->packed) : nullptr, next ? next->inputs / 2 * PANEL : 0});
 #else
     (void)m, (void)gated, (void)x, (void)x_stride, (void)rows, (void)out, (void)next;
     __builtin_trap();
@@ -106,7 +117,7 @@ void multiply(const Matrix& m, bool gated, const void* x, int64_t x_stride, int6
 
 using namespace quire;
 
-// Whether this library has the products below: bf16 dot products.
+// Whether this library has quire_linear: bf16 dot products.
 QUIRE_API int64_t quire_has_linear() {
 #if defined(__AVX512BF16__)
     return 1;
@@ -115,7 +126,7 @@ QUIRE_API int64_t quire_has_linear() {
 #endif
 }
 
-// weight bf16 [N, K], K even -> packed, uint32 [ceil(N / 32), K / 2, 32]. Gated: N gates, then N ups -> [ceil(N / 16), K / 2, 32].
+// weight of 16-bit numbers [N, K], K even -> packed, uint32 [ceil(N / 32), K / 2, 32]. Gated: N gates, then N ups -> [ceil(N / 16), K / 2, 32].
 QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int gated, void* packed) {
     const auto* pairs = static_cast<const uint32_t*>(weight);
     auto* out = static_cast<uint32_t*>(packed);
@@ -129,7 +140,7 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int g
     });
 }
 
-// Rows of the packed weight: out[i] = W[tokens[i]], bf16 [count, K]; what an embedding tied to the output head reads.
+// Rows of the packed weight: out[i] = W[tokens[i]], 16 bits [count, K]; what an embedding tied to the output head reads.
 QUIRE_API void quire_packed_rows(const void* packed, int64_t K, const int64_t* tokens, int64_t count, void* out) {
     const int64_t steps = K / 2;
     parallel_for(count, count < 32 ? count : 16, [&](int64_t i) {
@@ -143,4 +154,15 @@ QUIRE_API void quire_packed_rows(const void* packed, int64_t K, const int64_t* t
 QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, const void* bias, int64_t N, int64_t K, int gated,
                             void* out) {
     multiply({packed, bias, N, K}, gated != 0, x, x_stride, rows, out);
+}
+
+// Logits: x [rows, K], rows x_stride elements apart, an even number, and the packed weight in bf16 or float16 as kind says; out float32 [rows, N].
+QUIRE_API void quire_head(int kind, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t N, int64_t K, float* out) {
+#if defined(__AVX512BF16__)
+    using MathOfBf16 = MathBf16;
+#else
+    using MathOfBf16 = MathPairs<bf16>;
+#endif
+    if (kind == DENSE_BF16) head<MathOfBf16>(x, x_stride, rows, packed, N, K, out);
+    else head<MathPairs<f16>>(x, x_stride, rows, packed, N, K, out);
 }

@@ -21,6 +21,7 @@ struct Page {
     const int32_t* positions;
     const NuqHead* head;
     const uint8_t* sinks;
+    const float* bias;
 };
 
 // Which slots of a chunk's page are seen; 0 if it has none.
@@ -32,6 +33,11 @@ inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
 inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
     if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
     return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
+}
+
+// What a head's keys are stored less in group codes, [D], or null.
+inline const float* key_bias_of(const Plan& plan, int layer, int head) {
+    return plan.key_bias ? plan.key_bias + (static_cast<int64_t>(layer) * plan.H + head) * plan.D : nullptr;
 }
 
 // The exact first rows of a chunk, or null.
@@ -49,6 +55,8 @@ inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int wr
     if (page.kind == NUQ) {
         page.head = plan.heads + layer * plan.H + head;
         page.sinks = sinks_of(plan, layer, head, chunk);
+    } else if (page.kind == GROUP) {
+        page.bias = key_bias_of(plan, layer, head);
     }
     return page;
 }

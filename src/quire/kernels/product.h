@@ -2,6 +2,7 @@
 // both share one kernel. Attention's scores and sums and the packed linear products are made of it.
 #pragma once
 #include "common.h"
+#include <type_traits>
 
 namespace quire {
 
@@ -22,6 +23,31 @@ struct MathBf16 {
     }
 };
 #endif
+
+// Two 16-bit numbers in 32 bits, products and sums in float32: what every CPU can do.
+template <class T>
+struct MathPairs {
+    static constexpr int PAIR = 2;
+    static vf low(vu pair) {
+        if constexpr (std::is_same_v<T, bf16>) return as_float(pair << 16);
+        else return widened(pair);
+    }
+    static vf high(vu pair) {
+        if constexpr (std::is_same_v<T, bf16>) return as_float(pair & 0xffff0000u);
+        else return widened(pair >> 16);
+    }
+    static vf fma(vf acc, uint32_t a, vu b) {
+        T pair[2];
+        std::memcpy(pair, &a, 4);
+        return acc + widen(pair[0]) * low(b) + widen(pair[1]) * high(b);
+    }
+
+  private:
+    static vf widened(vu bits) {
+        typedef _Float16 v16 __attribute__((vector_size(VL * 2)));
+        return __builtin_convertvector((v16)__builtin_convertvector(bits, vh), vf);
+    }
+};
 
 constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block
 constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: what the registers hold besides a row of columns
@@ -60,9 +86,10 @@ struct Sums {
     }
 };
 
-// ... or, finished, to 16-bit outputs.
+// ... or, finished, to outputs of 16 or 32 bits.
+template <class T>
 struct Outputs {
-    bf16* y;
+    T* y;
     int64_t ldy;
     const bf16* bias;
     Outputs from(int m) const { return {y + m * ldy, ldy, bias}; }

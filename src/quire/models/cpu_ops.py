@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
 from quire.models.cpu_stack import PanelStack
-from quire.models.layers import Embedding, Gated, GatedLayer, Linear, TorchLinear
+from quire.models.layers import Embedding, Gated, GatedLayer, Linear, TorchHead, TorchLinear
 from quire.models.quants import QuantizedTensor
 
 _ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
@@ -40,7 +40,7 @@ def has_panels(dtype: torch.dtype) -> bool:
 
 def packs_apart(dtype: torch.dtype) -> bool:
     """Whether an output head tied to the embedding is a second copy of it: oneDNN's layout cannot be read by rows."""
-    return dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.is_available() and not has_panels(dtype)
+    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 class PackedLinear:
@@ -103,10 +103,44 @@ class PanelLinear:
         self._apply(x.data_ptr(), stride, rows, self.packed.data_ptr(), bias, n, k, self.gated, out.data_ptr())
         return out
 
+
+class PanelHead:
+    """A 16-bit output head [V, E], E even, in panels: products and sums in float32, which it returns.
+
+    Runs on every CPU: torch's 16-bit products round what they return to 16 bits, and a float32 copy of the matrix is
+    twice its bytes.
+    """
+
+    __slots__ = ("_apply", "_dtype", "packed", "shape")
+
+    def __init__(self, weight: torch.Tensor, carver: Carver) -> None:
+        kernels = runtime.kernels()
+        n, k = weight.shape
+        assert weight.element_size() == 2 and k % 2 == 0, f"panels hold pairs of 16 bits, not {weight.dtype} [{n}, {k}]"
+        weight = weight.contiguous()
+        self.packed = carver.take(-(-n // 32) * 32 * k * 2)
+        self.shape = n, k
+        kernels.quire_pack_linear(weight.data_ptr(), n, k, False, self.packed.data_ptr())
+        self._dtype = weight.dtype
+        self._apply = kernels.quire_head
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [R, E], of the weight's dtype, rows an even number of elements apart -> float32 [R, V]."""
+        n, k = self.shape
+        rows, width = x.shape
+        stride, dense = x.stride()
+        assert width == k and dense == 1 and stride % 2 == 0 and x.dtype is self._dtype, (
+            f"{x.dtype} {list(x.shape)}, strides {x.stride()}, for {k} inputs"
+        )
+        out = torch.empty(rows, n, dtype=torch.float32)
+        kind = runtime.DTYPE_IDS[self._dtype]
+        self._apply(kind, x.data_ptr(), stride, rows, self.packed.data_ptr(), n, k, out.data_ptr())
+        return out
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, as `functional.embedding`: index int64 [R], below N, -> [R, K]. Not of a gated one."""
+        """Rows of the weight, as `functional.embedding`: index int64 [R], below V, -> [R, E]."""
         assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
-        out = torch.empty(len(index), self.shape[1], dtype=torch.bfloat16)
+        out = torch.empty(len(index), self.shape[1], dtype=self._dtype)
         runtime.kernels().quire_packed_rows(
             self.packed.data_ptr(), self.shape[1], index.data_ptr(), len(index), out.data_ptr()
         )
@@ -119,11 +153,17 @@ class FourBitLinear:
     Batch 1 is bound by weight bytes: SmolLM2's products take 2.6 ms a step against 6.1 in bfloat16; from 8 rows on the
     dequantized ones win (6.3 against 7.8 ms, at 32 rows 21.7 against 14.9). In float32 the product is exact to 1e-6; in
     bfloat16 scales and offsets are rounded once more, which costs a fifth on top of bfloat16's own error.
+
+    wide  multiply in float32, and return it: an output head
     """
 
-    __slots__ = ("bias", "codes", "scales")
+    __slots__ = ("bias", "codes", "scales", "wide")
 
-    def __init__(self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype, *, wide: bool = False
+    ) -> None:
+        self.wide = wide
+        dtype = torch.float32 if wide else dtype
         self.codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.codes.int(), 1)
         # The product computes (code - 8) * scale + offset.
         offset = matrix.mins + 8 * matrix.scales
@@ -132,6 +172,7 @@ class FourBitLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """X [R, K] -> [R, N]."""
+        x = x.float() if self.wide else x
         out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, 32, self.scales)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -164,10 +205,16 @@ class CpuOps:
         products = (product for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down))
         return PanelStack(layers, eps) if all(isinstance(product, PanelLinear) for product in products) else None
 
+    def head(self, weight: torch.Tensor) -> Linear:
+        """Panels for 16 bits, oneDNN's layout for 32."""
+        if weight.dtype == torch.float32:
+            return self.linear(weight, None)
+        return PanelHead(weight, self._carver) if weight.shape[1] % 2 == 0 else TorchHead(weight)
+
     def tied(self, weight: torch.Tensor) -> tuple[Embedding, Linear]:
-        """One matrix where there are panels or nothing is packed. oneDNN's layout cannot be read by rows: two then."""
-        head = self.linear(weight, None)
-        return (head.rows if isinstance(head, PanelLinear) else functools.partial(embedding, weight=weight)), head
+        """One matrix of 16 bits. oneDNN's layout of 32 cannot be read by rows: two then."""
+        head = self.head(weight)
+        return (head.rows if isinstance(head, PanelHead) else functools.partial(embedding, weight=weight)), head
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """One pass over x [R, E], or over a view [R, h, D] whose heads are adjacent."""

@@ -46,8 +46,9 @@ class Decoder:
         norms = [weights.tensor(f"layers.{index}.attn_norm.weight") for index in range(shape.num_layers)]
         self._first_norm, *next_norms = [*norms, weights.tensor("norm.weight")]
         self._layers = [self._load_layer(f"layers.{index}", weights, norm) for index, norm in enumerate(next_norms)]
+        self.key_bias = weights.key_bias(shape)
         self._stack = ops.stack(self._layers, shape.norm_eps)
-        self._head = head or weights.linear("head", bias=False)
+        self._head = head or weights.head("head")
 
     def _load_layer(self, at: str, weights: WeightSource, next_norm: Tensor) -> GatedLayer:
         shape = self.shape

@@ -1,6 +1,6 @@
 """The few operations a decoder is made of, behind a protocol, and their plainest implementation in torch.
 
-Backends (`CpuOps`, `TritonOps`) implement the same four methods elsewhere and are held to `TorchOps` by tests.
+Backends (`CpuOps`, `TritonOps`) implement the same methods elsewhere and are held to `TorchOps` by tests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HEAD_BLOCK = 4096
+"""Rows of a 16-bit output head that are float32 at once: 9 MiB of SmolLM2's, 64 MiB at 4,096 channels."""
 
 
 class Linear(Protocol):
@@ -48,13 +52,16 @@ class Stack(Protocol):
 
 
 class Ops(Protocol):
-    """What a backend must offer; R rows, E channels, all in the model's dtype, sums inside in float32."""
+    """What a backend must offer; R rows, E channels, all in the model's dtype but logits, sums inside in float32."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Pack weight [N, K] and bias [N] once; the caller keeps no reference, so a packed copy is the only one."""
 
+    def head(self, weight: Tensor) -> Linear:
+        """The output head: x [R, E] -> float32 logits [R, V], sums that were never rounded to 16 bits."""
+
     def tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        """An embedding and the product over the same matrix [V, E], held once if the backend's layout allows."""
+        """An embedding and the head over the same matrix [V, E], held once if the backend's layout allows."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows."""
@@ -100,6 +107,32 @@ class TorchLinear:
         return functional.linear(x, self.weight, self.bias)
 
 
+class TorchHead:
+    """Float32 logits over the weight as it was given, [V, E].
+
+    torch's CPU products write the type they read, so HEAD_BLOCK rows of the weight at a time are taken to float32.
+    """
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [R, E] -> [R, V], float32."""
+        weight = self._weight
+        if weight.dtype == torch.float32:
+            return functional.linear(x, weight)
+        if weight.is_cuda:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        wide = x.float()
+        out = wide.new_empty(len(x), len(weight))
+        for start in range(0, len(weight), HEAD_BLOCK):
+            block = slice(start, start + HEAD_BLOCK)
+            torch.mm(wide, weight[block].float().t(), out=out[:, block])
+        return out
+
+
 class TorchOps:
     """The definition of every operation, on any device; backends differ from it by rounding only."""
 
@@ -107,9 +140,13 @@ class TorchOps:
         """Keeps the tensors themselves."""
         return TorchLinear(weight, bias)
 
-    def tied(self, weight: Tensor) -> tuple[Embedding, TorchLinear]:
+    def head(self, weight: Tensor) -> Linear:
+        """Keeps the tensor itself."""
+        return TorchHead(weight)
+
+    def tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
         """One tensor serves both."""
-        return functools.partial(functional.embedding, weight=weight), self.linear(weight, None)
+        return functools.partial(functional.embedding, weight=weight), self.head(weight)
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one."""

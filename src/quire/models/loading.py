@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from quire.models.layers import Embedding, Linear, Ops
     from quire.models.quants import QuantizedTensor
+    from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
 log = logging.getLogger("quire")
@@ -32,8 +32,13 @@ NOTHING_IN_FOUR_BITS = (
 FOUR_BIT_ROWS = 16
 """The 4-bit product takes outputs by so many; matrices of other sizes are dequantized."""
 
-FourBit = Callable[["QuantizedTensor", "Tensor | None"], "Linear"]
-"""Packs a 4-bit matrix as it is stored, with its bias."""
+
+class FourBit(Protocol):
+    """Packs 4-bit matrices as they are stored."""
+
+    def __call__(self, matrix: QuantizedTensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        """The product with the matrix; its outputs are float32 if `wide`, else of the model's dtype."""
+
 
 
 def native_bytes(weights: Checkpoint, dtype: torch.dtype) -> int:
@@ -84,30 +89,50 @@ class WeightSource:
         return self._weights.tensor(name, self._dtype).to(self._device)
 
     def embedding(self, name: str, *, tied: bool) -> tuple[Embedding, Linear | None]:
-        """Rows of the matrix `NAME.weight`, and, if it is tied to the output head, the product over it."""
+        """Rows of the matrix `NAME.weight`, and, if it is tied to the output head, the head over it."""
         weight = self.tensor(f"{name}.weight")
         if tied:
             return self._ops.tied(weight)
         return functools.partial(functional.embedding, weight=weight), None
+
+    def key_bias(self, shape: ModelShape) -> Tensor | None:
+        """See plan.Model: of every layer's and head's keys, float32 [L, H, D]."""
+        if not shape.qkv_bias or shape.qk_norm:
+            return None
+        found = torch.stack([self.tensor(f"layers.{index}.k.bias").float() for index in range(shape.num_layers)])
+        return found.view(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+
+    def head(self, name: str) -> Linear:
+        """The output head over the matrix `NAME.weight`: float32 logits."""
+        fused = self._stored((name,))
+        if fused is not None and self._four_bit is not None:
+            return self._four_bit(fused, None, wide=True)
+        return self._ops.head(self.tensor(f"{name}.weight"))
 
     def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
         """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for. Of
         two the first may gate the second.
         """
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        if self._four_bit is not None:
-            stored = [self._weights.quantized(f"{name}.weight") for name in names]
-            whole = [matrix for matrix in stored if matrix is not None]
-            rows = sum(len(matrix.codes) for matrix in whole)
-            if len(whole) == len(stored) and rows % FOUR_BIT_ROWS == 0:
-                fused = type(whole[0])(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
-                self._kept += len(names)
-                product = self._four_bit(fused, offset)
-                return Gated(self._ops, product) if gated else product
-            self._dequantized += names
+        fused = self._stored(names)
+        if fused is not None and self._four_bit is not None:
+            product = self._four_bit(fused, offset)
+            return Gated(self._ops, product) if gated else product
         matrices = [self.tensor(f"{name}.weight") for name in names]
         weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         return self._ops.gated_linear(weight, offset) if gated else self._ops.linear(weight, offset)
+
+    def _stored(self, names: tuple[str, ...]) -> QuantizedTensor | None:
+        """The 4-bit matrices one below the other, as the checkpoint holds them; None if they are to be dequantized."""
+        if self._four_bit is None:
+            return None
+        stored = [self._weights.quantized(f"{name}.weight") for name in names]
+        whole = [matrix for matrix in stored if matrix is not None]
+        if len(whole) < len(stored) or sum(len(matrix.codes) for matrix in whole) % FOUR_BIT_ROWS:
+            self._dequantized += names
+            return None
+        self._kept += len(names)
+        return type(whole[0])(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
 
     def conclude(self) -> None:
         """After the last matrix. Raises ConfigError if 4-bit products were asked for and there is none; warns if some

@@ -68,11 +68,12 @@ class OptDecoder:
             )
             for at in (f"layers.{index}" for index in range(shape.num_layers))
         ]
+        self.key_bias = weights.key_bias(shape)
         self._norm = norm("norm") if shape.final_norm else None
         projected = "project_in.weight" in shape.tensor_shapes
         self._project_in = weights.linear("project_in", bias=False) if projected else None
         self._project_out = weights.linear("project_out", bias=False) if projected else None
-        self._head = head or weights.linear("head", bias=False)
+        self._head = head or weights.head("head")
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """See `plan.Model.hidden`."""

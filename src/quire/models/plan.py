@@ -32,9 +32,14 @@ class StepPlan(Protocol):
 
 
 class Model(Protocol):
-    """A decoder with its weights packed for one device."""
+    """A decoder with its weights packed for one device.
+
+    key_bias  float32 [L, H, D]: what it adds to every key before rotation; None if nothing, or if keys are normalised
+              after it was added
+    """
 
     shape: ModelShape
+    key_bias: Tensor | None
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         """Run one step up to the last norm.
@@ -54,4 +59,4 @@ class Model(Protocol):
         """The result of `hidden` from what leaves the last layer."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The logits [n, vocab] of some rows of `hidden`, [n, E]."""
+        """The logits of some rows of `hidden`, [n, E]: float32 [n, vocab], whatever the model's dtype is."""

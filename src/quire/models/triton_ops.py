@@ -3,7 +3,7 @@
     norm(x) = x / sqrt(mean(x^2) + eps) * weight            add_norm(x, r): r += x, then norm(r)
     gated(g, u) = g / (1 + exp(-g)) * u                     linear(x) = x weight^T + bias
 
-Sums in float32. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Sums in float32, and so are the logits that a head returns. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from quire.models.layers import Gated
+from quire.models.layers import Gated, TorchHead, TorchLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,24 +109,29 @@ def _vector_linear(
 
 
 class TritonLinear:
-    """torch's product over the weight as it was given, and for one row a kernel that only streams the weight."""
+    """torch's product over the weight as it was given, and for one row a kernel that only streams the weight.
 
-    __slots__ = ("_bias", "_vector", "_weight")
+    wide  an output head without bias: returns float32
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, vector: bool) -> None:
+    __slots__ = ("_bias", "_many", "_vector", "_weight", "_wide")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, vector: bool, *, wide: bool = False) -> None:
         self._weight = weight
         self._bias = bias
+        self._wide = wide
+        self._many = TorchHead(weight) if wide else TorchLinear(weight, bias)
         self._vector = vector and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """See layers.Linear."""
         if len(x) != 1 or not self._vector:
-            return functional.linear(x, self._weight, self._bias)
+            return self._many(x)
         n, k = self._weight.shape
         assert x.shape == (1, k) and x.stride(1) == 1 and x.dtype == self._weight.dtype, (
             f"{x.dtype} {tuple(x.shape)} for a weight [{n}, {k}]"
         )
-        out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+        out = torch.empty(1, n, dtype=torch.float32 if self._wide else x.dtype, device=x.device)
         _vector_linear[(triton.cdiv(n, VECTOR_ROWS),)](
             x, self._weight, self._bias, out,
             N=n, K=k, ROWS=VECTOR_ROWS, COLUMNS=VECTOR_COLUMNS, STAGES=VECTOR_STAGES,
@@ -155,9 +160,13 @@ class TritonOps:
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one: a CUDA graph holds the step together."""
 
+    def head(self, weight: Tensor) -> TritonLinear:
+        """Keeps the tensor itself."""
+        return TritonLinear(weight, None, self._vector, wide=True)
+
     def tied(self, weight: Tensor) -> tuple[Embedding, TritonLinear]:
         """One tensor serves both."""
-        return functools.partial(functional.embedding, weight=weight), self.linear(weight, None)
+        return functools.partial(functional.embedding, weight=weight), self.head(weight)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [R, E] or [R, h, D]."""

@@ -272,7 +272,9 @@ def store_slots(
 
 @triton.jit(do_not_specialize=["first_layer", "staged"])
 def encode_groups(
-    arena, halves, octets, table, seals, staged, first_layer,
+    arena, halves, octets, table, seals, staged,
+    key_bias,                       # f32 [L, H, D], what keys are stored less, or None
+    first_layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
@@ -284,13 +286,16 @@ def encode_groups(
     dense, page, _ = source_of(arena, table, None, seals, staged, layer, head, L, H, D, P, UNIT, PAGE, DP, 0)
     slot = tl.arange(0, P)
     for side in tl.static_range(2):
+        bias = None
+        if side == 0 and key_bias is not None:
+            bias = key_bias + (layer.to(tl.int64) * H + head) * D
         source = arena + dense + side * P * D + slot * D
         ranges = halves + page * 64 + P * D // 2 + side * (GROUPS * 2 * P) + slot
         for group in tl.static_range(GROUPS):
             low = tl.full((P,), float("inf"), tl.float32)
             high = tl.full((P,), float("-inf"), tl.float32)
             for c in range(group * 64, min(D, group * 64 + 64)):
-                x = tl.load(source + c).to(tl.float32)
+                x = less_bias(source, bias, c)
                 low, high = tl.minimum(low, x), tl.maximum(high, x)
             half_low = half_of(low + 0.0)
             half_step = half_of(tl.maximum(high - half_low.to(tl.float32), 0.0) * STEP + 0.0)
@@ -300,16 +305,25 @@ def encode_groups(
         tl.debug_barrier()
         to = octets + page * 128 + side * P * HALF + slot * HALF
         for c in range(HALF):
-            lower = group_codes(source + c, ranges + c // 64 * (2 * P), P)
-            upper = group_codes(source + c + HALF, ranges + (c + HALF) // 64 * (2 * P), P)
+            lower = group_codes(less_bias(source, bias, c), ranges + c // 64 * (2 * P), P)
+            upper = group_codes(less_bias(source, bias, c + HALF), ranges + (c + HALF) // 64 * (2 * P), P)
             tl.store(to + c, (lower | upper << 4).to(tl.uint8))
 
 
 @triton.jit
-def group_codes(source, ranges, P: tl.constexpr):
+def less_bias(source, bias, c):
+    """One channel of all slots, f32 [P], less its bias, where there is one."""
+    x = tl.load(source + c).to(tl.float32)
+    if bias is not None:
+        x -= tl.load(bias + c)
+    return x
+
+
+@triton.jit
+def group_codes(x, ranges, P: tl.constexpr):
     """The codes of one channel in the range that its group has, i32 [P]: the nearest, of two the even one."""
     low, step = tl.load(ranges).to(tl.float32), tl.load(ranges + P).to(tl.float32)
-    scaled = tl.div_rn(tl.load(source).to(tl.float32) - low, tl.where(step > 0, step, 1.0))
+    scaled = tl.div_rn(x - low, tl.where(step > 0, step, 1.0))
     scaled = tl.minimum(tl.maximum(scaled, 0.0), 15.0)
     # Adding 2^23 leaves no bits for what is behind the point.
     return (scaled + 8388608.0).to(tl.int32) - 8388608

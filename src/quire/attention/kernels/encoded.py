@@ -124,7 +124,8 @@ def attend_encoded(
     sidecars,       # i32 [C] page ids, -1 where there is none; SINKS only
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only
-    heads,          # i32 [L, H, HEAD_INTS], where and how many parts a page has; NUQ only, as the next three
+    heads,          # i32 [L, H, HEAD_INTS], where and how many parts a page has; NUQ only, as the next three; of group
+                    # codes key_books is f32 [L, H, 2, HP], what keys are stored less, or None
     pairs,          # i32 [L, H, 4, HP]: pair, and where its parts begin
     key_books,      # f32 [L, H, 2, HP, 32]
     value_books,    # f32 [L, H, 32]
@@ -197,6 +198,9 @@ def attend_encoded(
         num_value_slots, at_value_slots = tl.load(of_head + VALUE_SLOTS), tl.load(of_head + AT_VALUE_SLOTS)
         at_values, at_ranges = tl.load(of_head + AT_VALUES), tl.load(of_head + AT_RANGES)
         value_bits = tl.load(of_head + VALUE_BITS)
+    head_bias = None
+    if KIND != NUQ and key_books is not None:
+        head_bias = key_books + layer_head * (2 * HP)
     mask = valid[:, None] & is_pair[None, :]
     first_query = tl.load(q + q_row[:, None] + order[None, :], mask=mask, other=0.0).to(tl.float32) * SCALE
     second_query = tl.load(q + q_row[:, None] + order[None, :] + HALF, mask=mask, other=0.0).to(tl.float32) * SCALE
@@ -234,7 +238,7 @@ def attend_encoded(
                     at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
                 )  # fmt: skip
             else:
-                first, second = group_keys(halves, octets, current, D, HALF, HP, P)
+                first, second = group_keys(halves, octets, current, head_bias, D, HALF, HP, P)
             first_q, second_q = first_query, second_query
             if ROTATE:
                 base = page_start

@@ -144,7 +144,10 @@ def encoded_keys(
             tl.load(of_head + AT_KEY_SLOTS), HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
         )  # fmt: skip
     else:
-        first, second = group_keys(halves, octets, page, D, HALF, HP, P)
+        head_bias = None
+        if key_books is not None:
+            head_bias = key_books + layer_head * (2 * HP)
+        first, second = group_keys(halves, octets, page, head_bias, D, HALF, HP, P)
     slots = tl.arange(0, P)
     is_pair = (pair < HALF)[:, None]
     if SINKS:

@@ -162,7 +162,11 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
 
 
 @triton.jit
-def group_keys(halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr):
+def group_keys(
+    halves, octets, page,
+    bias,  # f32 [2, HP], a head's: what its keys are stored less; or None
+    D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     """As `nuq_keys`, of a page of group codes."""
     pair = tl.arange(0, HP)[:, None]
     slot = tl.arange(0, P)[None, :]
@@ -175,7 +179,11 @@ def group_keys(halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, HP: tl
     group = (pair + HALF) // 64
     low = tl.load(ranges + group * (2 * P), mask=inside, other=0.0).to(tl.float32)
     step = tl.load(ranges + group * (2 * P) + P, mask=inside, other=0.0).to(tl.float32)
-    return first, low + (both >> 4).to(tl.float32) * step
+    second = low + (both >> 4).to(tl.float32) * step
+    if bias is not None:
+        first += tl.load(bias + pair)
+        second += tl.load(bias + HP + pair)
+    return first, second
 
 
 @triton.jit

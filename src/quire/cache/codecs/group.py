@@ -1,13 +1,15 @@
 """Group codes: four bits a number, and a range for every 64 channels of a vector. Needs no calibration.
 
-    key, value of a token:    low + code * step, low and step of its own for each group of channels
+    value of a token:         low + code * step, low and step of its own for each group of channels
+    key of a token:           bias + low + code * step, bias that of the head's key projection, zero where it has none
 
 A page (P = 64 slots, D channels, all little-endian; docs/page-format.md has it byte by byte):
 
     key codes | value codes | key ranges | value ranges
 
 Source: FlexGen, arXiv 2303.06865, section 4: asymmetric minimum and maximum, groups along the head. What differs: keys
-are not rotated, so that pages are read like those of other codecs; the step is stored and not its inverse, which has no
+are not rotated, so that pages are read like those of other codecs, and lack the constant that all keys of a head share;
+the step is stored and not its inverse, which has no
 finite float16 for a small range; codes are fitted to the range as it is stored; the last group is shorter and not
 padded; a constant group divides by nothing.
 """
@@ -40,15 +42,18 @@ class GroupCodec:
     """Asymmetric codes of 4 bits in groups of 64 channels; the last group of a head has what is left.
 
     head_dim  D
+    key_bias  float32 [L, H, D], what the model adds to all keys of a head, if anything: keys are stored less it. A few
+              of Qwen2's channels have biases in the hundreds, and would take the whole range of their group
     Raises ConfigError for one that is odd or above 256.
     """
 
     name = "g4"
     kernel_id = KERNEL_ID
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, key_bias: torch.Tensor | None = None) -> None:
         check_head_dim(head_dim)
         self.head_dim = head_dim
+        self.key_bias = None if key_bias is None else key_bias.float().contiguous()
         self._starts = range(0, head_dim, GROUP_CHANNELS)
         self.page_bytes = PAGE_TOKENS * head_dim + 2 * _RANGE_BYTES * len(self._starts)
         assert self.page_bytes % UNIT == 0
@@ -57,8 +62,9 @@ class GroupCodec:
         self.slots = SlotMap([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row), *((RUN, start, 2) for start in ranges)]])
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Keys, not rotated, and values, [n, P, D] each, as page images; layer and head do not matter."""
-        key_codes, key_ranges = self._encode(k.float())
+        """Keys, not rotated, and values, [n, P, D] each, as page images; layer and head say which bias is taken off."""
+        k = k.float()
+        key_codes, key_ranges = self._encode(k if self.key_bias is None else k - self._bias(layer, head, k))
         value_codes, value_ranges = self._encode(v.float())
         return torch.cat((key_codes, value_codes, key_ranges, value_ranges), 1)
 
@@ -67,11 +73,16 @@ class GroupCodec:
         codes = pages[:, : PAGE_TOKENS * self.head_dim].view(len(pages), 2, PAGE_TOKENS, -1)
         ranges = pages[:, PAGE_TOKENS * self.head_dim :].contiguous().view(torch.float16).float()
         ranges = ranges.view(len(pages), 2, len(self._starts), 2, PAGE_TOKENS)
-        return self._decode(codes[:, 0], ranges[:, 0]), self._decode(codes[:, 1], ranges[:, 1])
+        k = self._decode(codes[:, 0], ranges[:, 0])
+        return k if self.key_bias is None else k + self._bias(layer, head, k), self._decode(codes[:, 1], ranges[:, 1])
 
     def move(self, arena: torch.Tensor, moves: Moves) -> None:
         """Overwrites slots of pages with other ones; see Codec."""
         self.slots.move(arena, moves)
+
+    def _bias(self, layer: int, head: int, k: torch.Tensor) -> torch.Tensor:
+        assert self.key_bias is not None
+        return self.key_bias[layer, head].to(k.device)
 
     def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and ranges of vectors [n, P, D], as bytes [n, -1] each."""
