@@ -55,6 +55,9 @@ class CacheConfig(Group):
     calibration: str | None = None
     """File made by `quire calibrate` for this model. none: the one made before with the same settings, or, if there
     is no such file yet, it is made first."""
+    check: bool = True
+    """Whether a codec that this model has not run with before reads one short text first, beside a dense cache. The
+    start is refused if the predictions differ by more than 0.5 nats a token; the result is remembered."""
     outlier_slots: Annotated[int, AtLeast(0)] = 1
     """Elements of each key and each value vector of a head that nuq codecs may store exactly: 0, 1 or 2."""
     sink_tokens: Annotated[int, AtLeast(0)] = 1

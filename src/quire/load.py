@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.cache.calibration import Calibration
 from quire.cache.sizes import Sizes
+from quire.check import check_codec
 from quire.config import EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.engine import Engine
@@ -48,7 +49,8 @@ def load_engine(
     show_progress: bool | None = None,
     unwanted: Callable[[], bool] = lambda: False,
 ) -> Loaded:
-    """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done.
+    """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done, and
+    checks a codec that was never checked on the model.
 
     show_progress  bars of fetching and calibrating; None: only when stderr is a terminal
     unwanted       asked between what it does, and now and then while it calibrates
@@ -71,6 +73,10 @@ def load_engine(
         shape = checkpoint.shape
     tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
     name = resolved.model.name or model
+    model_id = fingerprint(path)
+    if resolved.cache.check and resolved.cache.codec != "dense":
+        _ask(unwanted)
+        check_codec(engine_model, tokenizer, resolved, model_id, calibration)
     retain = resolved.retain
     how = "threshold" if retain.threshold != "off" else "budget"
     retained = f", retention by a {how} of {getattr(retain, how)}" if retain.is_on else ""
@@ -87,7 +93,7 @@ def load_engine(
         resolved.runtime.device,
         retained,
     )
-    engine = assemble(engine_model, tokenizer, resolved, fits, fingerprint(path), calibration)
+    engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration)
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
 
 

@@ -186,7 +186,15 @@ def test_a_printed_configuration_is_a_file_that_gives_it_back(tmp_path):
     serve_options = {"serve.api_key_file": "keys", "serve.drain_seconds": 0.5}
     config, serve = EngineConfig.from_options(options), ServeConfig.from_options(serve_options)
     text = describe(config, sources(options)) + describe(serve, {})
-    cache = {"codec": "dense", "memory": 2**30 + 1, "share": True, "lifetime": "auto", "pin": "none", "strict": True}
+    cache = {
+        "codec": "dense",
+        "check": True,
+        "memory": 2**30 + 1,
+        "share": True,
+        "lifetime": "auto",
+        "pin": "none",
+        "strict": True,
+    }
     nuq = {"calibration": "none", "outlier_slots": 1, "sink_tokens": 1}
     assert tomllib.loads(text)["cache"] == {**cache, **nuq}
     (line,) = [line for line in text.splitlines() if line.startswith("threads")]

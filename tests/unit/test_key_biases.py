@@ -22,7 +22,9 @@ PROMPT = [index * 37 % 256 for index in range(300)]
 
 def biased(codec: str = "g4", seed: int = 0, **options: Any) -> Engine:
     shape = biased_shape()
-    return make_engine(shape, weights=BiasedKeys(shape, seed), **{"cache.codec": codec, "runtime.threads": 1, **options})
+    return make_engine(
+        shape, weights=BiasedKeys(shape, seed), **{"cache.codec": codec, "runtime.threads": 1, **options}
+    )
 
 
 def prompt_logprobs(engine: Engine, prompt: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Logits are float32 from the head's sums to whoever reads them, in every format of weights, whatever runs the model."""
+"""Logits are float32 from the head's sums to whoever reads them, whatever holds the weights and runs the model."""
 
 from __future__ import annotations
 

@@ -29,7 +29,18 @@ _FIELDS: list[tuple[str, type]] = [
     *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
     *(
         (name, ctypes.c_void_p)
-        for name in ("reads", "heads", "key_bias", "turns", "angles", "sidecars", "slot_positions", "bases", "seals", "lse")
+        for name in (
+            "reads",
+            "heads",
+            "key_bias",
+            "turns",
+            "angles",
+            "sidecars",
+            "slot_positions",
+            "bases",
+            "seals",
+            "lse",
+        )
     ),
     *((name, ctypes.c_void_p) for name in ("scored_rows", "scores", "profiled_rows", "profiles", "columns")),
     ("kept_chunks", ctypes.c_void_p),

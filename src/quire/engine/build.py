@@ -324,15 +324,7 @@ def assemble(
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,
-        namespace=Namespace(
-            model=model_id,
-            dtype=config.model.dtype,
-            weights=config.model.weights,
-            codec=config.cache.codec if table.sinks is None else f"{config.cache.codec} sinks {table.sinks.num_tokens}",
-            calibration=calibration.hash if calibration is not None else "",
-            strict=config.cache.strict,
-            rope=repr(shape.rope),
-        ),
+        namespace=namespace_of(config, shape, model_id, calibration),
         decode=_decode(model, attention, device),
         padded_rows=_padded_rows(config),
         context_limit=_context_limit(fits, shape),
@@ -344,6 +336,21 @@ def _context_limit(fits: Sizes, shape: ModelShape) -> str:
     if fits.max_context < fits.model_context:
         return "what fits cache.memory"
     return "what the model was made for" if fits.model_context == shape.max_context else "model.max_context"
+
+
+def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibration: Calibration | None) -> Namespace:
+    """What the bytes of pages depend on besides tokens. config is resolved; the others are as of `assemble`."""
+    cache = config.cache
+    has_sinks = cache.is_calibrated and cache.sink_tokens > 0
+    return Namespace(
+        model=model_id,
+        dtype=config.model.dtype,
+        weights=config.model.weights,
+        codec=f"{cache.codec} sinks {cache.sink_tokens}" if has_sinks else cache.codec,
+        calibration=calibration.hash if calibration is not None else "",
+        strict=cache.strict,
+        rope=repr(shape.rope),
+    )
 
 
 def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, token_budget: int, context: int) -> None:

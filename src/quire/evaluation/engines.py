@@ -40,7 +40,8 @@ def load_engines(
     model        a folder, a .gguf file, a hub id, or `smollm2`
     codecs       values of cache.codec; none: the one that the options have
     context      tokens that the longest request has, prompt and answer
-    options      settings by key, which win over those of the TOML file; cache.pin is passed over
+    options      settings by key, which win over those of the TOML file; cache.pin and cache.check are passed
+                 over
     sequences    how many of the longest requests an automatic cache.memory holds, were they stored densely
     compares     whether REFERENCE comes first, if it is not among the codecs
     Raises ModelError or ConfigError: before weights are loaded, if the model or a cache cannot hold `context` tokens
@@ -94,6 +95,7 @@ def load_engines(
 def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path | None) -> dict[str, EngineConfig]:
     """The configuration of each codec, by its name."""
     options["cache.pin"] = None
+    options["cache.check"] = False  # it is what is measured here
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
         return {config.cache.codec: config}

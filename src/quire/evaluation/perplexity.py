@@ -17,8 +17,7 @@ import torch
 from quire.cache.page import PAGE_TOKENS
 from quire.engine.candidates import best_ids
 from quire.engine.engine import LOGIT_ROWS, Engine
-from quire.engine.params import SamplingParams
-from quire.engine.request import Sequence as Running
+from quire.engine.reading import log_probabilities, read_window
 from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import REFERENCE, load_engines
 
@@ -151,38 +150,6 @@ def measure(
     ]
 
 
-def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as a request's prompt, as any other but that nothing of it is found in the cache.
-
-    returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, whose row i predicts token i + 1; and the
-             bytes that the request has taken from the pool when its prompt is done
-    """
-    rows = len(tokens) - 1
-    collected = torch.empty(0)
-
-    def collect(sequence: Running, start: int, hidden: torch.Tensor) -> None:
-        nonlocal collected
-        if not len(collected):
-            collected = hidden.new_empty(rows, hidden.shape[1])
-        collected[start : start + len(hidden)] = hidden
-
-    assert engine.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
-    engine.observer = collect
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
-    try:
-        request = engine.add("window", None, list(tokens[:-1]), params)
-        # A second token is never computed, so it needs no room: the request is ended when its prompt is done, and not
-        # in that very step, so that its pages can be counted.
-        request.sequences[0].max_tokens += 1
-        while not engine.step():
-            pass
-        num_bytes = int(engine.stats()["cache"]["bytes_used"])
-    finally:
-        engine.abort("window")
-        engine.observer = None
-    return collected, num_bytes
-
-
 def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> float | None:
     """Bits of an element in the chunks before the last: what the pool gave for all of a window, less what it gives for
     as many tokens as the last chunk has.
@@ -209,7 +176,7 @@ def _score(
         block = slice(start, start + LOGIT_ROWS)
         for name in order:
             model, tally = engines[name].model, tallies[name]
-            found = torch.log_softmax(model.head(hidden[name][block])[:, : model.shape.vocab_size], -1)
+            (found,) = log_probabilities(model, hidden[name][block])
             wanted = targets[block].to(found.device)[:, None]
             tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()
             if reference is None:

@@ -40,7 +40,6 @@ class FourBit(Protocol):
         """The product with the matrix; its outputs are float32 if `wide`, else of the model's dtype."""
 
 
-
 def native_bytes(weights: Checkpoint, dtype: torch.dtype) -> int:
     """Bytes of a checkpoint's tensors where its 4-bit matrices stay so, the embedding apart: it is read by rows.
 

@@ -3,7 +3,8 @@
     norm(x) = x / sqrt(mean(x^2) + eps) * weight            add_norm(x, r): r += x, then norm(r)
     gated(g, u) = g / (1 + exp(-g)) * u                     linear(x) = x weight^T + bias
 
-Sums in float32, and so are the logits that a head returns. Defined by `layers.TorchOps`; tests/kernels/triton_interpreter and tests/gpu hold the two together.
+Sums in float32, and so are the logits that a head returns. Defined by `layers.TorchOps`; tests/kernels/
+triton_interpreter and tests/gpu hold the two together.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
