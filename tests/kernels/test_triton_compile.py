@@ -313,8 +313,9 @@ def test_encoded_pages_seen_in_part_are_read_in_registers(kind: str, codec: int)
     parts = 7 if codec == NUQ else 0
     compiled, warps = encoded_attention(kind, codec, parts, 1, torch.bfloat16, 4, 128, masked=True)
     assert compiled.registers * warps * 32 <= REGISTERS and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
-    # Angles of every slot, and what tells them, are more than there are registers for.
-    most = {("tall", NUQ): 800, ("tall", GROUP): 160}.get((kind, codec), 200 if codec == NUQ else 0)
+    # Angles of every slot, and what tells them, are more than there are registers for. So is, by four registers, what
+    # keys of group codes are stored less; a model without such a bias compiles none of it, and keeps all in registers.
+    most = {("tall", NUQ): 800, ("tall", GROUP): 160}.get((kind, codec), 200 if codec == NUQ else 16)
     assert compiled.stack_bytes <= most, describe(compiled)
 
 

@@ -48,7 +48,7 @@ def divergence(weights: type[RandomWeights], backend: str) -> float:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_huge_key_biases_cost_group_codes_nothing(backend: str) -> None:
-    """Where the constants take the range of their group, what is left of a key is 0, and the divergence 20 times."""
+    """Where the constants take the range of their group, it diverges by 1.2 nats a token instead of 0.005."""
     assert divergence(BiasedKeys, backend) < 2 * divergence(RandomWeights, backend)
 
 

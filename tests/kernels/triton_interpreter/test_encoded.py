@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.attention.triton import TritonAttention
+from quire.cache.codecs.group import GroupCodec
 
 from .. import encoded
 from ..encoded import CODECS
@@ -38,6 +39,11 @@ def test_every_codec_attends_like_the_reference(codec: str) -> None:
 def test_every_head_size_attends_like_the_reference(dim: int, codec: str) -> None:
     shape = Shape(heads=1, dim=dim, group=1, layers=1)
     encoded.check_steps(TritonAttention, shape, CODECS[codec], [[(0, 66)], [(0, 2)], [(0, 1)]])
+
+
+def test_group_codes_of_keys_without_a_bias_attend_like_the_reference() -> None:
+    shape = Shape(heads=1, dim=16, layers=1)
+    encoded.check_steps(TritonAttention, shape, lambda of: GroupCodec(of.dim), [[(0, 66)], [(0, 1)]])
 
 
 @pytest.mark.parametrize("dim", [2, 24, 66])
