@@ -47,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.seconds is not None and not hasattr(config, "workerinput"):
         config.option.seconds += time.time()
     config.option.hypothesis_seed = str(config.option.seed)
+    if hasattr(config, "workerinput"):
+        # A core for each process and for what it starts: threads that two processes have together wait for each other.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(config.workerinput["workerid"].removeprefix("gw")) % len(cores)]})
     if hypothesis is None:
         return
     # On a busy machine the time of one example says nothing; pytest-timeout catches what hangs.

@@ -305,11 +305,10 @@ def test_a_bad_row_leaves_the_others_alone():
             assert alone.token_ids[0] == sampled.token_ids[index] and alone.logprobs[0] == sampled.logprobs[index]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_one_bad_logit_is_noticed_wherever_it_stands(poison, dtype):
+def test_one_bad_logit_is_noticed_wherever_it_stands(poison):
     """71 columns: whole vectors of every width, and some more."""
-    logits = torch.randn(72, 71).to(dtype)
+    logits = torch.randn(72, 71)
     logits[torch.arange(71), torch.arange(71)] = poison
     last = logits[71].tolist()
     assert best_ids(logits).tolist() == [-1] * 71 + [last.index(max(last))]
