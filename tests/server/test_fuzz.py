@@ -361,7 +361,7 @@ def real_server(tmp_path_factory):
 
 
 @pytest.mark.slow
-@examples(40, suppress_health_check=[HealthCheck.too_slow])
+@examples(25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=st.lists(
         st.tuples(WORK, st.none() | st.integers(0, 8)).map(lambda both: (*both[0], both[1])), min_size=1, max_size=5

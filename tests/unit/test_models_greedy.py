@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from tests.effort import full_only
 from tests.real_model import embedded_gguf
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "In 1984 there were 12 ways to", "word " * 70)
 OPTIONS = {"model.dtype": "float32", "runtime.device": "cpu", "runtime.threads": 1, "cache.memory": "64MiB"}
 
 
+@full_only("tiny models of every family are held to transformers, and the embedded one in test_logits.py")
 @pytest.mark.slow
 def test_greedy_text_of_the_embedded_model_agrees_with_transformers() -> None:
     """All prompts in one batch, prefilled in slices, through pages and our own attention."""

@@ -755,7 +755,7 @@ def test_thousands_of_operations_lose_nothing(churn: type[Churn]) -> None:
     """A full run: a hundred thousand for each."""
     churn.operations = churn.tokens = 0
     run_state_machine_as_test(
-        churn, settings=examples(60, stateful_step_count=200, suppress_health_check=list(HealthCheck))
+        churn, settings=examples(40, stateful_step_count=200, suppress_health_check=list(HealthCheck))
     )
     print(f"{churn.operations} operations, {churn.tokens} of them single tokens appended")
     assert churn.operations >= tries(5_000), "a run has 10,000 to 27,000, as the seed will have it"

@@ -24,7 +24,7 @@ from ..profiling import HISTORY, Prompts, Steps, check_history
 from .test_graphs import FakeGraph, Recorder, install_fakes
 
 SHAPES = [
-    Shape(dim=16, group=3, heads=2, layers=1),
+    Shape(dim=16, group=3, heads=1, layers=1),
     Shape(dim=64, group=4, heads=1, layers=1, dtype=torch.bfloat16),
     Shape(dim=80, group=1, heads=2, layers=1, dtype=torch.float16),
 ]
