@@ -11,7 +11,8 @@ import socket
 import pytest
 
 from quire.config import ServeConfig
-from quire.server.edge import Limits
+from quire.server import run
+from quire.server.edge import Edge, Limits
 from quire.server.run import connection_limits
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import TEXT, post_head, socket_server
@@ -290,6 +291,36 @@ async def test_connections_without_a_request_give_way_to_new_ones():
                 ended += 1
             client.close()
         assert 22 <= ended < 30
+
+
+async def test_a_begun_body_behind_an_answered_request_gives_way_too():
+    async with socket_server(limits=Limits(connections=3)) as server:
+        for _ in range(3):
+            client = await server.connect(GET + request()[:-1])
+            assert (await client.answer()).status == 200
+        assert await is_alive(server)
+
+
+async def test_the_time_of_a_body_begins_when_the_requests_before_it_are_answered():
+    limits = Limits(body_seconds=0.3, sweep_seconds=0.01)
+    async with socket_server(FakeEngine(step_seconds=0.05), limits=limits) as server:
+        long = json.dumps(TEXT | {"max_tokens": 8, "ignore_eos": True}).encode()
+        client = await server.connect(request(long) + request()[:-1])
+        assert (await client.answer()).status == 200
+        await client.send(request()[-1:])
+        assert (await client.answer()).status == 200
+        client.close()
+
+
+async def test_clients_that_stay_after_a_refusal_keep_no_place(monkeypatch):
+    edges = []
+    monkeypatch.setattr(run, "Edge", lambda *given: edges.append(Edge(*given)) or edges[0])
+    limits = Limits(connections=2, lingering=4, linger_seconds=60)
+    async with socket_server(limits=limits) as server:
+        for _ in range(10):
+            assert (await (await server.connect(b"hello\r\n\r\n")).answer()).status == 400
+            assert await is_alive(server)
+        assert len(edges[0].open) <= 2 + 4, "refused ones are kept beyond the files that there are"
 
 
 async def test_beyond_the_most_connections_with_requests_a_new_one_is_503_at_once():

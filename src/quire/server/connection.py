@@ -72,6 +72,11 @@ class Connection(HttpToolsProtocol):
         """Whether nothing is read any more."""
         return self.stage is Stage.CLOSED
 
+    @property
+    def waits_for_body(self) -> bool:
+        """Whether the rest of a body is due, and no request before it is being answered."""
+        return self.stage is Stage.BODY and self.answering is self.cycle
+
     # What asyncio calls.
 
     def connection_made(self, transport: Any) -> None:
@@ -173,11 +178,11 @@ class Connection(HttpToolsProtocol):
         if self.is_closed:
             return
         super().on_response_complete()
-        if self.stage is Stage.HEAD:
-            self._enter_stage(Stage.HEAD)  # from now on somebody waits for the rest of it
+        if self.stage is Stage.HEAD or (self.stage is Stage.BODY and not self.cycle.response_complete):
+            self._enter_stage(self.stage)  # from now on somebody waits for the rest of it
         elif self.stage is Stage.ANSWER and self.cycle.response_complete:
             self._enter_stage(Stage.IDLE)
-        elif self.stage is Stage.BODY and self.cycle.response_complete:
+        elif self.stage is Stage.BODY:
             # Answered before its body is there, such as 401: nobody wants the rest.
             self.close()
 
@@ -213,7 +218,7 @@ class Connection(HttpToolsProtocol):
                 self.refuse(ApiError(408, message, code="head_timeout"))
             else:
                 self.abort()  # never said anything
-        elif self.stage is Stage.BODY and waited >= limits.body_seconds and not self.flow.read_paused:
+        elif self.waits_for_body and waited >= limits.body_seconds and not self.flow.read_paused:
             message = f"no byte of the request's body arrived for {limits.body_seconds:g} s"
             self.refuse(ApiError(408, message, code="body_timeout"))
 
@@ -241,7 +246,7 @@ class Connection(HttpToolsProtocol):
 
     def _may_answer(self) -> bool:
         """Whether the request that is being answered is the one that is being read, and no answer has begun."""
-        return self.answering is self.cycle and not self.cycle.response_started and self.stage is Stage.BODY
+        return self.waits_for_body and not self.cycle.response_started
 
     def close(self) -> None:
         """Send what is written and close, but let the client read it: see Limits.linger_seconds."""
@@ -251,9 +256,10 @@ class Connection(HttpToolsProtocol):
         self._enter_stage(Stage.CLOSED)
         self._unset_keepalive_if_required()
         self._forsake()
-        if not unread or len(self.edge.open) > self.edge.limits.connections + self.edge.limits.lingering:
+        if not unread or self.edge.is_full:
             self.transport.close_now()
             return
+        self.edge.lingering[self] = None
         self.flow.resume_reading()
         self.transport.write_eof()
 
@@ -279,7 +285,7 @@ class Connection(HttpToolsProtocol):
         self.stage = stage
         self.since = self.loop.time()
         self.edge.unasked.pop(self, None)
-        if (stage in (Stage.IDLE, Stage.HEAD) and self._is_silent()) or (stage is Stage.BODY and self._may_answer()):
+        if (stage in (Stage.IDLE, Stage.HEAD) and self._is_silent()) or self._may_answer():
             self.edge.unasked[self] = None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.server.connection import Connection, Stage
+from quire.server.connection import Connection
 from quire.server.errors import ApiError
 
 
@@ -45,7 +45,7 @@ class Limits:
     per_address: int | None = None
     """Connections at once from one address."""
     lingering: int = 64
-    """Connections beyond these that may still be told why they are closed. With more of them, files would run out."""
+    """Connections beyond these that are refused and may still read why. With more of them, files would run out."""
 
 
 class Edge:
@@ -61,6 +61,8 @@ class Edge:
         self.addresses: Counter[str] = Counter()
         # Without a request that has arrived as a whole; those that wait for longest come first.
         self.unasked: dict[Connection, None] = {}
+        # Refused, and open for a moment so that the client sees why; the first refused come first.
+        self.lingering: dict[Connection, None] = {}
 
     def protocol(
         self,
@@ -80,25 +82,32 @@ class Edge:
             for connection in list(self.open):
                 connection.check(now)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether files may run out."""
+        return len(self.open) > self.limits.connections + self.limits.lingering
+
     def close_unsent(self, error: ApiError) -> None:
         """Ends the connections whose request's body has not arrived; `error` is their answer."""
         for connection in list(self.open):
-            if connection.stage is Stage.BODY:
+            if connection.waits_for_body:
                 connection.refuse(error)
 
     def enter(self, connection: Connection, address: str) -> None:
         """A new connection came. Raises ApiError if there is no place for it.
 
         If all places are taken, who has waited for longest without having sent a whole request makes room: then
-        connections without requests and slow bodies, however many, keep nobody out.
+        connections without requests and slow bodies, however many, keep nobody out. Refused ones take no place.
         """
         self.open.add(connection)
         self.addresses[address] += 1
+        if self.is_full and self.lingering:
+            next(iter(self.lingering)).abort()
         most = self.limits.per_address
         if most is not None and self.addresses[address] > most:
             message = f"this address holds {most} connections, the most it may (serve.max_connections_per_address)"
             raise ApiError(429, message, code="too_many_connections", headers={"Retry-After": "1"})
-        if len(self.open) > self.limits.connections:
+        if len(self.open) - len(self.lingering) > self.limits.connections:
             oldest = next((each for each in self.unasked if not each.transport.get_write_buffer_size()), None)
             if oldest is None:
                 message = f"{self.limits.connections} connections are being served, the most at once"
@@ -112,6 +121,7 @@ class Edge:
         if connection in self.open:
             self.open.remove(connection)
             self.unasked.pop(connection, None)
+            self.lingering.pop(connection, None)
             self.addresses[address] -= 1
             if not self.addresses[address]:
                 del self.addresses[address]
