@@ -275,6 +275,14 @@ async def test_room_is_lent_in_order_and_given_back_by_those_who_stop_waiting():
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
     assert order == ["small"] and room.free == 10
+    # Cancelled just before it would be lent.
+    await room.take(8)
+    late = asyncio.ensure_future(take("late", 9))
+    await asyncio.sleep(0)
+    late.cancel()
+    room.give(8)
+    assert [type(each) for each in await asyncio.gather(late, return_exceptions=True)] == [asyncio.CancelledError]
+    assert order == ["small"] and room.free == 10
 
 
 async def test_many_large_bodies_at_once_are_all_answered():

@@ -126,11 +126,10 @@ class Room:
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
-                self.give(size)
+            if mine.cancelled():
+                self._lend()  # those behind it may have waited for it alone
             else:
-                self._waiting.remove((size, mine))
-                self._lend()
+                self.give(size)
             raise
 
     def give(self, size: int) -> None:
@@ -139,7 +138,7 @@ class Room:
         self._lend()
 
     def _lend(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self.free:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self.free):
             size, future = self._waiting.popleft()
             if not future.cancelled():
                 self.free -= size
