@@ -216,6 +216,22 @@ async def test_a_large_body_that_takes_too_long_in_all_is_408(monkeypatch):
 
 
 @pytest.mark.parametrize("announced", [True, False])
+async def test_a_large_body_has_time_for_what_has_come_and_not_for_what_is_announced(announced, monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_RATE", 100_000)
+    app = application(FakeEngine())
+    app.state.service.bodies.body_seconds = 0.1
+    trickling = slow_call(app, 1_000_000, announced)  # all of it could take 10 s
+    trickling.inbox.put_nowait(part(b" "))
+    steady = slow_call(app, 1_000_000, announced)
+    steady.inbox.put_nowait(part(b" " * 100_000))
+    await asyncio.wait_for(trickling.task, 0.9)
+    assert trickling.status == 408 and not steady.task.done()
+    steady.leave()
+    await asyncio.wait_for(steady.task, 1)
+    assert app.state.service.bodies.room.free == app.state.service.bodies.room.size
+
+
+@pytest.mark.parametrize("announced", [True, False])
 async def test_large_bodies_wait_for_room_small_ones_do_not(announced):
     app = application(FakeEngine(max_context=50_000), max_request_bytes=100_000)
     slow = [slow_call(app, 100_000, announced) for _ in range(4)]

@@ -29,7 +29,7 @@ NUM_LARGEST = 4
 
 BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
-"""A large body must be there after BODY_SECONDS and a second for each BODY_RATE bytes: nobody holds room for long."""
+"""Of a large body, BODY_SECONDS may pass and a second for each BODY_RATE bytes that came: nobody holds room for long."""
 
 ROOM_SECONDS = 10.0
 """How long a large body waits for room before it is answered 503. A full room is read and parsed within 2 s."""
@@ -71,19 +71,21 @@ class Bodies:
             body = bytearray()
             # A small body holds no room, and its connection ends it if it says nothing: it needs no timer of its own.
             is_small = announced is not None and announced <= LARGE_BYTES
-            seconds = self.body_seconds + (announced or self.max_bytes) / BODY_RATE
+            due = asyncio.get_running_loop().time() + self.body_seconds
             try:
-                async with asyncio.timeout(None if is_small else seconds):
+                async with asyncio.timeout(None if is_small else self.body_seconds) as limit:
                     async for part in request.stream():
                         body += part
                         if len(body) > self.max_bytes:
                             raise self._too_large()
                         if len(body) > LARGE_BYTES and not taken:
                             taken = await self._take(self.max_bytes)
+                        if not is_small:
+                            limit.reschedule(due + len(body) / BODY_RATE)
             except ClientDisconnect as gone:
                 raise ClientDisconnected from gone
             except TimeoutError as error:
-                message = f"the body did not arrive within {seconds:.0f} s"
+                message = f"the body came with less than {BODY_RATE} bytes a second, the first {self.body_seconds:g} s aside"
                 raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from error
             if len(body) <= LARGE_BYTES:
                 parsed = _parse(body, model)
