@@ -12,6 +12,7 @@ import pytest
 
 from quire.config import ServeConfig
 from quire.server import run
+from quire.server.connection import Stage
 from quire.server.edge import Edge, Limits
 from quire.server.run import connection_limits
 from tests.server.fake_engine import FakeEngine
@@ -37,6 +38,14 @@ def silence(caplog):
     with caplog.at_level(logging.INFO, "quire"), caplog.at_level(logging.WARNING):
         yield
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.fixture
+def edges(monkeypatch):
+    """What each server of a test knows of its connections."""
+    found = []
+    monkeypatch.setattr(run, "Edge", lambda *given: found.append(Edge(*given)) or found[-1])
+    return found
 
 
 def request(body=BODY, path="/v1/completions"):
@@ -312,15 +321,34 @@ async def test_the_time_of_a_body_begins_when_the_requests_before_it_are_answere
         client.close()
 
 
-async def test_clients_that_stay_after_a_refusal_keep_no_place(monkeypatch):
-    edges = []
-    monkeypatch.setattr(run, "Edge", lambda *given: edges.append(Edge(*given)) or edges[0])
+async def test_clients_that_stay_after_a_refusal_keep_no_place(edges):
     limits = Limits(connections=2, lingering=4, linger_seconds=60)
     async with socket_server(limits=limits) as server:
         for _ in range(10):
             assert (await (await server.connect(b"hello\r\n\r\n")).answer()).status == 400
             assert await is_alive(server)
         assert len(edges[0].open) <= 2 + 4, "refused ones are kept beyond the files that there are"
+
+
+async def test_a_client_that_leaves_its_last_answer_unread_gives_way(edges):
+    limits = Limits(connections=1, stalled_seconds=0.1, sweep_seconds=0.01)
+    async with socket_server(limits=limits) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        while not edges[0].open:
+            await asyncio.sleep(0)
+        (held,) = edges[0].open
+        held.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        while not held.transport.get_write_buffer_size():
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await asyncio.sleep(0.01)
+        assert held.stage is Stage.IDLE
+        assert (await server.ask(GET)).status == 503, "who may still be reading keeps its place"
+        async with asyncio.timeout(2):
+            while (await server.ask(GET)).status != 200:
+                await asyncio.sleep(0.02)
+        client.close()
 
 
 async def test_beyond_the_most_connections_with_requests_a_new_one_is_503_at_once():

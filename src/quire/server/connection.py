@@ -77,12 +77,18 @@ class Connection(HttpToolsProtocol):
         """Whether the rest of a body is due, and no request before it is being answered."""
         return self.stage is Stage.BODY and self.answering is self.cycle
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether its client has read what it was sent, or has stopped reading."""
+        stalled = self.loop.time() - self.unsent_since >= self.edge.limits.stalled_seconds
+        return stalled or not self.transport.get_write_buffer_size()
+
     # What asyncio calls.
 
     def connection_made(self, transport: Any) -> None:
         """A client is there."""
         super().connection_made(_Transport(transport, self.close))  # type: ignore[arg-type]
-        self.since = self.loop.time()
+        self.since = self.unsent_since = self.loop.time()
         self.address = self.client[0] if self.client else ""
         try:
             self.edge.enter(self, self.address)

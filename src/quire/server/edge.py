@@ -32,6 +32,8 @@ class Limits:
     write_seconds: float = 30.0
     """Without a byte of the answer taken by the client, who is then dropped and its request aborted. What the engine
     generates meanwhile waits in memory."""
+    stalled_seconds: float = 5.0
+    """The same, after which a connection whose request is answered gives way to a new one."""
     linger_seconds: float = 2.0
     """How long what still comes is read and thrown away after an answer that ends the connection: closed at once, the
     kernel would reset the connection, and the client would often not see the answer."""
@@ -108,7 +110,7 @@ class Edge:
             message = f"this address holds {most} connections, the most it may (serve.max_connections_per_address)"
             raise ApiError(429, message, code="too_many_connections", headers={"Retry-After": "1"})
         if len(self.open) - len(self.lingering) > self.limits.connections:
-            oldest = next((each for each in self.unasked if not each.transport.get_write_buffer_size()), None)
+            oldest = next((each for each in self.unasked if each.gives_way), None)
             if oldest is None:
                 message = f"{self.limits.connections} connections are being served, the most at once"
                 message += " (serve.max_connections)"
