@@ -2,7 +2,7 @@
 
     python benchmarks/edge.py                                   # Quire, without keys and with keys
     python benchmarks/edge.py --servers quire,vllm,llamacpp --peers .peers     # scripts/peers.sh installs them
-    python benchmarks/edge.py --bombs "slow bodies,3,000 connections" --modes open
+    python benchmarks/edge.py --bombs "slow bodies" --bombs "3,000 connections" --modes open
     python benchmarks/edge.py --soak                            # 2,000 requests, a third of which are dropped
 
 Every server runs on its default settings with the same model (in the soak with an arena of 512 MiB), and stays up
