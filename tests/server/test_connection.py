@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import pytest
 
 from quire.config import ServeConfig
-from quire.server import run
+from quire.server import connection, run
 from quire.server.connection import Stage
 from quire.server.edge import Edge, Limits
 from quire.server.run import connection_limits
@@ -56,6 +57,13 @@ def head_of(size):
     """A head of exactly so many bytes."""
     begin = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Long: "
     return begin + b"a" * (size - len(begin) - 4) + b"\r\n\r\n"
+
+
+async def drained(client):
+    """Wait for the end of a connection, whatever is said before."""
+    async with asyncio.timeout(2):
+        with contextlib.suppress(ConnectionError):
+            await client.reader.read()
 
 
 async def is_alive(server):
@@ -209,6 +217,30 @@ async def test_an_upgrade_that_nobody_offers_is_passed_over():
         client.close()
 
 
+async def test_a_client_that_asks_before_it_sends_its_body_is_told_to_and_without_a_key_it_is_not():
+    asked = post_head("/v1/completions", f"Content-Length: {len(BODY)}", "Expect: 100-continue")
+    async with socket_server(keys=["secret"]) as server:
+        client = await server.connect(asked.replace(b"Host:", b"Authorization: Bearer secret\r\nHost:"))
+        async with asyncio.timeout(2):
+            assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(BODY)
+        assert (await client.answer()).status == 200
+        refused = await server.connect(asked)
+        assert (await refused.answer()).status == 401 and await refused.ended()
+
+
+async def test_http_1_0_ends_with_its_answer_head_has_none_and_a_whole_url_is_its_path():
+    async with socket_server() as server:
+        old = await server.connect(GET.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (await old.answer()).status == 200 and await old.ended()
+        head = await server.connect(GET.replace(b"GET", b"HEAD") + GET.replace(b" /", b" http://localhost/", 1))
+        async with asyncio.timeout(2):
+            first = await head.reader.readuntil(b"\r\n\r\n")
+        assert first.startswith(b"HTTP/1.1 405 ")
+        assert json.loads((await head.answer()).body) == {"status": "ok"}
+        head.close()
+
+
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +295,18 @@ async def test_an_answer_before_the_body_ends_the_connection_and_is_seen():
             post_head("/v1/completions", "Content-Length: 50000000", "Authorization: Bearer secret") + b"a" * 500_000
         )
         assert (await over.answer()).status == 413 and await over.ended(2)
+
+
+async def test_a_client_that_is_gone_when_it_is_refused_ends_no_other_connections_time(monkeypatch):
+    def not_connected(_):
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    async with socket_server(limits=QUICK) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(connection._Transport, "write_eof", not_connected, raising=False)
+            for sent in (b"hello\r\n\r\n", b"GET / HTTP/1.1\r\n"):  # refused by its bytes, and by the clock
+                await drained(await server.connect(sent))
+        assert (await (await server.connect(b"GET / HTTP/1.1\r\n")).answer(2)).status == 408
 
 
 async def test_a_client_that_does_not_read_is_dropped_and_its_request_aborted():

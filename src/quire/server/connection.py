@@ -267,7 +267,10 @@ class Connection(HttpToolsProtocol):
             return
         self.edge.lingering[self] = None
         self.flow.resume_reading()
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has reset the connection; asyncio's own loop says so here, uvloop does not
+            self.abort()
 
     def abort(self) -> None:
         """Close, whatever is not sent."""
