@@ -1,5 +1,6 @@
 """Answers with many log-probabilities: made once for all choices, off the event loop, in pieces, and bounded."""
 
+import asyncio
 import json
 import threading
 
@@ -8,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server import answers, completions
-from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, cut, encoded, pieces
+from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, Unsent, cut, encoded, pieces
 from quire.server.errors import encode
 from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import client, error_of, events
+from tests.server.harness import RawCall, application, client, error_of, events
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -42,7 +43,7 @@ def test_what_choices_share_is_there_once_and_sent_in_bounded_parts():
     found = pieces({"choices": [{"index": index, "x": shared} for index in range(8)]})
     assert sum(part is shared.encoded for part in found) == 8
     assert b"".join(cut(found)) == b"".join(found) and max(map(len, cut(found))) == SENT_BYTES
-    assert LargeAnswer(found).headers["content-length"] == str(sum(map(len, found)))
+    assert LargeAnswer(found, Unsent()).headers["content-length"] == str(sum(map(len, found)))
 
 
 @pytest.fixture
@@ -140,3 +141,41 @@ async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_s
     assert response.status_code == 400 and error["param"] == param
     for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is {asked[param]}"):
         assert word in error["message"], word
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monkeypatch):
+    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
+    app = application(FakeEngine())
+    unsent, read = app.state.service.unsent, asyncio.Event()
+
+    class Unread(RawCall):
+        """A client whose connection takes the answer's head alone until it is read."""
+
+        async def _send(self, message):
+            await super()._send(message)
+            if message["type"] == "http.response.body":
+                await read.wait()
+
+    first = Unread(app, "/v1/completions", asked)
+    async with asyncio.timeout(5):
+        while not unsent.num_bytes:
+            await asyncio.sleep(0.001)
+    size = unsent.num_bytes
+    assert size > 20_000
+    monkeypatch.setattr(answers, "UNSENT_BYTES", 2 * size)
+    second, third = Unread(app, "/v1/completions", asked), None
+    async with asyncio.timeout(5):
+        while unsent.num_bytes < 2 * size:
+            await asyncio.sleep(0.001)
+        third = RawCall(app, "/v1/completions", asked)
+        await third.task
+    assert third.status == 503 and json.loads(third.body)["error"]["code"] == "too_many_large_answers"
+    read.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(first.task, second.task)
+    assert first.status == second.status == 200 and unsent.num_bytes == 0
+    fourth = RawCall(app, "/v1/completions", asked)
+    await fourth.task
+    assert fourth.status == 200

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import encode
+from quire.server.errors import ApiError, encode
 
 SLICE = 64
 """Elements of a list that are encoded in one call: with 20 alternatives each some 2 ms."""
@@ -22,6 +23,9 @@ FEW_SCORES = 2000
 
 SENT_BYTES = 256 * 1024
 """Bytes that are handed to the connection at once; it says when it takes more."""
+
+UNSENT_BYTES = 128 << 20
+"""Bytes of large answers that may wait for their clients together: three or four of the largest."""
 
 # The answer, its choices, a choice, its log-probabilities: what lies deeper is encoded as a whole, or in slices.
 _LEVELS = 4
@@ -98,18 +102,40 @@ def cut(parts: list[bytes]) -> Iterator[bytes]:
             yield part[begin : begin + SENT_BYTES]
 
 
+class Unsent:
+    """Large answers that are being sent: clients that do not read them must not fill the memory."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def hold(self, parts: Iterable[bytes]) -> Iterator[None]:
+        """Counts `parts` within the context, each once. Raises ApiError 503 if others leave no room for them."""
+        size = sum({id(part): len(part) for part in parts}.values())
+        if self.num_bytes and self.num_bytes + size > UNSENT_BYTES:
+            message = f"large answers of together {self.num_bytes} bytes wait for their clients to read them; try again"
+            raise ApiError(503, message, code="too_many_large_answers", headers={"Retry-After": "1"})
+        self.num_bytes += size
+        try:
+            yield
+        finally:
+            self.num_bytes -= size
+
+
 class LargeAnswer(Response):
     """A JSON answer made by `pieces`, sent as fast as the client takes it."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: list[bytes]) -> None:
+    def __init__(self, parts: list[bytes], unsent: Unsent) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
         self.parts = parts
+        self.unsent = unsent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer (ASGI)."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in cut(self.parts):
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with self.unsent.hold(self.parts):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for part in cut(self.parts):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -97,6 +97,11 @@ class Opening:
     lists: dict[str, Items | None] | None = None
     scores: Items | None = None
 
+    @property
+    def encoded(self) -> list[bytes]:
+        """All that is encoded."""
+        return [each.encoded for each in (self.scores, *(self.lists or {}).values()) if each is not None]
+
 
 @dataclass
 class Choice:
@@ -185,10 +190,13 @@ class Completion:
             async for job, item in items:
                 if job not in self.openings:
                     opening = await self._open(job, item)
+                    self.openings[job] = Opening()  # it may be large, and is not needed again
                     first = job * self.num_choices
-                    for index in range(first, first + self.num_choices) if opening.text or opening.lists else ():
-                        for part in chunks.large(index, {"text": opening.text}, opening.lists):
-                            yield part
+                    with self.service.unsent.hold(opening.encoded):
+                        for index in range(first, first + self.num_choices) if opening.text or opening.lists else ():
+                            for part in chunks.large(index, {"text": opening.text}, opening.lists):
+                                yield part
+                    del opening
                 news = b"".join(
                     chunks.chunk(
                         delta.index, {"text": delta.text}, delta.logprobs, delta.finish_reason, delta.stop_reason

@@ -19,7 +19,7 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
-from quire.server.answers import FEW_SCORES, LargeAnswer, cut, pieces
+from quire.server.answers import FEW_SCORES, LargeAnswer, Unsent, cut, pieces
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
 from quire.server.errors import ApiError, bad_request
@@ -161,6 +161,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.texts = Texts(engine)
+        self.unsent = Unsent()
         # One at a time: each may keep a core and some memory busy.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
@@ -245,7 +246,7 @@ class Service:
         """The response of an answer with so many log-probabilities."""
         if num_scores <= FEW_SCORES:
             return Response(b"".join(pieces(content)), media_type="application/json")
-        return await self.make_answer(num_scores, lambda: LargeAnswer(pieces(content)))
+        return await self.make_answer(num_scores, lambda: LargeAnswer(pieces(content), self.unsent))
 
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
         """What `make` returns; on a thread, one at a time, where it works on many log-probabilities."""
