@@ -29,7 +29,7 @@ NUM_LARGEST = 4
 
 BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
-"""Of a large body, BODY_SECONDS may pass and a second for each BODY_RATE bytes that came: nobody holds room for long."""
+"""A large body may take BODY_SECONDS, and a second for each BODY_RATE bytes that came: nobody holds room for long."""
 
 ROOM_SECONDS = 10.0
 """How long a large body waits for room before it is answered 503. A full room is read and parsed within 2 s."""
@@ -85,7 +85,7 @@ class Bodies:
             except ClientDisconnect as gone:
                 raise ClientDisconnected from gone
             except TimeoutError as error:
-                message = f"the body came with less than {BODY_RATE} bytes a second, the first {self.body_seconds:g} s aside"
+                message = f"the body came slower than {BODY_RATE} bytes a second after {self.body_seconds:g} s"
                 raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from error
             if len(body) <= LARGE_BYTES:
                 parsed = _parse(body, model)
