@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server import answers, completions
+from quire.server import answers, completions, errors
 from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, Unsent, cut, encoded, pieces
 from quire.server.errors import encode
 from tests.effort import examples
@@ -141,6 +141,16 @@ async def test_more_scores_than_an_answer_holds_are_refused_by_name(asked, num_s
     assert response.status_code == 400 and error["param"] == param
     for word in ("'n'", "4000 tokens", str(num_scores), "500000", f"'{param}' is {asked[param]}"):
         assert word in error["message"], word
+
+
+@pytest.mark.anyio
+async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkeypatch):
+    calls = []
+    for module in (answers, errors):
+        monkeypatch.setattr(module, "encode", lambda value: calls.append(value) or encode(value))
+    async with client() as http:
+        answer = await http.post("/v1/completions", json={"prompt": ["a"] * 20, "n": 2, "max_tokens": 2})
+    assert len(answer.json()["choices"]) == 40 and len(calls) == 1
 
 
 @pytest.mark.anyio

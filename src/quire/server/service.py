@@ -22,7 +22,7 @@ from quire.errors import QueueFullError, RequestError
 from quire.server.answers import FEW_SCORES, LargeAnswer, Unsent, cut, pieces
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
-from quire.server.errors import ApiError, bad_request
+from quire.server.errors import ApiError, bad_request, json_response
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.schema import Sampling, StreamOptions
 from quire.server.tenants import Tenants
@@ -244,6 +244,8 @@ class Service:
 
     async def answer(self, content: dict[str, Any], num_scores: int) -> Response:
         """The response of an answer with so many log-probabilities."""
+        if not num_scores:
+            return json_response(content)  # 4 us for one choice, where `pieces` takes 22
         if num_scores <= FEW_SCORES:
             return Response(b"".join(pieces(content)), media_type="application/json")
         return await self.make_answer(num_scores, lambda: LargeAnswer(pieces(content), self.unsent))
