@@ -148,6 +148,37 @@ async def test_pipelined_heads_are_answered_in_order_and_count_too():
         assert found in ([], [200], [200, 200], [200, 200, 431])
 
 
+async def test_a_client_that_leaves_is_heard_though_it_has_sent_another_request_ahead():
+    engine = FakeEngine(step_seconds=0.01)
+    async with socket_server(engine) as server:
+        client = await server.connect(request(json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()))
+        while not engine.live:
+            await asyncio.sleep(0.005)
+        await client.send(GET)
+        await asyncio.sleep(0.02)
+        client.close()
+        async with asyncio.timeout(2):
+            while engine.live:
+                await asyncio.sleep(0.005)
+
+
+async def test_bodies_sent_ahead_are_read_no_further_than_one_body_is(edges):
+    size = 16 * KIB
+    async with socket_server(FakeEngine(step_seconds=0.01)) as server:
+        client = await server.connect(request(json.dumps(TEXT | {"max_tokens": 1000, "ignore_eos": True}).encode()))
+        while not server.engine.live:
+            await asyncio.sleep(0.005)
+        ahead = asyncio.ensure_future(client.send(request(b" " * size) * 8))
+        (held,) = edges[0].open
+        async with asyncio.timeout(2):
+            while not held.flow.read_paused:
+                await asyncio.sleep(0.005)
+        assert 64 * KIB < sum(len(cycle.body) for cycle, _ in held.pipeline) <= 8 * size
+        client.close()
+        await asyncio.gather(ahead, return_exceptions=True)
+        held.abort()
+
+
 async def test_more_requests_sent_ahead_than_a_connection_may_hold_end_it():
     async with socket_server(FakeEngine(step_seconds=0.05)) as server:
         client = await server.connect(request() + GET * 5000)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -158,11 +159,16 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._enter_stage(Stage.BODY)
+        if self.pipeline:
+            # uvicorn reads no further then, and would not hear that the client leaves.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         if self.stage is Stage.BODY:
             super().on_body(body)
+            if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
             self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
 
     def on_message_complete(self) -> None:
