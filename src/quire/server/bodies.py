@@ -113,7 +113,7 @@ class Bodies:
 
 
 class Room:
-    """A number of bytes, lent to who asks first; who asks later waits, even if less would do."""
+    """Bytes that are lent in the order of asking: a small demand never overtakes a large one."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,7 +1,7 @@
 """What a connection may cost before the application sees a request: bytes of head, time, a place among the others.
 
-uvicorn's protocol with bounds. A connection that passes one is answered with our error body where an answer can still
-be sent, and closed. Knows HTTP's framing; knows nothing of the API.
+uvicorn's protocol with bounds. A connection that exceeds one is closed, after an error in our form where an answer can
+still be sent. Knows HTTP's framing; knows nothing of the API.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stage(enum.Enum):
     ANSWER = enum.auto()
     """The application."""
     CLOSED = enum.auto()
-    """That the client takes its last bytes."""
+    """The client, which may still read its last answer."""
 
 
 class Connection(HttpToolsProtocol):

@@ -1,4 +1,4 @@
-"""The connections of one server: how much each may take, how many there may be, and who gives way to whom."""
+"""The connections of one server: how much each may take, how many there may be, and which is closed for a new one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Limits:
     """Without a byte of the answer taken by the client, who is then dropped and its request aborted. What the engine
     generates meanwhile waits in memory."""
     stalled_seconds: float = 5.0
-    """The same, after which a connection whose request is answered gives way to a new one."""
+    """Without a byte of the answer taken, after which an answered connection may be closed for a new one."""
     linger_seconds: float = 2.0
-    """How long what still comes is read and thrown away after an answer that ends the connection: closed at once, the
-    kernel would reset the connection, and the client would often not see the answer."""
+    """After an answer that ends the connection, incoming bytes are read and discarded for so long. If it were closed at
+    once, the kernel would reset it, and the client would often not see the answer."""
     sweep_seconds: float = 1.0
-    """Between two looks at all connections: what the seconds above are exact to."""
+    """Between two checks of all connections: the seconds above are exact to this."""
     pipelined: int = 16
     """Requests sent ahead of answers on one connection. Each waits as 2 KB of objects; nobody but load generators
     sends any."""
@@ -61,9 +61,9 @@ class Edge:
         self.refused = refused
         self.open: set[Connection] = set()
         self.addresses: Counter[str] = Counter()
-        # Without a request that has arrived as a whole; those that wait for longest come first.
+        # Connections without a complete request, the oldest first.
         self.unasked: dict[Connection, None] = {}
-        # Refused, and open for a moment so that the client sees why; the first refused come first.
+        # Refused connections that stay open for a moment, so that the client sees why; the oldest first.
         self.lingering: dict[Connection, None] = {}
 
     def protocol(
@@ -98,8 +98,8 @@ class Edge:
     def enter(self, connection: Connection, address: str) -> None:
         """A new connection came. Raises ApiError if there is no place for it.
 
-        If all places are taken, who has waited for longest without having sent a whole request makes room: then
-        connections without requests and slow bodies, however many, keep nobody out. Refused ones take no place.
+        If all places are taken, the oldest connection without a complete request is closed. So connections that send
+        nothing, or slow bodies, keep nobody out, however many they are. Refused connections take no place.
         """
         self.open.add(connection)
         self.addresses[address] += 1
