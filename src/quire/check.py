@@ -15,6 +15,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ class Divergence:
 def check_codec(
     model: Model, tokenizer: Tokenizer, config: EngineConfig, model_id: str, calibration: Calibration | None
 ) -> None:
-    """Reads TEXT unless that was done before, with the same model, codec and settings of it.
+    """Reads TEXT unless that was done before, with the same model, tokenizer, codec and settings of it.
 
     config       resolved
     model_id     the checkpoint's fingerprint
@@ -107,13 +108,16 @@ def check_codec(
     Raises ConfigError, with the number, beyond MOST_DIVERGENCE: that is not remembered.
     """
     codec = config.cache.codec
-    file = folder() / f"{_digest(model, config, model_id, calibration)}.json"
-    if file.exists():
+    tokens = _tokens(model, tokenizer)
+    if len(tokens) < LEAST_TOKENS:
         return
+    file = folder() / f"{_digest(model, config, model_id, calibration, tokens)}.json"
+    # Not Path.exists, which raises where the folder may not be looked into.
+    if os.path.exists(file):
+        return
+    log.info("cache.codec %s has not run on this model before: it reads a text of %d tokens first", codec, len(tokens))
     begun = time.monotonic()
-    found = measure(model, tokenizer, config, calibration)
-    if found is None:
-        return
+    found = measure(model, tokenizer, config, calibration, tokens)
     apart = f"{found.kl:.3f} nats a token from a dense cache, perplexity x {found.ratio:.4g}"
     if not found.kl <= MOST_DIVERGENCE:
         raise ConfigError(
@@ -138,17 +142,13 @@ def folder() -> Path:
 
 @torch.inference_mode()
 def measure(
-    model: Model, tokenizer: Tokenizer, config: EngineConfig, calibration: Calibration | None
-) -> Divergence | None:
-    """Reads TEXT through two small caches; None if the model's context, or its tokenizer, leaves too little of it.
+    model: Model, tokenizer: Tokenizer, config: EngineConfig, calibration: Calibration | None, tokens: list[int]
+) -> Divergence:
+    """Reads at least LEAST_TOKENS tokens through two small caches.
 
     A cache that is not strict would read the text before it is encoded, and retention drops tokens: neither is on.
     """
     shape = model.shape
-    vocabulary = shape.vocab_size
-    tokens = [token for token in tokenizer.encode(TEXT) if token < vocabulary][: min(NUM_TOKENS, shape.context_limit)]
-    if len(tokens) < LEAST_TOKENS:
-        return None
     page_bytes = DenseCodec(shape.head_dim, torch_dtype(config.model.dtype)).page_bytes
     chunks = (-(-len(tokens) // PAGE_TOKENS) + SPARE_CHUNKS) * 5 // 4
     memory = chunks * page_bytes * shape.num_layers * shape.num_kv_heads
@@ -178,10 +178,19 @@ def measure(
     return Divergence(kl / rows, math.exp(min(nll / rows, 700.0)), rows)
 
 
-def _digest(model: Model, config: EngineConfig, model_id: str, calibration: Calibration | None) -> str:
-    """All that the result depends on: what pages do, the kernels, the text, the limit."""
+def _tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """What the model reads: the beginning of TEXT, without tokens that the model does not have."""
+    shape = model.shape
+    known = (token for token in tokenizer.encode(TEXT) if token < shape.vocab_size)
+    return list(islice(known, min(NUM_TOKENS, shape.context_limit)))
+
+
+def _digest(
+    model: Model, config: EngineConfig, model_id: str, calibration: Calibration | None, tokens: list[int]
+) -> str:
+    """All that the result depends on: what pages do, the kernels, the text as it is read, the limit."""
     namespace = namespace_of(config, model.shape, model_id, calibration)
-    said = [repr(namespace), config.attention.backend, __version__, TEXT, NUM_TOKENS, MOST_DIVERGENCE]
+    said = [repr(namespace), config.attention.backend, __version__, tokens, MOST_DIVERGENCE]
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
 
 

@@ -19,7 +19,7 @@ from quire.evaluation.engines import load_engines
 from quire.models.decoder import Decoder
 from quire.models.loading import WeightSource
 
-from ..tiny_models import save_tiny
+from ..tiny_models import byte_tokenizer, save_tiny
 
 OPTIONS: dict[str, Any] = {"cache.memory": "16MiB", "runtime.threads": 1, "cache.codec": "g4"}
 
@@ -64,9 +64,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     measure = module.measure
 
-    def counted(model: Any, tokenizer: Any, config: Any, calibration: Any) -> Any:
+    def counted(model: Any, tokenizer: Any, config: Any, *more: Any) -> Any:
         found.append(config.cache.codec)
-        return measure(model, tokenizer, config, calibration)
+        return measure(model, tokenizer, config, *more)
 
     monkeypatch.setattr(module, "measure", counted)
     return found
@@ -92,7 +92,10 @@ def test_a_codec_that_works_is_told_once_and_remembered(
 ) -> None:
     with caplog.at_level(logging.INFO, "quire"):
         start(biased)
-    (line,) = [record.getMessage() for record in caplog.records if "checked" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = [each for each in said if "checked" in each]
+    (before,) = [each for each in said if "g4 has not run on this model before: it reads a text of 320 tokens" in each]
+    assert said.index(before) < said.index(line), "a large model reads for minutes"
     assert re.search(r"g4 checked on this model, once: over 255 tokens 0\.[0-4]\d+ nats .*, limit 0\.5; \d", line)
     (file,) = kept.iterdir()
     assert 0 < json.loads(file.read_text())["kl"] < 0.5
@@ -111,6 +114,20 @@ def test_what_changes_pages_or_kernels_is_checked_again(biased: Path, tmp_path: 
     start(biased, attention_backend="reference")
     start(save_tiny(tmp_path / "other", "llama", head_dim=16))
     assert measured == ["g4"] * 4
+
+
+def test_another_tokenizer_reads_another_text_and_is_checked_again(
+    biased: Path, tmp_path: Path, measured: list[str]
+) -> None:
+    from tokenizers import normalizers
+
+    start(biased)
+    for normalizer, times in ((None, 1), (normalizers.Lowercase(), 2)):
+        tokenizer = byte_tokenizer()
+        tokenizer.normalizer = normalizer
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        start(biased, model_tokenizer=str(tmp_path / "tokenizer.json"))
+        assert len(measured) == times
 
 
 def test_neither_dense_caches_nor_evaluations_are_checked(biased: Path, measured: list[str]) -> None:
@@ -146,6 +163,15 @@ def test_a_context_too_short_to_read_anything_encoded_is_not_checked(tmp_path: P
 def test_a_result_that_cannot_be_kept_is_told(biased: Path, kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept.parent.mkdir(parents=True)
     kept.write_text("a file where the folder belongs")
+    start(biased)
+    assert any("the next start checks again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_folder_that_may_not_be_looked_into_only_forgets(
+    biased: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No system looks up a name of 300 characters, whoever asks: as a home folder of somebody else's."""
+    monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / ("x" * 300) / "models")
     start(biased)
     assert any("the next start checks again" in record.getMessage() for record in caplog.records)
 
