@@ -1,30 +1,38 @@
 #!/usr/bin/env python3
 """Runs the test suite: most tests side by side, a process for each core, then those that measure time or memory.
 
-    scripts/tests.py [PYTEST ARGUMENT...]
+    scripts/tests.py [--seconds N] [PYTEST ARGUMENT...]
 
 QUIRE_EFFORT says how much is tried: quick (the default), full or night. Arguments go to pytest in both groups, for
-example `-k name`, `--seed N` or paths. Exit status 0 if nothing failed.
+example `-k name`, `--seed N` or paths. With --seconds what has not begun by then is skipped, in both groups together.
+Exit status 0 if nothing failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NOTHING_RAN = 5
 """pytest's exit status when its arguments chose no test."""
 
+ALONE_SHARE = 0.2
+"""Of --seconds, what the first group leaves to the tests that run alone: else it would take all of them."""
+
 
 def main() -> int:
     """Both groups, one after the other, and what they took."""
     begun = time.monotonic()
-    arguments = sys.argv[1:]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--seconds", type=float)
+    given, arguments = parser.parse_known_args()
     pytest = [sys.executable, "-m", "pytest", "--durations=25"]
     cores = len(os.sched_getaffinity(0))
     alone = ["--alone=only"]
@@ -32,15 +40,23 @@ def main() -> int:
         # Only their files: importing all others takes as long as these tests do.
         alone += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.alone" in file.read_text()]
     groups = (["--alone=without", f"--numprocesses={cores}", "--dist=worksteal"], alone)
-    codes = [subprocess.run([*pytest, *arguments, *group], cwd=ROOT).returncode for group in groups]
+    codes = []
+    for group, share in zip(groups, (1 - ALONE_SHARE, 1), strict=True):
+        if given.seconds is not None:
+            group.append(f"--seconds={max(0.0, given.seconds * share - (time.monotonic() - begun)):.0f}")
+        codes.append(subprocess.run([*pytest, *arguments, *group], cwd=ROOT).returncode)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{os.environ.get('QUIRE_EFFORT', 'quick')} suite: {time.monotonic() - begun:.0f} s,"
         f" {used.ru_utime + used.ru_stime:.0f} s of processor time, load {os.getloadavg()[0]:.1f}"
     )
-    if all(code == NOTHING_RAN for code in codes):
-        return NOTHING_RAN
-    return max(code for code in codes if code != NOTHING_RAN)
+    return exit_status(codes)
+
+
+def exit_status(codes: Sequence[int]) -> int:
+    """That of a run whose groups of tests ended with these: a signal, below 0, is a failure; no test in one is none."""
+    failed = [abs(code) for code in codes if code not in (0, NOTHING_RAN)]
+    return max(failed) if failed else 0 if 0 in codes else NOTHING_RAN
 
 
 if __name__ == "__main__":
