@@ -51,3 +51,13 @@ def test_the_one_row_product_is_torch_s(n: int, k: int, has_bias: bool, dtype: t
     bias = random(n, dtype=dtype) if has_bias else None
     expected = (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(dtype)
     assert relative_rms(TritonOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_head_returns_sums_that_were_never_rounded(rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, 576, dtype=dtype), random(1000, 576, dtype=dtype)
+    exact = x.double() @ weight.double().T
+    for ops in (TritonOps(), TorchOps()):
+        logits = ops.head(weight)(x)
+        assert logits.dtype == torch.float32 and relative_rms(logits, exact) < 2e-6

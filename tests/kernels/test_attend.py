@@ -144,6 +144,7 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
         assert backend.plans_built == built + 1, slices
 
 
+@pytest.mark.alone
 @combine(group=[1, 3], dtype=[torch.float32, torch.bfloat16], threads=[1, 2])
 def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: torch.dtype, threads: int) -> None:
     """Three levels of sharing, rows that share nothing, and a lone reader: the same numbers as every row by itself."""

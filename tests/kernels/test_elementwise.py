@@ -131,6 +131,7 @@ def test_four_bit_products_equal_the_dequantized_ones(dtype: torch.dtype, tolera
         assert relative_rms(got, expected) < tolerance
 
 
+@pytest.mark.alone
 def test_one_thread_computes_what_two_do() -> None:
     gate_up = random(257, 1024, dtype=torch.float32)
     before = torch.get_num_threads()

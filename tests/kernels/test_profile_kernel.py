@@ -15,7 +15,7 @@ from quire.attention.plan import Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
-from tests.effort import combine, examples
+from tests.effort import combine, examples, whole
 
 from .encoded import CODECS
 from .harness import Shape, make_spec
@@ -131,6 +131,7 @@ def test_a_prompt_in_slices_has_the_profile_of_the_whole_matrix(make, window: in
     assert plan.recovered(0, words, local)[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.alone
 @combine(strength=1, codec=[None, "mixed"], dtype=DTYPES[:2])
 def test_any_number_of_threads_finds_the_same_bits(codec: str | None, dtype: torch.dtype) -> None:
     """Of one plan: how attention is split follows the threads there are when it is laid out."""
@@ -162,12 +163,14 @@ def test_any_number_of_threads_finds_the_same_bits(codec: str | None, dtype: tor
         assert all(np.array_equal(*each) for each in zip(found[0].recovered, other.recovered, strict=True))
 
 
+@pytest.mark.alone
 def test_rows_that_are_split_and_merged_are_profiled_like_the_reference() -> None:
     threads = runtime.num_threads()
     runtime.set_num_threads(2)
     try:
         steps = [[(0, 900, None)], [(0, 40, 30)], [(0, 1, 1)]]
-        for dtype, codec in zip(DTYPES, (None, "mixed"), strict=False):
+        pairs = [(torch.float32, None), (torch.bfloat16, "mixed"), (torch.float32, "mixed"), (torch.bfloat16, None)]
+        for dtype, codec in whole(pairs, 2):
             check(Shape(heads=1, dtype=dtype, layers=1), codec, steps)
         backend = CpuAttention(profiled_spec(Shape(heads=1), None))
         plan = backend.plan([RowSlice(900, 40, np.arange(15, dtype=np.int32))])

@@ -44,6 +44,7 @@ def answers(shape: Any, stacked: bool) -> list[tuple[list[int], list[float]]]:
     ]
 
 
+@pytest.mark.alone
 def test_any_number_of_threads_computes_the_same() -> None:
     """More than there are cores, too: whoever waits for another gives its core away."""
     shape = tiny_shape("llama", head_dim=16, hidden_size=48, ffn_size=40)
@@ -58,6 +59,7 @@ def test_any_number_of_threads_computes_the_same() -> None:
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.alone
 def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
     """As when another engine is built: what a team shares may not depend on the count any more."""
     shape = tiny_shape("llama", head_dim=16, hidden_size=512, ffn_size=40)

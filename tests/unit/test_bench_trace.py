@@ -13,7 +13,7 @@ import pytest
 from quire.cli import main
 from quire.cli.traces import count_chunks, count_matches, make_prompts, read_trace, scaled
 from quire.errors import ConfigError
-from tests.effort import full_only
+from tests.effort import full_only, tries
 from tests.tiny_models import save_tiny
 
 IDS = range(64, 129)
@@ -97,7 +97,7 @@ def bench(folder: str, trace: Path, *flags: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("block_tokens", [4, 32, 48, 64, 100, 512])
 def test_the_count_is_the_common_prefix_of_what_is_sent(block_tokens: int, tmp_path: Path) -> None:
     draw = random.Random(block_tokens)
-    for asked in (FORKS, *(random_trace(draw, 40) for _ in range(5))):
+    for asked in (FORKS, *(random_trace(draw, 40) for _ in range(tries(5)))):
         requests = scaled(read_trace(write(tmp_path / "trace", asked), 100), block_tokens, None)
         prompts = make_prompts(requests, block_tokens, IDS)
         assert prompts == make_prompts(requests, block_tokens, IDS), "the same in every run"

@@ -21,7 +21,7 @@ def test_greedy_text_of_the_embedded_model_agrees_with_transformers() -> None:
 
     path = embedded_gguf()
     with LLM(str(path), options={**OPTIONS, "scheduler.max_running": 4, "scheduler.token_budget": 70}) as llm:
-        outputs = llm.generate(list(PROMPTS), SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1))
+        outputs = llm.generate(list(PROMPTS), SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, logprobs=1))
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads of a small product wait for each other on a busy machine

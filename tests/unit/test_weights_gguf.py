@@ -19,6 +19,7 @@ from quire.models.layers import TorchOps
 from quire.models.quants import dequantize
 from quire.models.weights import open_model
 from tests.dense_plan import DensePlan
+from tests.effort import tries
 from tests.real_model import embedded_gguf
 from tests.tiny_models import RandomWeights, crafted_blocks, tiny_shape, write_gguf
 
@@ -214,7 +215,7 @@ def test_a_header_with_random_damage_never_escapes_as_another_error(good: bytes,
     rng = np.random.default_rng(0)
     header = good.index(b"output_norm.weight")
     path = tmp_path / "model.gguf"
-    for _ in range(300):
+    for _ in range(tries(300)):
         damaged = bytearray(good)
         for position in rng.integers(0, header, 3):
             damaged[position] = rng.integers(0, 256)

@@ -12,6 +12,7 @@ import torch
 from quire.attention.reference import ReferenceAttention
 from quire.attention.triton import TritonAttention
 
+from ...effort import tries
 from ..harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
 
 check = functools.partial(assert_equals_reference, TritonAttention)
@@ -134,7 +135,7 @@ def test_large_scores_neither_overflow_nor_vanish(rows: int) -> None:
 
 def test_a_random_ragged_step_attends_like_the_reference(seed: int) -> None:
     random = np.random.default_rng(seed)
-    for _ in range(4):
+    for _ in range(tries(4)):
         lengths = [
             (int(random.integers(0, 200)), int(random.choice([1, 2, 5, 20, 90]))) for _ in range(random.integers(1, 4))
         ]

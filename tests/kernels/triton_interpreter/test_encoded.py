@@ -46,6 +46,10 @@ def test_group_codes_of_keys_without_a_bias_attend_like_the_reference() -> None:
     encoded.check_steps(TritonAttention, shape, lambda of: GroupCodec(of.dim), [[(0, 66)], [(0, 1)]])
 
 
+def test_every_layer_and_head_of_group_codes_has_its_own_key_bias() -> None:
+    encoded.check_steps(TritonAttention, Shape(dim=16, group=1), CODECS["g4"], [[(0, 66)], [(0, 1)]])
+
+
 @pytest.mark.parametrize("dim", [2, 24, 66])
 def test_group_codes_of_odd_head_sizes_attend_like_the_reference(dim: int) -> None:
     encoded.check_steps(TritonAttention, Shape(heads=1, dim=dim, layers=1), CODECS["g4"], [[(0, 66)], [(0, 1)]])

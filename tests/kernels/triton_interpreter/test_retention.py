@@ -41,7 +41,8 @@ def test_pages_with_masks_are_attended_to_and_profiled_like_the_reference(
 
 @each_shape
 def test_prompts_are_profiled_like_the_reference(shape: Shape, seed: int) -> None:
-    check_history(TritonAttention, shape, None, HISTORY[1:3], seed=seed % 100)
+    steps = HISTORY[1:3] if EFFORT == "quick" else HISTORY[:3]
+    check_history(TritonAttention, shape, None, steps, seed=seed % 100)
 
 
 def test_every_layer_keeps_its_own_rows(seed: int) -> None:
@@ -67,6 +68,10 @@ ENCODED: Steps = [
 def test_prompts_with_encoded_chunks_are_profiled_like_the_reference(shape: Shape, codec: str, sinks: int) -> None:
     """Own chunks as they were computed, those before them as they are stored; first tokens exact."""
     check_history(TritonAttention, shape, codec, ENCODED, sinks=sinks)
+
+
+def test_every_layer_and_head_is_profiled_with_its_own_key_bias() -> None:
+    check_history(TritonAttention, Shape(dim=16, group=1), "g4", [[(0, 70, 20)], [(0, 60, 10)]])
 
 
 def test_prompts_that_see_themselves_as_computed_are_profiled_so() -> None:
@@ -99,7 +104,7 @@ def test_sharers_of_pages_with_positions_of_their_own_attend_like_the_reference(
 
 @pytest.mark.parametrize("window", [5, 100])
 def test_columns_outside_a_window_get_nothing(window: int) -> None:
-    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None, HISTORY[:2])
+    check_history(TritonAttention, Shape(dim=16, layers=1, heads=1, window=window), None, whole(HISTORY, 2))
 
 
 class Attending:

@@ -8,6 +8,7 @@ import torch
 
 from quire.attention.triton import TritonAttention
 
+from ...effort import tries
 from .. import sharing
 from ..harness import Shape, make_spec
 from ..sharing import apart, sharers, taking
@@ -32,7 +33,7 @@ def test_a_tree_attends_like_the_reference(
 
 def test_random_trees_attend_like_the_reference(seed: int) -> None:
     random = np.random.default_rng(seed)
-    for _ in range(10):
+    for _ in range(tries(10)):
         shape = Shape(
             heads=int(random.integers(1, 3)),
             group=int(random.choice([1, 3, 4, 8])),
