@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,10 @@ def combine(strength: int = 2, **axes: Sequence[Any]) -> Any:
 
 
 def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, ...]]:
-    """A few of the rows in which all values of `strength` columns stand together that do in any; greedy, in order."""
+    """A few of the rows in which all values of `strength` columns stand together that do in any.
+
+    Greedy. Of rows that add as much, the one whose values stand in fewest of those before, then the first.
+    """
 
     def parts(row: tuple[Any, ...]) -> set[tuple[tuple[int, str], ...]]:
         columns = [(index, repr(value)) for index, value in enumerate(row)]
@@ -66,11 +70,17 @@ def covering(rows: Sequence[tuple[Any, ...]], strength: int) -> list[tuple[Any, 
 
     wanted = {part for row in rows for part in parts(row)}
     left, chosen = list(rows), []
+    used: Counter[tuple[int, str]] = Counter()
+
+    def gain(row: tuple[Any, ...]) -> tuple[int, int]:
+        return len(parts(row) & wanted), -sum(used[index, repr(value)] for index, value in enumerate(row))
+
     while wanted:
-        best = max(left, key=lambda row: len(parts(row) & wanted))
+        best = max(left, key=gain)
         chosen.append(best)
         left.remove(best)
         wanted -= parts(best)
+        used.update((index, repr(value)) for index, value in enumerate(best))
     return chosen
 
 

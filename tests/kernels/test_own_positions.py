@@ -64,7 +64,7 @@ def test_shared_runs_attend_like_the_reference(dtype: torch.dtype, codec: str, n
     check_together(Shape(heads=1, group=group, dtype=dtype, layers=1), codec, num_rows)
 
 
-@combine(strength=1, dim=[16, 32, 48, 80, 96, 128, 256], dtype=DTYPES[:2])
+@combine(strength=1, dim=[16, 128, 48, 80, 32, 96, 256], dtype=DTYPES[:2])
 def test_every_head_size_attends_like_the_reference(dim: int, dtype: torch.dtype) -> None:
     check_batch(CpuAttention, Shape(dim=dim, dtype=dtype, layers=1), "mixed", [330, 70], sinks=1)
     check_together(Shape(dim=dim, dtype=dtype, layers=1), "mixed", 6)

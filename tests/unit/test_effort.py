@@ -49,3 +49,9 @@ def test_pairs_that_no_row_has_are_not_wanted() -> None:
 def test_a_strength_of_one_covers_values_alone() -> None:
     rows = list(itertools.product("abc", [1, 2, 3, 4]))
     assert effort.covering(rows, 1) == [("a", 1), ("b", 2), ("c", 3), ("a", 4)]
+
+
+def test_the_values_of_a_short_axis_take_turns_along_a_long_one() -> None:
+    """Else all but the first head sizes would be tried in one type."""
+    rows = list(itertools.product(range(7), "abc"))
+    assert effort.covering(rows, 1) == list(zip(range(7), "abcabca", strict=True))
