@@ -75,7 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item, kept in zip(items, chosen, strict=True) if not kept])
         items[:] = [item for item, kept in zip(items, chosen, strict=True) if kept]
     if config.option.shuffle:
-        random.Random(config.option.seed).shuffle(items)
+        # Files, and tests within each: mixed, every test would make its file's fixtures anew.
+        draw, places = random.Random(config.option.seed), dict[str, float]()
+        items.sort(key=lambda item: (places.setdefault(item.nodeid.partition("::")[0], draw.random()), draw.random()))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
