@@ -160,15 +160,21 @@ def sweep(copy: float) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tables", default="decode,prefill,shared", help="comma-separated, of decode, prefill and shared (default: all)"
+    )
     parser.add_argument("--sweep", action="store_true", help="try other launches of the decode kernels")
     parser.add_argument("--json", type=Path, help="append the measurements as JSON lines")
     given = parser.parse_args()
     require_gpu()
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:.0f} GB/s; {HEADS} kv heads, {GROUP} query heads each, head size {DIM}, {DTYPE}\n")
-    decode(copy, given.json)
-    prefill()
-    shared(copy, given.json)
+    tables = {"decode": lambda: decode(copy, given.json), "prefill": prefill, "shared": lambda: shared(copy, given.json)}
+    wanted = given.tables.split(",")
+    if unknown := set(wanted) - set(tables):
+        parser.error(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(tables)}")
+    for name in wanted:
+        tables[name]()
     if given.sweep:
         sweep(copy)
         sweep_shared()

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The checks and measurements that need a GPU, run from the working tree; nothing is installed.
 #
-#     scripts/gpu.sh tests|attention|encoded|decode|retention|retention-encoded [ARGUMENT...]
+#     scripts/gpu.sh tests|attention|shared|encoded|decode|retention|retention-encoded [ARGUMENT...]
 #
 # tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 8 minutes
 # attention  benchmarks/gpu_attention.py: attention on pages against torch's (--sweep tries launches)    about 2 minutes
+# shared     the same script, only its table of decode steps that share a prefix                        about 1 minute
 # encoded    benchmarks/gpu_encoded.py: the same on pages of every codec, and what encoding them costs  about 5 minutes
 # decode     benchmarks/gpu_decode.py: the Llama-3-8B shape against copy speed and transformers          about 4 minutes
 # retention  masks, sums and recovery against the reference, then benchmarks/gpu_retention.py           about 4 minutes
@@ -31,6 +32,7 @@ case "$stage" in
             tests/gpu tests/kernels/test_triton_compile.py "$@"
         ;;
     attention) exec timeout 540 "$PYTHON" benchmarks/gpu_attention.py "$@" ;;
+    shared) exec timeout 540 "$PYTHON" benchmarks/gpu_attention.py --tables shared "$@" ;;
     encoded) exec timeout 540 "$PYTHON" benchmarks/gpu_encoded.py "$@" ;;
     decode) exec timeout 540 "$PYTHON" benchmarks/gpu_decode.py "$@" ;;
     retention)
@@ -42,5 +44,5 @@ case "$stage" in
         exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
             -o "markers=gpu: needs a CUDA device" -k encoded tests/gpu/test_retention.py "$@"
         ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
