@@ -1,6 +1,6 @@
 """Attention on pages in GPU memory, against what torch offers for the same numbers, in one run.
 
-    python benchmarks/gpu_attention.py [--sweep] [--json FILE]
+    python benchmarks/gpu_attention.py [--tables shared] [--sweep] [--json FILE]
 
 Decode: GB/s of keys and values, and their share of what a copy reads and writes on this device, measured in the same
 run; ours includes rotating and storing the new key and value. `scaled_dot_product_attention` has contiguous keys and
@@ -160,21 +160,23 @@ def sweep(copy: float) -> None:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tables", default="decode,prefill,shared", help="comma-separated, of decode, prefill and shared (default: all)"
-    )
+    names = "decode,prefill,shared"
+    parser.add_argument("--tables", default=names, help=f"which of {names} to print (default: all)")
     parser.add_argument("--sweep", action="store_true", help="try other launches of the decode kernels")
     parser.add_argument("--json", type=Path, help="append the measurements as JSON lines")
     given = parser.parse_args()
+    wanted = given.tables.split(",")
+    if unknown := set(wanted) - set(names.split(",")):
+        parser.error(f"no table is called {', '.join(sorted(unknown))}; there are {names}")
     require_gpu()
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e9:.0f} GB/s; {HEADS} kv heads, {GROUP} query heads each, head size {DIM}, {DTYPE}\n")
-    tables = {"decode": lambda: decode(copy, given.json), "prefill": prefill, "shared": lambda: shared(copy, given.json)}
-    wanted = given.tables.split(",")
-    if unknown := set(wanted) - set(tables):
-        parser.error(f"no table is called {', '.join(sorted(unknown))}; there are {', '.join(tables)}")
-    for name in wanted:
-        tables[name]()
+    if "decode" in wanted:
+        decode(copy, given.json)
+    if "prefill" in wanted:
+        prefill()
+    if "shared" in wanted:
+        shared(copy, given.json)
     if given.sweep:
         sweep(copy)
         sweep_shared()
