@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
+from quire.engine.sampler import SampleRow
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError, QueueFullError, RequestError
 
@@ -125,6 +128,61 @@ def test_prompt_logprobs_equal_the_oracle_whatever_the_slices() -> None:
             assert entry is not None
             assert abs(entry[prompt[position]].logprob - expected[position - 1, prompt[position]].item()) < 1e-4
             assert set(expected[position - 1].topk(2).indices.tolist()) <= set(entry)
+
+
+@pytest.mark.parametrize("length", [1, 65, 129, 150])
+@pytest.mark.parametrize("share", [True, False])
+def test_the_first_of_several_answers_computes_the_prompt_s_logprobs_and_the_others_wait(
+    length: int, share: bool
+) -> None:
+    (prompt,) = prompts_of([length], 6)
+    answers = [*generate(make_engine(), [prompt])] * 4
+    engine = make_engine(**{"scheduler.token_budget": 72, "cache.share": share})
+    params = SamplingParams(n=4, max_tokens=len(answers[0]), prompt_logprobs=2, temperature=0.0)
+    engine.add("x", None, prompt, params)
+    found: list[list[int]] = [[], [], [], []]
+    begun: list[int] = []
+    while engine.has_work:
+        for item in engine.step():
+            assert item.prompt_logprobs is not None and len(item.prompt_logprobs) == length, "an answer came before"
+            begun += [each.index for each in item.outputs if not found[each.index]]
+            for each in item.outputs:
+                found[each.index] += each.token_ids
+    assert found == answers and begun[0] == 0
+    computed = engine.stats()["prefill_tokens_computed"]
+    assert computed == (length + 3 * (length - (length - 1) // 64 * 64) if share else 4 * length)
+    assert engine.holds_nothing
+
+
+def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_again() -> None:
+    (prompt,) = prompts_of([100], 6)
+    engine = make_engine()
+    params = SamplingParams(n=3, max_tokens=2, prompt_logprobs=1, temperature=0.0)
+    request = engine.add("x", None, prompt, params)
+    assert engine.scheduler.next_batch() is not None and len(engine.scheduler.running) == 3
+    engine.scheduler.preempt(request.sequences[0])  # as a step does that cannot be kept
+    lengths = set()
+    while engine.has_work:
+        lengths |= {len(item.prompt_logprobs or ()) for item in engine.step()}
+    assert lengths == {100}
+
+
+def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,) = prompts_of([100], 6)
+    (expected,) = generate(make_engine(), [prompt])
+    engine = make_engine()
+    sample = engine.sampler.sample
+
+    def broken(logits: torch.Tensor, rows: list[SampleRow]) -> Any:
+        sampled = sample(logits, rows)
+        monkeypatch.setattr(engine.sampler, "sample", sample)
+        return replace(sampled, errors={0: "broken"})
+
+    monkeypatch.setattr(engine.sampler, "sample", broken)
+    engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=len(expected), prompt_logprobs=1, temperature=0.0))
+    outputs = drain(engine)["x"].outputs
+    assert [each.finish_reason for each in outputs] == ["error", "length"]
+    assert outputs[1].token_ids == expected
 
 
 def test_a_preemption_in_the_middle_of_a_prompt_leaves_its_logprobs_as_they_were() -> None:

@@ -82,12 +82,22 @@ class Sequence:
     @property
     def reads_cache(self) -> bool:
         """Whether rows of the prompt may be taken from the cache instead of computed."""
-        return self.request.params.prompt_logprobs is None
+        return self.index > 0 or self.request.params.prompt_logprobs is None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt rows need logits: only the first sequence of a request computes them, and only once."""
         return self.index == 0 and self.request.params.prompt_logprobs is not None and self.num_generated == 0
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether it must not run yet: the first sequence still computes the log-probabilities of the prompt, which
+        come with the first token of any.
+        """
+        if self.index == 0 or self.request.params.prompt_logprobs is None:
+            return False
+        first = self.request.sequences[0]
+        return first.num_generated == 0 and first.state is not State.FINISHED
 
 
 @dataclass(eq=False)

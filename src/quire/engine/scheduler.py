@@ -129,6 +129,8 @@ class Scheduler:
             for sequence in list(self.running):
                 if sequence.state is not State.RUNNING or self._decodes(sequence) is not decoding:
                     continue
+                if sequence.awaits_scores:
+                    continue
                 if not decoding and not self._ready(sequence, underway):
                     continue
                 count = self._slice_rows(sequence, budget)
@@ -155,7 +157,7 @@ class Scheduler:
                     len(sequence.token_ids),
                     self.manager.explain(sequence),
                 )
-            if not self._ready(sequence, underway):
+            if sequence.awaits_scores or not self._ready(sequence, underway):
                 continue
             count = self._slice_rows(sequence, budget)
             if count and self._make_room(sequence, sequence.num_computed + count):
@@ -214,7 +216,7 @@ class Scheduler:
         """For how many steps from now the batch stays as it is: nothing is admitted, ends, prefills or needs a new
         chunk.
         """
-        if not self.running or any(sequence.num_pending != 1 for sequence in self.running):
+        if not self.running or any(sequence.num_pending != 1 or sequence.awaits_scores for sequence in self.running):
             return 0
         if self.waiting and len(self.running) < self.max_running:
             return 0
