@@ -155,8 +155,8 @@ def test_the_first_of_several_answers_computes_the_prompt_s_logprobs_and_the_oth
 
 
 def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_again() -> None:
-    (prompt,) = prompts_of([100], 6)
-    engine = make_engine()
+    (prompt,) = prompts_of([127], 6)
+    engine = make_engine(**{"scheduler.token_budget": 200})
     params = SamplingParams(n=3, max_tokens=2, prompt_logprobs=1, temperature=0.0)
     request = engine.add("x", None, prompt, params)
     assert engine.scheduler.next_batch() is not None and len(engine.scheduler.running) == 3
@@ -164,7 +164,7 @@ def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_ag
     lengths = set()
     while engine.has_work:
         lengths |= {len(item.prompt_logprobs or ()) for item in engine.step()}
-    assert lengths == {100}
+    assert lengths == {127}
 
 
 def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
