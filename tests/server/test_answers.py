@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server import answers, completions, errors
-from quire.server.answers import SENT_BYTES, SLICE, Items, LargeAnswer, Unsent, cut, encoded, pieces
+from quire.server.answers import SENT_BYTES, SLICE, Items, ScoredAnswer, Unsent, cut, encoded, extend, pieces
 from quire.server.errors import encode
 from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
@@ -33,17 +33,19 @@ def test_pieces_join_to_the_json_of_the_whole(value):
 @examples(40)
 @given(st.lists(JSON, max_size=3 * SLICE), st.integers(0, 3 * SLICE))
 def test_a_list_that_was_begun_goes_on_as_one(values, begun):
-    value = {"a": [{"b": Items(encoded(iter(values[:begun])), values[begun:])}]}
+    grown = bytearray()
+    sizes = [extend(grown, [each]) for each in values[begun:]]
+    value = {"a": [{"b": Items(encoded(iter(values[:begun])), grown)}]}
     assert b"".join(pieces(value)) == encode({"a": [{"b": values}]}).encode(errors="backslashreplace")
-    assert encoded(values) == encoded(iter(values))
+    assert encoded(values) == encoded(iter(values)) and sum(sizes) == len(grown)
 
 
 def test_what_choices_share_is_there_once_and_sent_in_bounded_parts():
     shared = Items(b"1," * SENT_BYTES + b"1")
     found = pieces({"choices": [{"index": index, "x": shared} for index in range(8)]})
-    assert sum(part is shared.encoded for part in found) == 8
+    assert sum(part is shared.parts[0] for part in found) == 8
     assert b"".join(cut(found)) == b"".join(found) and max(map(len, cut(found))) == SENT_BYTES
-    assert LargeAnswer(found, Unsent()).headers["content-length"] == str(sum(map(len, found)))
+    assert ScoredAnswer(found, Unsent()).headers["content-length"] == str(sum(map(len, found)))
 
 
 @pytest.fixture
@@ -189,3 +191,56 @@ async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monk
     fourth = RawCall(app, "/v1/completions", asked)
     await fourth.task
     assert fourth.status == 200
+
+
+CHOICES = {
+    "completions": {"prompt": "a", "logprobs": 20},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20},
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", CHOICES)
+async def test_scores_of_a_whole_answer_are_counted_as_they_come_and_bounded(path, monkeypatch):
+    body = CHOICES[path] | {"n": 4, "max_tokens": 200}
+    app = application(FakeEngine())
+    unsent = app.state.service.unsent
+    fits = RawCall(app, f"/v1/{path}", body)
+    await fits.task
+    assert fits.status == 200 and unsent.num_bytes == 0
+    monkeypatch.setattr(answers, "UNSENT_BYTES", len(fits.body) // 2)
+    large = RawCall(app, f"/v1/{path}", body)
+    await large.task
+    assert large.status == 400 and json.loads(large.body)["error"]["code"] == "answer_too_large"
+    with unsent.hold([b"x" * (len(fits.body) // 4)]):
+        late = RawCall(app, f"/v1/{path}", body | {"n": 2})
+        await late.task
+    assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_answers"
+    streamed = RawCall(app, f"/v1/{path}", body | {"stream": True})
+    await streamed.task
+    assert streamed.status == 200 and unsent.num_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_scores_of_prompts_that_the_engine_keeps_are_bounded_over_all_requests():
+    engine = FakeEngine()
+    app = application(engine)
+    scores = app.state.service.scores
+    begun = []
+    generate = engine.generate
+    engine.generate = lambda prompt, params, request_id: (
+        begun.append(request_id),
+        generate(prompt, params, request_id),
+    )[1]
+    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
+    scores.free = scores.size = 2 * 21 * len(PROMPT) - 1
+    async with scores.hold(21 * len(PROMPT)):
+        waiting, other = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
+        await other.task
+        assert other.status == 200 and len(begun) == 1 and not waiting.task.done()
+    await waiting.task
+    assert waiting.status == 200 and scores.free == scores.size
+    # More than there is room for takes all of it.
+    large = RawCall(app, "/v1/completions", asked | {"prompt": [PROMPT, PROMPT, PROMPT]})
+    await large.task
+    assert large.status == 200 and scores.free == scores.size

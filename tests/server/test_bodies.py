@@ -9,7 +9,6 @@ import pytest
 
 from quire.config import ServeConfig
 from quire.server import bodies, structure
-from quire.server.bodies import Room
 from quire.server.errors import ApiError
 from quire.server.structure import check_structure
 from tests.effort import tries
@@ -228,77 +227,118 @@ async def test_a_large_body_has_time_for_what_has_come_and_not_for_what_is_annou
     assert trickling.status == 408 and not steady.task.done()
     steady.leave()
     await asyncio.wait_for(steady.task, 1)
-    assert app.state.service.bodies.room.free == app.state.service.bodies.room.size
+    assert app.state.service.bodies.arrivals.held == 0
+
+
+def held(app):
+    return app.state.service.bodies.arrivals.held
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_large_bodies_wait_for_room_small_ones_do_not(announced):
+async def test_what_is_announced_takes_no_room(announced):
+    app = application(FakeEngine(max_context=50_000), max_request_bytes=100_000)
+    slow = [slow_call(app, 100_000, announced) for _ in range(10)]
+    for call in slow:
+        call.inbox.put_nowait(part(b" " * 33_000))
+    await asyncio.sleep(0.01)
+    assert held(app) == 330_000
+    body = json.dumps({"prompt": "a" * 40_000}).encode()
+    late = slow_call(app, len(body), announced)
+    late.inbox.put_nowait(part(body, more=False))
+    await asyncio.wait_for(late.task, 2)
+    assert late.status == 200
+    for call in slow:
+        call.leave()
+        await asyncio.wait_for(call.task, 1)
+    assert held(app) == 0
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_slow_bodies_are_ended_for_those_that_wait_and_small_ones_do_not_wait(announced, monkeypatch):
+    monkeypatch.setattr(bodies, "CONTESTED_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "CONTESTED_RATE", 300_000)
     app = application(FakeEngine(max_context=50_000), max_request_bytes=100_000)
     slow = [slow_call(app, 100_000, announced) for _ in range(4)]
-    for call in slow:
-        call.inbox.put_nowait(part(b" " * 40_000))
-    await asyncio.sleep(0.01)
-    assert app.state.service.bodies.room.free == 0
-    body = json.dumps({"prompt": "a" * 40_000}).encode()
+    for call in slow[:3]:
+        call.inbox.put_nowait(part(b" " * 99_000))
+    slow[3].inbox.put_nowait(part(b" " * 40_000))
+    await asyncio.sleep(0.05)
+    assert held(app) == 337_000
+    body = json.dumps({"prompt": "a" * 90_000}).encode()
     waiting = slow_call(app, len(body), announced)
     waiting.inbox.put_nowait(part(body, more=False))
     small = RawCall(app, "/tokenize", {"prompt": "a"})
     await asyncio.wait_for(small.task, 1)
     assert small.status == 200 and not waiting.task.done()
-    slow[0].leave()
+    # The fourth has come at less than the rate; one that is ended is enough.
     await asyncio.wait_for(waiting.task, 2)
-    assert waiting.status == 200
+    assert slow[3].status == 408 and json.loads(slow[3].body)["error"]["code"] == "body_timeout"
+    assert [call.task.done() for call in slow] == [False] * 3 + [True]
     for call in slow:
         call.leave()
         await asyncio.wait_for(call.task, 1)
-    assert app.state.service.bodies.room.free == 400_000
+    assert held(app) == 0
+
+
+async def test_where_all_wait_for_room_the_oldest_goes_on():
+    app = application(FakeEngine(max_context=500_000), max_request_bytes=100_000)
+    body = json.dumps({"prompt": "a" * 97_000}).encode()
+    calls = [slow_call(app, len(body)) for _ in range(9)]
+    for begin in range(0, len(body), 11_000):
+        for call in calls:
+            call.inbox.put_nowait(part(body[begin : begin + 11_000], more=begin + 11_000 < len(body)))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        for call in calls:
+            await call.task
+    assert [call.status for call in calls] == [200] * 9 and held(app) == 0
 
 
 async def test_a_large_body_that_finds_no_room_is_503():
     app = application(FakeEngine(), max_request_bytes=100_000)
-    app.state.service.bodies.room_seconds = 0.05
-    slow = [slow_call(app, 100_000) for _ in range(4)]
-    await asyncio.sleep(0)
+    arrivals = app.state.service.bodies.arrivals
+    arrivals.seconds = 0.05
+    slow = [slow_call(app, 100_000) for _ in range(5)]
+    for call in slow:
+        call.inbox.put_nowait(part(b" " * 80_000))
+    await asyncio.sleep(0.01)
+    assert held(app) == 400_000
     late = slow_call(app, 100_000)
+    late.inbox.put_nowait(part(b" " * 80_000))
     await asyncio.wait_for(late.task, 1)
     assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_bodies"
     for call in slow:
         call.leave()
         await asyncio.wait_for(call.task, 1)
-    assert app.state.service.bodies.room.free == 400_000
+    assert held(app) == 0
 
 
-async def test_room_is_lent_in_order_and_given_back_by_those_who_stop_waiting():
-    room = Room(10)
-    await room.take(8)
-    order = []
+async def test_bodies_in_any_order_are_bounded_and_leave_nothing(seed):
+    draw = random.Random(seed)
+    for _ in range(tries(5)):
+        arrivals = bodies.Arrivals(1000, 5.0)
+        most = [0]
 
-    async def take(name, size):
-        await room.take(size)
-        order.append(name)
+        async def one(size, pause, leaves, arrivals=arrivals, most=most):
+            with arrivals.body() as body:
+                async with asyncio.timeout(5) as body.limit:
+                    for came in range(50, size + 1, 50):
+                        await asyncio.sleep(pause)
+                        await arrivals.grow(body, came)
+                        most[0] = max(most[0], arrivals.held)
+                if not leaves:
+                    arrivals.whole(body)
+                    await asyncio.sleep(pause)
 
-    large, small = asyncio.ensure_future(take("large", 5)), asyncio.ensure_future(take("small", 2))
-    await asyncio.sleep(0)
-    assert not order, "the smaller one overtook"
-    large.cancel()
-    await asyncio.gather(large, return_exceptions=True)
-    await asyncio.wait_for(small, 1)
-    room.give(8)
-    # Cancelled in the very turn in which it is lent.
-    late = asyncio.ensure_future(take("late", 9))
-    await asyncio.sleep(0)
-    room.give(2)
-    late.cancel()
-    await asyncio.gather(late, return_exceptions=True)
-    assert order == ["small"] and room.free == 10
-    # Cancelled just before it would be lent.
-    await room.take(8)
-    late = asyncio.ensure_future(take("late", 9))
-    await asyncio.sleep(0)
-    late.cancel()
-    room.give(8)
-    assert [type(each) for each in await asyncio.gather(late, return_exceptions=True)] == [asyncio.CancelledError]
-    assert order == ["small"] and room.free == 10
+        tasks = [
+            asyncio.ensure_future(one(50 * draw.randrange(1, 9), draw.choice([0, 0, 0.001]), draw.random() < 0.3))
+            for _ in range(30)
+        ]
+        for task in draw.sample(tasks, 5):
+            asyncio.get_running_loop().call_later(draw.choice([0, 0.001, 0.003]), task.cancel)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(each is None or isinstance(each, asyncio.CancelledError) for each in found), found
+        assert most[0] <= 1400 and arrivals.held == 0 and not arrivals._unfinished and not arrivals._num_whole
 
 
 async def test_many_large_bodies_at_once_are_all_answered():

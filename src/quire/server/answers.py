@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, encode
+from quire.server.errors import ApiError, bad_request, encode
 
 SLICE = 64
 """Elements of a list that are encoded in one call: with 20 alternatives each some 2 ms."""
@@ -25,20 +25,31 @@ SENT_BYTES = 256 * 1024
 """Bytes that are handed to the connection at once; it says when it takes more."""
 
 UNSENT_BYTES = 128 << 20
-"""Bytes of large answers that may wait for their clients together: three or four of the largest."""
+"""Bytes of answers with log-probabilities that may be made, or wait for their clients, together: three or four with as
+many of prompts as there may be.
+"""
+
+Bytes = bytes | bytearray
 
 # The answer, its choices, a choice, its log-probabilities: what lies deeper is encoded as a whole, or in slices.
 _LEVELS = 4
 
 
 class Items:
-    """A JSON list that is encoded already, with elements that come behind."""
+    """A JSON list whose elements are encoded already: those of each part, which other lists may have too."""
 
-    __slots__ = ("encoded", "more")
+    __slots__ = ("parts",)
 
-    def __init__(self, encoded: bytes, more: list[Any] | None = None) -> None:
-        self.encoded = encoded
-        self.more = more or []
+    def __init__(self, *parts: Bytes) -> None:
+        self.parts = [part for part in parts if part]
+
+
+def extend(part: bytearray, values: list[Any]) -> int:
+    """Adds elements to those that are encoded already; returns how many bytes they take."""
+    before = len(part)
+    if values:
+        part += b"," * bool(part) + encoded(values)
+    return len(part) - before
 
 
 def encoded(values: Iterable[Any]) -> bytes:
@@ -48,10 +59,10 @@ def encoded(values: Iterable[Any]) -> bytes:
     return b",".join(map(_bytes, values))
 
 
-def pieces(value: Any) -> list[bytes]:
+def pieces(value: Any) -> list[Bytes]:
     """The JSON text of an answer. What is encoded already is no copy."""
-    found: list[bytes] = []
-    small: list[bytes] = []
+    found: list[Bytes] = []
+    small: list[Bytes] = []
     for piece in _pieces(value, 0):
         if len(piece) < SENT_BYTES:
             small.append(piece)
@@ -61,12 +72,12 @@ def pieces(value: Any) -> list[bytes]:
     return [each for each in (*found, b"".join(small)) if each]
 
 
-def _pieces(value: Any, level: int) -> Iterator[bytes]:
+def _pieces(value: Any, level: int) -> Iterator[Bytes]:
     if isinstance(value, Items):
         yield b"["
-        yield value.encoded
-        for number, each in enumerate(_slices(value.more)):
-            yield b"," + each if number or value.encoded else each
+        for number, part in enumerate(value.parts):
+            yield b"," * bool(number)
+            yield part
         yield b"]"
     elif isinstance(value, dict) and level < _LEVELS:
         yield b"{"
@@ -95,39 +106,52 @@ def _bytes(value: Any) -> bytes:
     return encode(value).encode(errors="backslashreplace")
 
 
-def cut(parts: list[bytes]) -> Iterator[bytes]:
+def cut(parts: list[Bytes]) -> Iterator[bytes]:
     """The same bytes, none of the parts too long to be sent at once."""
     for part in parts:
         for begin in range(0, len(part), SENT_BYTES):
-            yield part[begin : begin + SENT_BYTES]
+            yield bytes(part[begin : begin + SENT_BYTES])
 
 
 class Unsent:
-    """Large answers that are being sent: clients that do not read them must not fill the memory."""
+    """Large answers that are being made or sent: long ones, and clients that do not read, must not fill the memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextmanager
-    def hold(self, parts: Iterable[bytes]) -> Iterator[None]:
-        """Counts `parts` within the context, each once. Raises ApiError 503 if others leave no room for them."""
-        size = sum({id(part): len(part) for part in parts}.values())
-        if self.num_bytes and self.num_bytes + size > UNSENT_BYTES:
-            message = f"large answers of together {self.num_bytes} bytes wait for their clients to read them; try again"
-            raise ApiError(503, message, code="too_many_large_answers", headers={"Retry-After": "1"})
-        self.num_bytes += size
+    def hold(self, parts: Iterable[Bytes] = ()) -> Iterator[Callable[[int], None]]:
+        """Counts `parts` within the context, each once, and what the function that it gives is told of. Raises
+        ApiError 503 if others leave no room, 400 for more than one answer may have.
+        """
+        size = 0
+
+        def grow(more: int) -> None:
+            nonlocal size
+            if size + more > UNSENT_BYTES:
+                message = (
+                    f"the answer's log-probabilities take more than {UNSENT_BYTES} bytes; ask for fewer, or stream it"
+                )
+                raise bad_request(message, "logprobs", "answer_too_large")
+            if self.num_bytes + more > UNSENT_BYTES:
+                message = f"large answers of together {self.num_bytes} bytes are being made or sent; try again"
+                raise ApiError(503, message, code="too_many_large_answers", headers={"Retry-After": "1"})
+            size += more
+            self.num_bytes += more
+
         try:
-            yield
+            grow(sum({id(part): len(part) for part in parts}.values()))
+            yield grow
         finally:
             self.num_bytes -= size
 
 
-class LargeAnswer(Response):
+class ScoredAnswer(Response):
     """A JSON answer made by `pieces`, sent as fast as the client takes it."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: list[bytes], unsent: Unsent) -> None:
+    def __init__(self, parts: list[Bytes], unsent: Unsent) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
         self.parts = parts
         self.unsent = unsent

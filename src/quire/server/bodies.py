@@ -6,10 +6,10 @@ A large body is parsed and checked on a thread, where it cannot hold up the even
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -31,8 +31,15 @@ BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
 """A large body may take BODY_SECONDS, and a second for each BODY_RATE bytes that came: nobody holds room for long."""
 
+CONTESTED_SECONDS = 1.0
+CONTESTED_RATE = 256 * 1024
+"""While others wait for room, a large body that came for longer than these seconds must have come at this rate."""
+
 ROOM_SECONDS = 10.0
 """How long a large body waits for room before it is answered 503. A full room is read and parsed within 2 s."""
+
+SWEEP_SECONDS = 0.25
+"""Between two looks for slow bodies, while one waits for room."""
 
 
 class Bodies:
@@ -46,8 +53,7 @@ class Bodies:
     def __init__(self, max_bytes: int, body_seconds: float = BODY_SECONDS, room_seconds: float = ROOM_SECONDS) -> None:
         self.max_bytes = max_bytes
         self.body_seconds = body_seconds
-        self.room_seconds = room_seconds
-        self.room = Room(NUM_LARGEST * max_bytes)
+        self.arrivals = Arrivals(NUM_LARGEST * max_bytes, room_seconds)
         # One at a time: a parsed body may take eight times the memory of its text.
         self._parsing = ThreadPoolExecutor(1, "quire-bodies")
 
@@ -64,29 +70,31 @@ class Bodies:
         announced = _announced(request)
         if announced is not None and announced > self.max_bytes:
             raise self._too_large()
-        taken = 0
-        try:
-            if announced is not None and announced > LARGE_BYTES:
-                taken = await self._take(announced)
-            body = bytearray()
-            # A small body holds no room, and its connection ends it if it says nothing: it needs no timer of its own.
-            is_small = announced is not None and announced <= LARGE_BYTES
-            due = asyncio.get_running_loop().time() + self.body_seconds
+        body = bytearray()
+        # A small body holds no room, and its connection ends it if it says nothing: it needs no timer of its own.
+        is_small = announced is not None and announced <= LARGE_BYTES
+        due = asyncio.get_running_loop().time() + self.body_seconds
+        with self.arrivals.body() as arriving:
             try:
                 async with asyncio.timeout(None if is_small else self.body_seconds) as limit:
+                    arriving.limit = limit
                     async for part in request.stream():
                         body += part
                         if len(body) > self.max_bytes:
                             raise self._too_large()
-                        if len(body) > LARGE_BYTES and not taken:
-                            taken = await self._take(self.max_bytes)
+                        if len(body) > LARGE_BYTES:
+                            due += await self.arrivals.grow(arriving, len(body))
                         if not is_small:
                             limit.reschedule(due + len(body) / BODY_RATE)
             except ClientDisconnect as gone:
                 raise ClientDisconnected from gone
             except TimeoutError as error:
-                message = f"the body came slower than {BODY_RATE} bytes a second after {self.body_seconds:g} s"
+                message = (
+                    f"the body came slower than {BODY_RATE} bytes a second after {self.body_seconds:g} s, or than"
+                    f" {CONTESTED_RATE} while others waited for room"
+                )
                 raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from error
+            self.arrivals.whole(arriving)
             if len(body) <= LARGE_BYTES:
                 parsed = _parse(body, model)
             else:
@@ -94,57 +102,100 @@ class Bodies:
                 parsed = await run(self._parsing, _check_and_parse, body, model)
             del body
             yield parsed
-        finally:
-            self.room.give(taken)
-
-    async def _take(self, size: int) -> int:
-        try:
-            async with asyncio.timeout(self.room_seconds):
-                await self.room.take(size)
-        except TimeoutError as error:
-            message = f"bodies of together {self.room.size} bytes are being read; try again"
-            headers = {"Retry-After": "1", "Connection": "close"}
-            raise ApiError(503, message, code="too_many_large_bodies", headers=headers) from error
-        return size
 
     def _too_large(self) -> ApiError:
         message = f"the body exceeds {self.max_bytes} bytes, the limit set by serve.max_request_bytes"
         return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
-class Room:
-    """Bytes that are lent in the order of asking: a small demand never overtakes a large one."""
+@dataclass(eq=False)
+class Arriving:
+    """A large body under way.
 
-    def __init__(self, size: int) -> None:
+    since       when it began to come, later by the seconds that it waited for room
+    limit       its time; moved to now, it ends the body
+    size        bytes that have room
+    is_waiting  for room
+    """
+
+    since: float
+    limit: asyncio.Timeout | None = None
+    size: int = 0
+    is_waiting: bool = False
+
+
+class Arrivals:
+    """The bytes of large bodies that have come and are in use: all connections' together are bounded.
+
+    Room is taken for bytes that came, not for those announced: connections that send little keep nobody out. While all
+    of it is taken, bodies wait. Those that come slower than CONTESTED_RATE are then ended; and if no body is whole,
+    whose end would make room, the oldest goes on. So `size` may be exceeded by one body.
+    """
+
+    def __init__(self, size: int, seconds: float) -> None:
         self.size = size
-        self.free = size
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.seconds = seconds
+        self.held = 0
+        self._unfinished: dict[Arriving, None] = {}  # the oldest first
+        self._num_whole = 0
+        self._freed = asyncio.Event()
 
-    async def take(self, size: int) -> None:
-        """Wait until `size` bytes, at most all, are free, and take them."""
-        mine = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, mine))
-        self._lend()
+    @contextmanager
+    def body(self) -> Iterator[Arriving]:
+        """A body, which has its room within the context."""
+        body = Arriving(asyncio.get_running_loop().time())
         try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.cancelled():
-                self._lend()  # those behind it may have waited for it alone
-            else:
-                self.give(size)
-            raise
+            yield body
+        finally:
+            self.held -= body.size
+            if body in self._unfinished:
+                del self._unfinished[body]
+            elif body.size:
+                self._num_whole -= 1
+            self._freed.set()
 
-    def give(self, size: int) -> None:
-        """Give `size` bytes back."""
-        self.free += size
-        self._lend()
+    async def grow(self, body: Arriving, size: int) -> float:
+        """Waits until there is room for `size` bytes of a body; returns for how many seconds. Raises ApiError 503 if
+        there is none for too long.
+        """
+        self._unfinished.setdefault(body)
+        now = asyncio.get_running_loop().time
+        begun = now()
+        body.is_waiting = True
+        try:
+            while self.held + size - body.size > self.size and not self._goes_on(body):
+                if now() - begun >= self.seconds:
+                    message = f"bodies of together {self.held} bytes are being read; try again"
+                    headers = {"Retry-After": "1", "Connection": "close"}
+                    raise ApiError(503, message, code="too_many_large_bodies", headers=headers)
+                self._end_slow(now())
+                self._freed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(self.seconds, SWEEP_SECONDS)):
+                        await self._freed.wait()
+        finally:
+            body.is_waiting = False
+        waited = now() - begun
+        self.held += size - body.size
+        body.size = size
+        body.since += waited
+        return waited
 
-    def _lend(self) -> None:
-        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self.free):
-            size, future = self._waiting.popleft()
-            if not future.cancelled():
-                self.free -= size
-                future.set_result(None)
+    def whole(self, body: Arriving) -> None:
+        """The body has come, and keeps its room until it is left."""
+        if body in self._unfinished:
+            del self._unfinished[body]
+            self._num_whole += 1
+
+    def _goes_on(self, body: Arriving) -> bool:
+        return not self._num_whole and next(iter(self._unfinished)) is body
+
+    def _end_slow(self, now: float) -> None:
+        for body in self._unfinished:
+            seconds = now - body.since
+            is_slow = seconds > CONTESTED_SECONDS and body.size < seconds * CONTESTED_RATE
+            if is_slow and not body.is_waiting and body.limit is not None and not body.limit.expired():
+                body.limit.reschedule(now)
 
 
 def _check_kind(request: Request) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.answers import Items, extend
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
 from quire.server.service import Chunks, Job, Service, Usage
@@ -42,7 +43,7 @@ class Choice:
     """One answer as far as it has come."""
 
     text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: bytearray = field(default_factory=bytearray)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -66,29 +67,30 @@ class Chat:
     async def whole(self) -> Response:
         """The answer in one piece."""
         choices = [Choice() for _ in range(self.job.params.n)]
-        async with aclosing(self.service.run([self.job], self.head["id"])) as items:
-            async for _, item in items:
-                if not self.usage.completion_tokens:
-                    self.usage.saw(item)
-                for output in item.outputs:
-                    choice = choices[output.index]
-                    choice.text += output.text
-                    choice.logprobs += self._logprobs(output)
-                    self.usage.completion_tokens += len(output.token_ids)
-                    if output.finish_reason is not None:
-                        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        with self.service.unsent.hold() as grow:
+            async with aclosing(self.service.run([self.job], self.head["id"])) as items:
+                async for _, item in items:
+                    if not self.usage.completion_tokens:
+                        self.usage.saw(item)
+                    for output in item.outputs:
+                        choice = choices[output.index]
+                        choice.text += output.text
+                        grow(extend(choice.logprobs, self._logprobs(output)))
+                        self.usage.completion_tokens += len(output.token_ids)
+                        if output.finish_reason is not None:
+                            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         answers = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": {"content": choice.logprobs, "refusal": None} if self.body.logprobs else None,
+                "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
             for index, choice in enumerate(choices)
         ]
-        num_scores = self.usage.completion_tokens * (1 + (self.body.top_logprobs or 0)) if self.body.logprobs else 0
-        return await self.service.answer(self.head | {"choices": answers, "usage": self.usage.as_dict()}, num_scores)
+        content = self.head | {"choices": answers, "usage": self.usage.as_dict()}
+        return self.service.answer(content, has_scores=bool(self.body.logprobs))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.answers import Items, encoded
+from quire.server.answers import Bytes, Items, encoded, extend
 from quire.server.errors import bad_request
 from quire.server.logprobs import MAX_PROMPT_SCORES, LegacyLogprobs, Names, prompt_logprobs
 from quire.server.schema import CompletionRequest
@@ -21,7 +21,6 @@ from quire.server.wire import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
-    from quire.engine.params import SamplingParams
 
 MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
 """Where a completion's `max_tokens` is null or not given, as for OpenAI."""
@@ -94,13 +93,13 @@ class Opening:
     """
 
     text: str = ""
-    lists: dict[str, Items | None] | None = None
-    scores: Items | None = None
+    lists: dict[str, bytes | None] | None = None
+    scores: bytes | None = None
 
     @property
     def encoded(self) -> list[bytes]:
         """All that is encoded."""
-        return [each.encoded for each in (self.scores, *(self.lists or {}).values()) if each is not None]
+        return [each for each in (self.scores, *(self.lists or {}).values()) if each is not None]
 
 
 @dataclass
@@ -109,24 +108,37 @@ class Choice:
 
     legacy: LegacyLogprobs
     text: str = ""
-    logprobs: dict[str, Any] | None = None
+    lists: dict[str, bytearray | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def extend(self, lists: dict[str, list[Any] | None]) -> int:
+        """Appends the four lists of a delta; returns how many bytes they take."""
+        if self.lists is None:
+            self.lists = {name: None if values is None else bytearray() for name, values in lists.items()}
+        return sum(extend(mine, lists[name] or []) for name, mine in self.lists.items() if mine is not None)
+
     def as_dict(self, index: int, opening: Opening) -> dict[str, Any]:
         """The choice in an answer."""
-        logprobs = self.logprobs
-        if opening.lists is not None:
-            more = logprobs or {}
-            logprobs = {name: each and Items(each.encoded, more.get(name)) for name, each in opening.lists.items()}
         found = {
             "index": index,
             "text": opening.text + self.text,
-            "logprobs": logprobs,
+            "logprobs": joined(opening.lists, self.lists),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
         }
-        return found if opening.scores is None else found | {"prompt_logprobs": opening.scores}
+        return found if opening.scores is None else found | {"prompt_logprobs": Items(opening.scores)}
+
+
+def joined(*given: Mapping[str, Bytes | None] | None) -> dict[str, Items | None] | None:
+    """Four lists of log-probabilities, one behind the other; the same ones are null in all of them."""
+    found = [lists for lists in given if lists is not None]
+    if not found:
+        return None
+    return {
+        name: None if part is None else Items(*(lists[name] or b"" for lists in found))
+        for name, part in found[0].items()
+    }
 
 
 @dataclass(slots=True)
@@ -165,23 +177,23 @@ class Completion:
 
     async def whole(self) -> Response:
         """The answer in one piece."""
-        async with aclosing(self.service.run(self.jobs, self.head["id"])) as items:
-            async for job, item in items:
-                if job not in self.openings:
-                    await self._open(job, item)
-                for delta in self._deltas(job, item):
-                    choice = self.choices[delta.index]
-                    choice.text += delta.text
-                    if delta.logprobs is not None:
-                        _extend(choice, delta.logprobs)
-                    if delta.finish_reason is not None:
-                        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        with self.service.unsent.hold() as grow:
+            async with aclosing(self.service.run(self.jobs, self.head["id"])) as items:
+                async for job, item in items:
+                    if job not in self.openings:
+                        grow(sum(map(len, (await self._open(job, item)).encoded)))
+                    for delta in self._deltas(job, item):
+                        choice = self.choices[delta.index]
+                        choice.text += delta.text
+                        if delta.logprobs is not None:
+                            grow(choice.extend(delta.logprobs))
+                        if delta.finish_reason is not None:
+                            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         choices = [
             choice.as_dict(index, self.openings[index // self.num_choices]) for index, choice in enumerate(self.choices)
         ]
-        num_scores = self.usage.completion_tokens * (0 if self.body.logprobs is None else 1 + self.body.logprobs)
-        num_scores += sum(_num_prompt_scores(job.params, len(job.prompt_ids)) for job in self.jobs)
-        return await self.service.answer(self.head | {"choices": choices, "usage": self.usage.as_dict()}, num_scores)
+        has_scores = self.body.logprobs is not None or self.body.prompt_logprobs is not None
+        return self.service.answer(self.head | {"choices": choices, "usage": self.usage.as_dict()}, has_scores)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
@@ -194,7 +206,7 @@ class Completion:
                     first = job * self.num_choices
                     with self.service.unsent.hold(opening.encoded):
                         for index in range(first, first + self.num_choices) if opening.text or opening.lists else ():
-                            for part in chunks.large(index, {"text": opening.text}, opening.lists):
+                            for part in chunks.large(index, {"text": opening.text}, joined(opening.lists)):
                                 yield part
                     del opening
                 news = b"".join(
@@ -217,19 +229,15 @@ class Completion:
         def make() -> tuple[Opening, LegacyLogprobs]:
             opening, legacy, scores = Opening(), choices[0].legacy, item.prompt_logprobs or []
             if self.body.prompt_logprobs is not None:
-                opening.scores = Items(encoded(prompt_logprobs(scores, self.names)))
+                opening.scores = encoded(prompt_logprobs(scores, self.names))
             if self.body.echo:
                 opening.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
                 if self.body.logprobs is not None:
                     lists = legacy(prompt.prompt_ids, scores)
-                    opening.lists = {
-                        name: None if each is None else Items(encoded(each)) for name, each in lists.items()
-                    }
+                    opening.lists = {name: None if each is None else encoded(each) for name, each in lists.items()}
             return opening, legacy
 
-        opening, legacy = await self.service.make_answer(
-            _num_prompt_scores(prompt.params, len(prompt.prompt_ids)), make
-        )
+        opening, legacy = await self.service.make_answer(prompt.num_prompt_scores, make)
         for choice in choices:
             choice.legacy = legacy.copy()
         self.openings[job] = opening
@@ -256,17 +264,3 @@ class Completion:
                 lists = self.choices[index].legacy(output.token_ids, output.logprobs)
             deltas.append(Delta(index, output.text, lists, output.finish_reason, output.stop_reason))
         return deltas
-
-
-def _num_prompt_scores(params: SamplingParams, num_tokens: int) -> int:
-    return 0 if params.prompt_logprobs is None else num_tokens * (1 + params.prompt_logprobs)
-
-
-def _extend(choice: Choice, lists: dict[str, Any]) -> None:
-    """Append the four lists of a delta to those of the choice."""
-    if choice.logprobs is None:
-        choice.logprobs = lists
-        return
-    for name, values in lists.items():
-        if values is not None:
-            choice.logprobs[name] += values

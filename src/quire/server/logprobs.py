@@ -18,6 +18,11 @@ MAX_PROMPT_SCORES = 500_000
 bytes in the engine, 100 MB. A prompt of 23,000 tokens may have 20 alternatives at every token.
 """
 
+PROMPT_SCORES_AT_ONCE = 250_000
+"""Log-probabilities of prompts that the engine may keep for all requests together, 50 MB: others wait. One prompt alone
+may have more.
+"""
+
 LOWEST = -9999.0
 """What OpenAI sends for minus infinity, which JSON cannot say."""
 

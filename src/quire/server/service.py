@@ -19,11 +19,13 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
-from quire.server.answers import FEW_SCORES, LargeAnswer, Unsent, cut, pieces
+from quire.server.answers import FEW_SCORES, ScoredAnswer, Unsent, cut, pieces
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
 from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.logprobs import PROMPT_SCORES_AT_ONCE
 from quire.server.metrics import Metrics, RequestTimer
+from quire.server.room import Room
 from quire.server.schema import Sampling, StreamOptions
 from quire.server.tenants import Tenants
 from quire.server.texts import Texts
@@ -52,6 +54,12 @@ class Job:
     def prompt(self) -> dict[str, Any]:
         """The prompt as the engine takes it."""
         return {"prompt_token_ids": self.prompt_ids, **self.hints}
+
+    @property
+    def num_prompt_scores(self) -> int:
+        """Log-probabilities of the prompt that the engine keeps while the job runs."""
+        most = self.params.prompt_logprobs
+        return 0 if most is None else len(self.prompt_ids) * (1 + most)
 
 
 @dataclass
@@ -162,6 +170,7 @@ class Service:
         self.idle.set()
         self.texts = Texts(engine)
         self.unsent = Unsent()
+        self.scores = Room(PROMPT_SCORES_AT_ONCE)
         # One at a time: each may keep a core and some memory busy.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
@@ -242,13 +251,11 @@ class Service:
             hints["cache_pin"] = request.cache_pin
         return hints
 
-    async def answer(self, content: dict[str, Any], num_scores: int) -> Response:
-        """The response of an answer with so many log-probabilities."""
-        if not num_scores:
+    def answer(self, content: dict[str, Any], has_scores: bool) -> Response:
+        """The response of an answer; with log-probabilities, as `Items` in it, or without."""
+        if not has_scores:
             return json_response(content)  # 4 us for one choice, where `pieces` takes 22
-        if num_scores <= FEW_SCORES:
-            return Response(b"".join(pieces(content)), media_type="application/json")
-        return await self.make_answer(num_scores, lambda: LargeAnswer(pieces(content), self.unsent))
+        return ScoredAnswer(pieces(content), self.unsent)
 
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
         """What `make` returns; on a thread, one at a time, where it works on many log-probabilities."""
@@ -285,7 +292,10 @@ class Service:
         reason: str | None = "abort"
         found: int | None = None
         try:
-            async with aclosing(self.engine.generate(job.prompt, job.params, request_id)) as items:
+            async with (
+                self.scores.hold(job.num_prompt_scores),
+                aclosing(self.engine.generate(job.prompt, job.params, request_id)) as items,
+            ):
                 async for item in items:
                     timer.saw(item)
                     if found is None:

@@ -1,0 +1,55 @@
+"""Room that requests share: whoever asks for more than is free waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Room:
+    """A number of things, lent in the order of asking: a small demand never overtakes a large one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Waits until `size` of them are free, or all where it is more, and has them within the context."""
+        size = min(size, self.size)
+        await self.take(size)
+        try:
+            yield
+        finally:
+            self.give(size)
+
+    async def take(self, size: int) -> None:
+        """Waits until `size` of them, at most all, are free, and takes them. None at all are there at once."""
+        if not size:
+            return
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, mine))
+        self._lend()
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.cancelled():
+                self._lend()  # those behind it may have waited for it alone
+            else:
+                self.give(size)
+            raise
+
+    def give(self, size: int) -> None:
+        """Gives `size` of them back."""
+        self.free += size
+        self._lend()
+
+    def _lend(self) -> None:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self.free):
+            size, future = self._waiting.popleft()
+            if not future.cancelled():
+                self.free -= size
+                future.set_result(None)
