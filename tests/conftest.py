@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Jobs in the background of a script ignore it, and so would all that tests start and interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of pytest-xdist take these from the one that starts them.
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(2**32)

@@ -26,6 +26,7 @@ from quire.cache.page import PAGE_TOKENS
 from quire.calibrate import settings
 from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig
 from quire.engine.build import assemble, namespace_of, resolve
+from quire.engine.engine import LOGIT_ROWS
 from quire.engine.reading import log_probabilities, read_window
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
@@ -48,9 +49,6 @@ LEAST_TOKENS = 2 * PAGE_TOKENS + 1
 
 SPARE_CHUNKS = 8
 """Dense chunks that an arena has beyond the text's tokens: it is cut down to whole slabs."""
-
-LOGIT_ROWS = 64
-"""Rows whose logits exist at once: 39 MB in float32 at a vocabulary of 152,064, and there are four such tensors."""
 
 TEXT = """\
 The ferry to the island leaves at seven in the morning and comes back at six, except on Sundays, when it does not sail \
@@ -169,7 +167,7 @@ def measure(
         hidden.append(read_window(engine, tokens)[0][PAGE_TOKENS:])
     kl = nll = 0.0
     targets = torch.tensor(tokens[PAGE_TOKENS + 1 :], device=hidden[0].device).split(LOGIT_ROWS)
-    blocks = (log_probabilities(model, each, LOGIT_ROWS) for each in hidden)
+    blocks = (log_probabilities(model, each) for each in hidden)
     for expected, found, wanted in zip(*blocks, targets, strict=True):
         missing = expected - found
         nll += float(missing.gather(1, wanted[:, None]).double().sum())

@@ -51,8 +51,8 @@ class Observer(Protocol):
 
 NOT_FINITE = "the logits of the prompt hold NaN or infinity"
 
-LOGIT_ROWS = 256
-"""Prompt rows whose logits are computed at once: 50 MB in float32 at a vocabulary of 49,152."""
+LOGIT_ROWS = 32
+"""Prompt rows whose logits are computed at once: 19 MB in float32 at a vocabulary of 152,064. More are no faster."""
 
 
 def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...], looks: Looks | None = None) -> RowSlice:
@@ -342,6 +342,7 @@ class Engine:
                     found = self.sampler.prompt_logprobs(
                         logits, request.prompt_ids[start + 1 : end + 1], request.params.prompt_logprobs or 0
                     )
+                    del logits  # before the next ones are made
                     request.prompt_logprobs.extend(found)
                     if any(math.isnan(next(iter(entry.values())).logprob) for entry in found):
                         failed.append(request)

@@ -46,7 +46,7 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
     return collected, num_bytes
 
 
-def log_probabilities(model: Model, hidden: torch.Tensor, rows: int = LOGIT_ROWS) -> Iterator[torch.Tensor]:
-    """The logarithms of what the model predicts from hidden [n, E]: float32 [at most `rows`, vocab] after another."""
-    for start in range(0, len(hidden), rows):
-        yield torch.log_softmax(model.head(hidden[start : start + rows])[:, : model.shape.vocab_size], -1)
+def log_probabilities(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The logarithms of what the model predicts from hidden [n, E]: one float32 [up to LOGIT_ROWS, V] after another."""
+    for start in range(0, len(hidden), LOGIT_ROWS):
+        yield torch.log_softmax(model.head(hidden[start : start + LOGIT_ROWS])[:, : model.shape.vocab_size], -1)
