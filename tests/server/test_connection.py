@@ -321,11 +321,40 @@ async def test_an_answer_before_the_body_ends_the_connection_and_is_seen():
     async with socket_server(keys=["secret"], limits=QUICK) as server:
         client = await server.connect(post_head("/v1/completions", "Content-Length: 5000000") + b"a" * 500_000)
         answer = await client.answer()
-        assert answer.status == 401 and await client.ended(2)
+        assert answer.status == 401 and answer.headers["connection"] == "close" and await client.ended(2)
         over = await server.connect(
             post_head("/v1/completions", "Content-Length: 50000000", "Authorization: Bearer secret") + b"a" * 500_000
         )
         assert (await over.answer()).status == 413 and await over.ended(2)
+
+
+async def test_an_answer_after_the_body_keeps_the_connection():
+    async with socket_server(keys=["secret"], limits=QUICK) as server:
+        client = await server.connect(request())
+        for _ in range(2):
+            answer = await client.answer()
+            assert answer.status == 401 and "connection" not in answer.headers
+            await client.send(request())
+        client.close()
+
+
+async def test_a_connection_that_cannot_be_checked_is_closed_and_the_others_are_watched_on(monkeypatch, caplog):
+    check = connection.Connection.check
+    broken = []
+
+    def checked(self, now):
+        broken[:] = broken or [self]
+        if self is broken[0]:
+            raise ValueError("of the test")
+        check(self, now)
+
+    async with socket_server(limits=QUICK) as server:
+        monkeypatch.setattr(connection.Connection, "check", checked)
+        first = await server.connect(CHUNKED)
+        assert await first.ended(1)
+        assert (await (await server.connect(CHUNKED)).answer(2)).status == 408
+    assert [record.exc_info[0] for record in caplog.records] == [ValueError]
+    caplog.clear()
 
 
 async def test_a_client_that_is_gone_when_it_is_refused_ends_no_other_connections_time(monkeypatch):

@@ -66,7 +66,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_with_zero():
         assert reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"text"') == 60
         assert process.wait(5) == 0
         assert process.stderr.read() == ""
-        last = r"stopped after \d+\.\d s: 1 request answered, 60 tokens generated\n"
+        last = r"stopped after \d+\.\d s: 1 prompt answered, 60 tokens generated\n"
         assert re.fullmatch(last, process.stdout.read())
 
 
@@ -77,7 +77,7 @@ def test_a_drain_that_takes_too_long_is_cut_off_with_an_error_event():
         assert process.wait(5) == 0
         reader.join(5)
         assert '"shutting_down"' in reader.text and "[DONE]" not in reader.text
-        assert re.search(r"s: 0 requests answered, 1 cut off, \d+ tokens generated\n", process.stdout.read())
+        assert re.search(r"s: 0 prompts answered, 1 cut off, \d+ tokens generated\n", process.stdout.read())
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM]])

@@ -64,6 +64,7 @@ class Connection(HttpToolsProtocol):
         self.since = 0.0
         self.spent = 0
         self.address = ""
+        self.keeps_alive = True
         self.answering: RequestResponseCycle | None = None
         self.unsent = 0
         self.unsent_since = 0.0
@@ -158,6 +159,8 @@ class Connection(HttpToolsProtocol):
             self.refuse(_not_http())
             return
         super().on_headers_complete()
+        # Answered before its body is there, such as 401, it is the last one, and says so.
+        self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._enter_stage(Stage.BODY)
         if self.pipeline:
             # uvicorn reads no further then, and would not hear that the client leaves.
@@ -176,6 +179,8 @@ class Connection(HttpToolsProtocol):
         if self.stage is not Stage.BODY:
             return
         super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self.keeps_alive
         self.spent = 0
         self._enter_stage(Stage.ANSWER)
 

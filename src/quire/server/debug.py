@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.answers import Items, encoded, pieces
 from quire.server.auth import is_loopback
-from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import hit_rate
 from quire.server.service import Found, Service
 from quire.server.wire import unless_disconnected
@@ -42,9 +43,8 @@ async def show_cache(service: Service, request: Request) -> Response:
     _check_allowed(service)
     limit = _limit(request)
     service.check_ready()
-    return json_response(
-        await unless_disconnected(request.receive, _contents(service, str(request.state.tenant), limit))
-    )
+    found = await unless_disconnected(request.receive, _contents(service, str(request.state.tenant), limit))
+    return Response(b"".join(pieces(found)), media_type="application/json")
 
 
 def _check_allowed(service: Service) -> None:
@@ -92,9 +92,9 @@ async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]
     }
 
 
-def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> list[dict[str, Any]]:
+def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> Items:
     """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
-    return [
+    found = (
         {
             "id": prefix.id,
             "space": prefix.space,
@@ -111,7 +111,8 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> list[dict[str, Any
             "pinned_seconds": _pinned(prefix.pinned_seconds),
         }
         for prefix in prefixes
-    ]
+    )
+    return Items(encoded(found))
 
 
 def _beginning(prefix: Prefix, tokenizer: Any) -> str:

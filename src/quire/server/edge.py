@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from uvicorn.server import ServerState
 
 from quire.server.connection import Connection
 from quire.server.errors import ApiError
+
+log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,11 @@ class Edge:
             await asyncio.sleep(self.limits.sweep_seconds)
             now = asyncio.get_running_loop().time()
             for connection in list(self.open):
-                connection.check(now)
+                try:
+                    connection.check(now)
+                except Exception:  # the others are watched on
+                    log.exception("a connection that cannot be checked is closed")
+                    connection.abort()
 
     @property
     def is_full(self) -> bool:

@@ -80,9 +80,9 @@ class Served:
 
     def __str__(self) -> str:
         cut_off = f", {self.num_cut_off:,} cut off" if self.num_cut_off else ""
-        requests = "request" if self.num_answered == 1 else "requests"
+        prompts = "prompt" if self.num_answered == 1 else "prompts"
         return (
-            f"stopped after {self.seconds:.1f} s: {self.num_answered:,} {requests} answered{cut_off},"
+            f"stopped after {self.seconds:.1f} s: {self.num_answered:,} {prompts} answered{cut_off},"
             f" {self.num_tokens:,} tokens generated"
         )
 
