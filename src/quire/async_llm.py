@@ -159,6 +159,9 @@ class AsyncLLM(Face):
         finished = False
         try:
             while not finished:
+                if not stream.empty():
+                    # Whoever was behind catches up beside the others, not before them: `get` would not wait.
+                    await asyncio.sleep(0)
                 item = await stream.get()
                 if isinstance(item, BaseException):
                     finished = True

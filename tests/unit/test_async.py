@@ -66,6 +66,26 @@ async def collect(llm: AsyncLLM, prompt: object, params: SamplingParams = GREEDY
     return text, tokens
 
 
+def test_who_catches_up_does_not_keep_the_event_loop(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        stream = llm.generate("hello", GREEDY)
+        await anext(stream)
+        await idle(llm)  # all other items are there by now
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.ensure_future(turn())
+        assert len([item async for item in stream]) == 11 and turns >= 10
+        other.cancel()
+
+    run(folder, body)
+
+
 def test_concurrent_streams_equal_the_library(folder: Path) -> None:
     prompts = ["hello", "a longer prompt " * 9, [1, 2, 3], {"prompt_token_ids": list(range(100))}]
     with LLM(str(folder), OPTIONS) as llm:
