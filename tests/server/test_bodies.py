@@ -313,6 +313,21 @@ async def test_a_large_body_that_finds_no_room_is_503():
     assert held(app) == 0
 
 
+async def test_no_more_than_some_large_bodies_wait(monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_WAITING", 3)
+    app = application(FakeEngine(), max_request_bytes=100_000)
+    calls = [slow_call(app, 100_000) for _ in range(15)]
+    for call in calls:
+        call.inbox.put_nowait(part(b" " * 80_000))
+    await asyncio.sleep(0.05)
+    done = [call for call in calls if call.task.done()]
+    assert [call.status for call in done] == [503] * 7 and held(app) == 400_000
+    for call in calls:
+        call.leave()
+        await asyncio.wait_for(call.task, 1)
+    assert held(app) == 0
+
+
 async def test_bodies_in_any_order_are_bounded_and_leave_nothing(seed):
     draw = random.Random(seed)
     for _ in range(tries(5)):

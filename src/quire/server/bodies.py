@@ -38,6 +38,9 @@ CONTESTED_RATE = 256 * 1024
 ROOM_SECONDS = 10.0
 """How long a large body waits for room before it is answered 503. A full room is read and parsed within 2 s."""
 
+MAX_WAITING = 128
+"""Large bodies that wait for room at once; further ones are answered 503. A connection may have read 320 KiB ahead."""
+
 SWEEP_SECONDS = 0.25
 """Between two looks for slow bodies, while one waits for room."""
 
@@ -164,7 +167,7 @@ class Arrivals:
         body.is_waiting = True
         try:
             while self.held + size - body.size > self.size and not self._goes_on(body):
-                if now() - begun >= self.seconds:
+                if now() - begun >= self.seconds or sum(each.is_waiting for each in self._unfinished) > MAX_WAITING:
                     message = f"bodies of together {self.held} bytes are being read; try again"
                     headers = {"Retry-After": "1", "Connection": "close"}
                     raise ApiError(503, message, code="too_many_large_bodies", headers=headers)
