@@ -102,8 +102,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
-    # Where other programs keep the cores, seconds say nothing of the test.
-    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    # Where other programs keep the cores, or coverage follows every line, seconds say nothing of the test.
+    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1) or sys.gettrace() is not None
     if seconds > most and not is_busy and not item.get_closest_marker("slow"):
         pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)
 
