@@ -1,8 +1,9 @@
 """Line and branch coverage of some packages of quire, a row each: python scripts/coverage_table.py DATA [BEFORE].
 
 DATA is what `coverage combine` leaves, or a folder of files that it would combine, which stay as they are. With BEFORE,
-a second one, each row has both, and the script ends with 1 if one of these packages has become less covered. Lines and branches
-are counted in the sources beside this script, or in those that --root names, for BEFORE in those of --root-before.
+a second one, each row has both, and the script ends with 1 if one of these packages has become less covered. Lines and
+branches are counted in the sources beside this script, or in those that --root names, for BEFORE in those of
+--root-before.
 """
 
 from __future__ import annotations
