@@ -10,22 +10,25 @@ PIP = $(BIN)/python scripts/install.py --constraint constraints.txt
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard build_backend/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-full check format docs bench peers clients clean
+.PHONY: help install ready serve test test-full check format docs bench peers clients clean
 
 help:  ## List what can be made
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
-install: $(VENV)/.installed  ## Set up .venv, compile the CPU kernels, fetch the embedded model
+install: ready  ## Set up .venv, compile the CPU kernels, fetch the embedded model
+	@echo "Installed. Next: . $(BIN)/activate, then quire serve smollm2, or quire --help"
+
+ready: $(VENV)/.installed
 	@$(BIN)/python -m quire.kernels.build
 	@$(BIN)/quire pull smollm2
 
-serve: install  ## Install, then serve the embedded model on 127.0.0.1:$(PORT)
+serve: ready  ## Install, then serve the embedded model on 127.0.0.1:$(PORT)
 	@exec $(BIN)/quire serve smollm2 --host 127.0.0.1 --port $(PORT) $(ARGS)
 
-test: install $(VENV)/.installed-dev  ## Install, then run the quick test suite; ARGS="-k name" to choose
+test: ready $(VENV)/.installed-dev  ## Install, then run the quick test suite; ARGS="-k name" to choose
 	$(BIN)/python scripts/tests.py $(ARGS)
 
-test-full: install $(VENV)/.installed-dev  ## The whole suite: more random examples, whole matrices, slow tests
+test-full: ready $(VENV)/.installed-dev  ## The whole suite: more random examples, whole matrices, slow tests
 	QUIRE_EFFORT=full $(BIN)/python scripts/tests.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## Format, lint, strict types, import direction, generated docs
@@ -42,14 +45,14 @@ format: $(VENV)/.installed-dev  ## Format the code and apply the lint's safe fix
 docs: $(VENV)/.installed-dev  ## Regenerate the parts of docs/ that come from the code
 	$(BIN)/python -m quire.config > docs/configuration.md
 
-peers: install  ## Compare with the peer engines on this machine (installs them into .peers)
+peers: ready  ## Compare with the peer engines on this machine (installs them into .peers)
 	@test -x scripts/peers.sh || { echo "scripts/peers.sh is not there: nothing to compare with"; exit 1; }
 	scripts/peers.sh $(ARGS)
 
-clients: install  ## Run real clients (openai, lm-eval, guidellm, vllm bench) against the server
+clients: ready  ## Run real clients (openai, lm-eval, guidellm, vllm bench) against the server
 	scripts/clients.sh $(ARGS)
 
-bench: install  ## Run quire's own benchmarks: ARGS="throughput smollm2"
+bench: ready  ## Run quire's own benchmarks: ARGS="throughput smollm2"
 	$(BIN)/quire bench $(ARGS)
 
 clean:  ## Remove everything that was built; the embedded model stays in the user's cache

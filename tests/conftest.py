@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,11 @@ if not Path("/dev/nvidiactl").exists():
 ROOT = Path(__file__).parents[1]
 
 LONGEST = 10.0
-"""Seconds that a test may take in a quick run, on a machine that has nothing else to do, unless it is marked slow."""
+"""Seconds that a test may take in a quick run on a fast machine that has nothing else to do, unless it is marked slow.
+"""
+
+LOOP_SECONDS = 0.01
+"""What the loop of `_slowness` takes on such a machine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Jobs in the background of a script ignore it, and so would all that tests start and interrupt.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Processes of pytest-xdist take these from the one that starts them.
+    if hasattr(config, "workerinput"):
+        config.option.seed, config.option.seconds = config.workerinput["seed"], config.workerinput["seconds"]
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(2**32)
     if config.option.seconds is not None and not hasattr(config, "workerinput"):
@@ -63,6 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # On a busy machine the time of one example says nothing; pytest-timeout catches what hangs.
     hypothesis.settings.register_profile("quire", deadline=None, max_examples=tries(100))
     hypothesis.settings.load_profile("quire")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a process of pytest-xdist, which reads the command line again, the seed and the end of this run."""
+    node.workerinput.update(seed=node.config.option.seed, seconds=node.config.option.seconds)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -95,6 +107,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.option.seconds is not None and time.time() > item.config.option.seconds:
         pytest.skip("the time of --seconds is over")
+    if (level := getattr(item, "callspec", None) and item.callspec.params.get("level")) is not None:
+        # Here and not in the test, which the time of a compiler says nothing of.
+        from quire.kernels import load
+
+        load(level)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,8 +121,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     seconds, most = time.perf_counter() - begun, LONGEST * FACTORS[EFFORT]
     # Where other programs keep the cores, or coverage follows every line, seconds say nothing of the test.
     is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1) or sys.gettrace() is not None
-    if seconds > most and not is_busy and not item.get_closest_marker("slow"):
+    if seconds <= most or is_busy or item.get_closest_marker("slow"):
+        return
+    if seconds > (most := most * _slowness()):
         pytest.fail(f"took {seconds:.1f} s; a test above {most:.0f} s is made faster or marked slow", pytrace=False)
+
+
+def _slowness() -> float:
+    """How many times longer than on a fast machine that is idle a loop takes here and now, at least once."""
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        total = 0
+        for number in range(200_000):
+            total += number * number % 7
+        took.append(time.perf_counter() - begun)
+    return max(1.0, sorted(took)[2] / LOOP_SECONDS)
 
 
 @pytest.fixture(autouse=True)

@@ -166,7 +166,10 @@ def test_values_find_their_range_and_keys_clip_to_theirs(factor: float, seed: in
     for slots in (0, 1, 2):
         plain = relative(stored_values(x, slots=slots), x)
         assert relative(stored_values(factor * x, slots=slots), factor * x) == pytest.approx(plain, rel=2e-3)
-    assert relative(stored_keys(x, books), x) < 0.2
+    half = (books[:, 1] - books[:, 0]) / 2
+    errors = (stored_keys(x, books) - x).abs()
+    assert (errors <= half + 2**-8 * x.abs()).all(), "nearer than half of a level, and a rounding to bfloat16"
+    assert errors.max() > 0.9 * half.min(), "no better than that either"
     assert relative(stored_keys(factor * x, books), factor * x) > 0.9, "what was not calibrated for is clipped"
 
 

@@ -1,8 +1,12 @@
-"""scripts/tests.py: what it tells pytest, and when it says that tests failed."""
+"""scripts/tests.py and tests/conftest.py: what pytest is told, what its processes share, what counts as a failure."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -51,3 +55,26 @@ def test_both_groups_share_the_seconds(script: ModuleType, monkeypatch: pytest.M
             "--alone=without",
             "--alone=only",
         ]
+
+
+def test_processes_side_by_side_have_the_printed_seed_one_order_and_one_end(tmp_path: Path) -> None:
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\n\n"
+        "@pytest.mark.parametrize('number', range(20))\n"
+        "def test_it(seed, number, pytestconfig, worker_id):\n"
+        "    with open(f'{__file__}.{worker_id}', 'a') as file:\n"
+        "        print(seed, pytestconfig.option.seconds, number, file=file)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+    command += [f"--rootdir={tmp_path}", "--numprocesses=2", "--shuffle", "--seconds=600", str(tests)]
+    begun = time.time()
+    done = subprocess.run(command, cwd=SCRIPT.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0 and "20 passed" in done.stdout, done.stdout
+    printed = re.search(r"quire: seed (\d+)", done.stdout)
+    rows = [line.split() for file in tmp_path.glob("test_some.py.*") for line in file.read_text().splitlines()]
+    (seed,), (end,) = {row[0] for row in rows}, {row[1] for row in rows}
+    assert printed is not None and printed[1] == seed
+    assert begun < float(end) - 600 < time.time()
+    numbers = [int(row[2]) for row in rows]
+    assert sorted(numbers) == list(range(20)) != numbers
