@@ -180,6 +180,10 @@ class SchedulerConfig(Group):
     """Most requests that wait; the next one is refused (the server answers 429)."""
 
 
+MAX_THREADS = 512
+"""CPU threads of one process. With thousands the system refuses some, and OpenMP ends the process."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Group):
     """The machine."""
@@ -189,8 +193,22 @@ class RuntimeConfig(Group):
     threads: Count | None = None
     """CPU threads that compute, for the whole process: the engine built last decides. auto: one for each core this
     process may use."""
+    cpu_level: Literal["auto", "v4bf16", "v4", "v3", "v2"] = "auto"
+    """The instructions that the CPU kernels use, for the whole process: the engine built last decides. v2 is SSE4, v3
+    AVX2, v4 AVX-512, v4bf16 also its dot products of bfloat16. auto: the best of this CPU. torch's own are not bound by
+    it: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in the environment are for them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where weights and cache live. auto: cuda where there is a GPU."""
+
+    @property
+    def level(self) -> str | None:
+        """The level of CPU kernels that was asked for; None for the best."""
+        return None if self.cpu_level == "auto" else self.cpu_level
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"runtime.threads is {self.threads}; it must be at most {MAX_THREADS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,9 +348,10 @@ One tree of settings, three ways to give them, the first one that does so wins:
 3. the default
 
 An unknown key is refused with the nearest one that exists. `--print-config` prints every value and where it came from,
-as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Two things are
-set elsewhere, in the environment: the log level (`QUIRE_LOG=debug`), and the key that `quire inspect --tree` sends
-(`QUIRE_API_KEY`).
+as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Three things are
+set elsewhere, in the environment: the log level (`QUIRE_LOG=debug`), the key that `quire inspect --tree` sends
+(`QUIRE_API_KEY`), and the folder that holds `quire/` with models, calibrations and compiled kernels
+(`XDG_CACHE_HOME`, `~/.cache` by default).
 """
 
 

@@ -25,10 +25,20 @@ def install() -> bool:
     return False
 
 
+def leave() -> None:
+    """A further Ctrl-C ends the process at once and silently: the first one is being reported."""
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, _end)
+
+
 def remove() -> None:
     """Has Python's own handler back."""
-    if signal.getsignal(signal.SIGINT) is _interrupted:
+    if signal.getsignal(signal.SIGINT) in (_interrupted, _end):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(130)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

@@ -321,7 +321,6 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
         )
     whole.finished = delta.finished
     whole.kept_fraction = delta.kept_fraction
-    whole.prompt_logprobs = delta.prompt_logprobs
     for news in delta.outputs:
         found = next((output for output in whole.outputs if output.index == news.index), None)
         if found is None:

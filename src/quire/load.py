@@ -16,6 +16,7 @@ from quire.engine.build import assemble, load_model, resolve
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
 from quire.errors import ConfigError, UnwantedError
+from quire.kernels.levels import LEVELS, supported_levels
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
@@ -90,11 +91,20 @@ def load_engine(
         fits.tokens,
         fits.max_context,
         resolved.attention.backend,
-        resolved.runtime.device,
+        _machine(resolved),
         retained,
     )
     engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration)
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
+
+
+def _machine(resolved: EngineConfig) -> str:
+    """The device, and of a CPU which kernels it has and what is slower with them."""
+    if resolved.attention.backend != "cpu":
+        return resolved.runtime.device
+    level = resolved.runtime.level or supported_levels()[0]
+    slower = LEVELS[level].slower
+    return f"{resolved.runtime.device} ({level}{slower and ': ' + slower})"
 
 
 def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:

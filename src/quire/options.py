@@ -160,6 +160,8 @@ def collect(
         section, dot, _ = key.partition(".")
         if dot and section not in sections:
             raise ConfigError(f"unknown section [{section}] in {file}; did you mean [{_likely(section, sections)}]?")
+        if key in sections:
+            raise ConfigError(f"{key!r} in {file} is a section: write [{key}], and its settings below")
         if key not in everyone:
             raise ConfigError(f"unknown setting {key!r} in {file}; {key_answer(key) or nearest(key, everyone)}")
     for key in options:

@@ -61,8 +61,11 @@ def test_gated_is_zero_and_finite_for_huge_gates() -> None:
     torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
 
 
-@combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True])
-def test_packed_products_equal_torch(rows: int, dtype: torch.dtype, biased: bool) -> None:
+@combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True], level=supported_levels())
+def test_packed_products_equal_torch(
+    rows: int, dtype: torch.dtype, biased: bool, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_level(level, monkeypatch)
     weight = random(97, 80, dtype=dtype)
     bias = random(97, dtype=dtype, seed=1) if biased else None
     x = random(rows, 80, dtype=dtype, seed=2)
@@ -70,10 +73,14 @@ def test_packed_products_equal_torch(rows: int, dtype: torch.dtype, biased: bool
     assert relative_rms(CpuOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 11, 12, 13, 24, 25, 48, 49, 192, 193, 400])
+@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 24, 25, 48, 49, 192, 193, 400])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 302), (97, 578), (33, 1540)])
-def test_products_of_every_height_and_depth(rows: int, outputs: int, inputs: int) -> None:
+def test_products_of_every_height_and_depth(
+    rows: int, outputs: int, inputs: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Register blocks and what is left of them, one and several blocks of the summed index, one and several of rows."""
+    use_level(level, monkeypatch)
     weight = random(outputs, inputs, dtype=torch.bfloat16)
     wider = random(rows, inputs + 6, dtype=torch.bfloat16, seed=2)
     x = wider[:, :inputs]
@@ -102,10 +109,17 @@ def test_a_head_returns_sums_that_were_never_rounded(
             assert torch.equal(embed(index), weight[index])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 12, 13, 200])
-@pytest.mark.parametrize(("width", "inputs", "biased"), [(32, 302, False), (33, 64, True), (48, 1540, True)])
-def test_gated_products_equal_torch(rows: int, width: int, inputs: int, biased: bool, dtype: torch.dtype) -> None:
+@combine(
+    dtype=DTYPES,
+    rows=[1, 12, 13, 200],
+    sizes=[(32, 302, False), (33, 64, True), (48, 1540, True)],
+    level=supported_levels(),
+)
+def test_gated_products_equal_torch(
+    rows: int, sizes: tuple[int, int, bool], dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_level(level, monkeypatch)
+    width, inputs, biased = sizes
     weight = random(2 * width, inputs, dtype=dtype) / inputs**0.5
     bias = random(2 * width, dtype=dtype, seed=1) if biased else None
     x = random(rows, inputs, dtype=dtype, seed=2)

@@ -14,14 +14,11 @@ import torch
 from quire.attention.cpu import CpuAttention
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
-from quire.models.cpu_ops import has_panels
 from quire.models.decoder import Decoder
 from tests.engines import drain, make_engine
 from tests.kernels.harness import Shape, make_spec
 from tests.kernels.profiling import Prompts
 from tests.tiny_models import tiny_shape
-
-pytestmark = pytest.mark.skipif(not has_panels(torch.bfloat16), reason="this CPU has no bf16 dot products")
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
 

@@ -68,7 +68,9 @@ def test_gradients_are_those_of_the_whole_model(family: str, tmp_path: Path, mon
     assert layers == [1, 0]
 
 
-def test_gradients_in_bfloat16_are_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_gradients_in_bfloat16_are_close(multiplies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_multiplies", lambda weight: multiplies)
     folder = save_tiny(tmp_path, "smollm")
     tokens = torch.randint(0, 256, (64,))
     exact = dict(gather(load(folder), tokens))

@@ -81,8 +81,9 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "COMMAND"),
-        (["fly"], "fly"),
+        (["--debug"], "COMMAND"),
+        (["fly"], "quire: unknown command 'fly'; did you mean "),
+        (["srve", "smollm2"], "quire: unknown command 'srve'; did you mean serve? (see quire --help)"),
         (["serve"], "MODEL"),
         (["serve", "smollm2", "--cache.memry", "1GiB"], "--cache.memory"),
         (["generate", "smollm2", "--temprature=1"], "--temperature"),
@@ -114,6 +115,14 @@ def test_wrong_words_are_one_line(words, said, capsys):
     error = capsys.readouterr().err
     assert exit_.value.code == 2
     assert said in error and error.count("\n") == 1
+
+
+def test_without_a_command_all_of_them_are_listed(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert all(f"\n    {name}" in error for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +296,28 @@ def test_an_output_on_a_full_disk_is_one_line():
             text=True,
         )
     assert (done.returncode, done.stderr) == (2, "quire: the output cannot be written: No space left on device\n")
+
+
+def test_a_second_interruption_while_the_first_is_told_is_no_traceback(tmp_path):
+    file = tmp_path / "twice.py"
+    file.write_text(
+        "import os, signal, sys\n"
+        "from quire.interrupt import install\n"
+        "install()\n"
+        "from quire import cli\n"
+        "from quire.cli import pull\n"
+        "def run(args):\n"
+        "    raise KeyboardInterrupt\n"
+        "pull.run = run\n"
+        "leave = cli._leave_if_loading\n"
+        "def told(text):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    leave(text)\n"
+        "cli._leave_if_loading = told\n"
+        "sys.exit(cli.main(['pull', 'smollm2']))\n"
+    )
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_an_interruption_is_no_traceback(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
@@ -187,8 +188,11 @@ def test_the_picture_is_of_the_first_prompt(lines: str, tmp_path: Path, monkeypa
         (["--input", "/nowhere.txt"], "cannot read the text /nowhere.txt"),
         (["--input", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
         (["--input", "LINES", "--chat"], "--chat is for a text"),
-        (["--input", "TEXT", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
-        (["--input", "TEXT", "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png"),
+        (["--input", "TEXT", "--json", "/nowhere/x.json"], "cannot write /nowhere/x.json: there is no folder /nowhere"),
+        (["--input", "TEXT", "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png: there is no folder /nowhere"),
+        (["--input", "TEXT", "--json", "/tmp"], "cannot write /tmp: it is a folder"),
+        (["--input", "TEXT", "--plot", "-"], "cannot draw -: its ending says the format and must be one of .png, .svg"),
+        (["--input", "TEXT", "--plot", "x.txt"], "cannot draw x.txt: its ending says the format"),
         (["--input", "TEXT", "--cache.codec", "zip9"], "cache.codec is 'zip9'"),
         (["--input", "EMPTY"], "empty.jsonl holds no prompts"),
         (["--input", "WRONG"], "wrong.jsonl:1: a line must hold one of prompt, messages, prompt_token_ids"),
@@ -254,9 +258,23 @@ def test_a_cell_has_the_color_of_its_policy_and_what_it_keeps(monkeypatch: pytes
     _, low, high = layers.vlines.call_args.args
     assert (low.tolist(), high.tolist()) == ([0.9, 0.2], [0.97, 0.98])
     assert figure.return_value.suptitle.call_args.args[0] == "m: 400 tokens, T 0.95, 34.5% kept, in 12MiB of 24MiB"
-    figure.return_value.savefig.side_effect = ValueError("no such format")
-    with pytest.raises(ConfigError, match="cannot draw .*x.png: no such format"):
-        save_retention(tmp_path / "x.png", report(), "m")
+
+
+def test_a_picture_that_cannot_be_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, content: bytes) -> None:
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    file = tmp_path / "x.PNG"
+    save_retention(file, report(), "m")
+    before = file.read_bytes()
+    assert before.startswith(b"\x89PNG")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*/x.PNG: No space left on device"):
+        save_retention(file, report(), "m")
+    assert list(tmp_path.iterdir()) == [file] and file.read_bytes() == before
 
 
 @pytest.mark.parametrize("size", [(1, 1), (30, 3), (80, 8)])

@@ -112,6 +112,13 @@ def test_an_unknown_section_names_the_nearest_one(tmp_path):
         ServeConfig.from_options({}, file)
 
 
+def test_a_section_written_as_a_setting_is_told_apart(tmp_path):
+    file = tmp_path / "quire.toml"
+    file.write_text("cache = 3\n")
+    with pytest.raises(ConfigError, match=r"'cache' in .* is a section: write \[cache\], and its settings below"):
+        EngineConfig.from_options({}, file)
+
+
 def test_a_server_setting_is_refused_where_only_an_engine_is_made():
     with pytest.raises(ConfigError, match=r"'serve.port' does not belong here"):
         EngineConfig.from_options({"serve.port": 1})
@@ -130,6 +137,7 @@ def test_a_server_setting_is_refused_where_only_an_engine_is_made():
         ("model.dtype", None, "model.dtype is None"),
         ("runtime.threads", 0, "it must be a whole number of at least 1 or auto"),
         ("runtime.threads", "two", "runtime.threads is 'two'"),
+        ("runtime.threads", 513, "runtime.threads is 513; it must be at most 512"),
         ("runtime.threads", 1.5, "runtime.threads is 1.5"),
         ("scheduler.max_running", True, "scheduler.max_running is True"),
         ("scheduler.max_running", [1], r"scheduler.max_running is \[1\]"),

@@ -81,6 +81,15 @@ def test_an_environment_without_pip_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         pull(model=MODEL)
 
 
+def test_what_stopped_pip_is_told_and_not_that_something_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n"
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2, "", said))
+    with pytest.raises(ModelError, match=r"\(OSError: \[Errno 28\] No space left on device\)"):
+        pull(model=MODEL)
+
+
 @pytest.mark.parametrize("bare", [True, False])
 def test_a_file_already_on_disk_may_be_given(bare: bool, tmp_path: Path) -> None:
     source = make_wheel(tmp_path / "wheel")

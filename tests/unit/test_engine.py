@@ -144,7 +144,8 @@ def test_the_first_of_several_answers_computes_the_prompt_s_logprobs_and_the_oth
     begun: list[int] = []
     while engine.has_work:
         for item in engine.step():
-            assert item.prompt_logprobs is not None and len(item.prompt_logprobs) == length, "an answer came before"
+            is_first = not any(found)
+            assert len(item.prompt_logprobs or ()) == length * is_first, "an answer came before, or they came again"
             begun += [each.index for each in item.outputs if not found[each.index]]
             for each in item.outputs:
                 found[each.index] += each.token_ids
@@ -161,10 +162,45 @@ def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_ag
     request = engine.add("x", None, prompt, params)
     assert engine.scheduler.next_batch() is not None and len(engine.scheduler.running) == 3
     engine.scheduler.preempt(request.sequences[0])  # as a step does that cannot be kept
-    lengths = set()
+    assert not engine.scheduler.running, "the others hold what it may need"
+    items = []
     while engine.has_work:
-        lengths |= {len(item.prompt_logprobs or ()) for item in engine.step()}
-    assert lengths == {127}
+        items += engine.step()
+    assert [len(item.prompt_logprobs or ()) for item in items] == [127] + [0] * (len(items) - 1)
+
+
+def test_a_first_answer_that_begins_again_has_the_room_that_others_found_for_it() -> None:
+    (prompt,) = prompts_of([300], 6)
+    options = {"scheduler.token_budget": 136, "model.max_context": 400}
+    engine = make_engine(chunks=9, **options)
+    params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=1, temperature=0.0)
+    request = engine.add("x", None, prompt, params)
+    first, other = request.sequences
+    while other.num_computed == 0:
+        batch = engine.scheduler.next_batch()
+        assert batch is not None and first.num_generated == 0
+        if other.num_computed == 0:
+            engine.scheduler.commit(batch, [0] * sum(each.samples for each in batch.slices))
+    engine.scheduler.preempt(first)
+    for _ in range(50):
+        engine.step()
+    assert not engine.has_work and engine.holds_nothing
+
+
+def test_no_steps_are_skipped_while_answers_wait_for_logprobs_of_the_first() -> None:
+    (prompt,) = prompts_of([65], 6)
+    engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 2})
+    scheduler = engine.scheduler
+    request = engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=30, prompt_logprobs=1, temperature=0.0))
+    scheduler.token_budget = 64  # the prompt in two slices, the last of one row
+    batch = scheduler.next_batch()
+    assert batch is not None
+    scheduler.commit(batch, [])
+    scheduler.token_budget = 128
+    assert scheduler.next_batch() is not None
+    first, other = scheduler.running
+    assert (first.num_pending, other.num_pending) == (1, 1) and request.sequences == [first, other]
+    assert other.awaits_scores and scheduler.eventless_steps() == 0
 
 
 def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine import build
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
+from quire.kernels import runtime
+from quire.kernels.build import library_name
+from quire.kernels.levels import LEVELS, supported_levels
 
 from ..tiny_models import save_tiny, save_tokenizer, tiny_shape, write_gguf
 
@@ -257,4 +260,31 @@ def test_loading_tells_how_the_cache_is_kept(folder: Path, caplog: pytest.LogCap
         caplog.clear()
         with LLM(str(folder), OPTIONS | {"cache.codec": "g4", "cache.check": False} | options):
             (line,) = [each.message for each in caplog.records if "weights in" in each.message]
-        assert "MiB of g4 for " in line and line.endswith(" attention on cpu" + end)
+        assert "MiB of g4 for " in line
+        level = supported_levels()[0]
+        slower = LEVELS[level].slower
+        assert line.endswith(f" attention on cpu ({level}{slower and ': ' + slower}){end}")
+
+
+@pytest.mark.parametrize("level", supported_levels())
+def test_the_kernels_of_a_level_are_those_that_run(level: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="quire")
+    expected = {}
+    try:
+        for asked, used in ((level, level), ("auto", supported_levels()[0]), (level, level)):
+            caplog.clear()
+            with LLM(str(folder), OPTIONS | {"runtime.cpu_level": asked, "model.dtype": "bfloat16"}) as llm:
+                assert runtime.kernels()._name.endswith(library_name(used))
+                assert f" attention on cpu ({used}" in caplog.text
+                found = tokens(llm.generate("abc", GREEDY))
+                assert expected.setdefault(used, found) == found
+    finally:
+        runtime.set_level(None)
+
+
+def test_a_level_that_this_processor_lacks_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.kernels.supported_levels", lambda: ("v2",))
+    before = runtime.kernels()
+    with pytest.raises(ConfigError, match="CPU level 'v4' does not run on this processor; it has v2"):
+        LLM(str(folder), OPTIONS | {"runtime.cpu_level": "v4"})
+    assert runtime.kernels() is before

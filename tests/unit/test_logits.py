@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.engine.engine import Engine
+from quire.kernels.levels import supported_levels
 from quire.models.decoder import build_model
 from quire.models.layers import TorchOps
 from quire.models.shape import ModelShape
@@ -136,5 +137,8 @@ def test_the_embedded_model_knows_the_capital_of_france() -> None:
         (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     answer = output.outputs[0]
     assert answer.text.startswith("The capital of France is Paris")
-    first = [each.logprob for each in answer.logprobs[0].values()]  # type: ignore[index]
-    assert first == pytest.approx([-1.883, -1.965], abs=0.05)  # layers in bfloat16 beside those in float32
+    found, other = (each.logprob for each in answer.logprobs[0].values())  # type: ignore[index]
+    assert found > other
+    # Layers in bfloat16 beside those in float32. Without dot products of bfloat16 other sums are rounded elsewhere.
+    bound = 0.05 if supported_levels()[0] == "v4bf16" else 0.15
+    assert [found, other] == pytest.approx([-1.883, -1.965], abs=bound)

@@ -102,8 +102,10 @@ def test_the_source_distribution_holds_every_file_of_the_repository(tmp_path: Pa
     """So that its tests, some of which read benchmarks, docs and scripts, run from it alone."""
     if (ROOT / ".git").exists():
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    else:  # an unpacked distribution, which has a list of its own
-        listed = (ROOT / "src" / "quire.egg-info" / "SOURCES.txt").read_text()
+    elif (sources := ROOT / "src" / "quire.egg-info" / "SOURCES.txt").exists():  # an unpacked distribution's own list
+        listed = sources.read_text()
+    else:
+        pytest.skip("neither a git repository nor an unpacked distribution")
     names = listed.splitlines()
     tracked = {name for name in names if (ROOT / name).is_file()}
     for name in tracked:

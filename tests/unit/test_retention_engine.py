@@ -76,7 +76,7 @@ def run_drawn_case(rng: random.Random, bench: Bench) -> None:
     if rng.random() < 0.15:
         params = SamplingParams(n=2, max_tokens=count, temperature=1.0, seed=rng.randrange(99), ignore_eos=True)
     elif rng.random() < 0.15:
-        params = greedy(count, prompt_logprobs=0)
+        params = greedy(count, n=rng.choice([1, 2]), prompt_logprobs=0)
     collected: dict[str, RequestOutput] = {}
     for round_number in range(rng.choice([1, 1, 2])):
         for index, prompt in enumerate(prompts):

@@ -84,7 +84,7 @@ class PagePool:
             raise ConfigError(f"a cache of {num_bytes} bytes holds no slab of {slab_bytes} bytes; raise cache.memory")
         self.num_bytes = self.num_slabs * self.slab_bytes
         if self.num_bytes > MAX_ARENA_BYTES:
-            raise ConfigError(f"an arena holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
+            raise ConfigError(f"a cache holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
         self.device = torch.device(device)
         self.arena = _allocate(self.num_bytes, self.device)
         self.bytes_out = 0

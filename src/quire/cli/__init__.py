@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from quire.config import nearest
 from quire.errors import QuireError
 from quire.habits import flag_answer
-from quire.interrupt import install, remove
+from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
 COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull")
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
+        leave()
         _leave_if_loading("quire: interrupted\n")
         print("quire: interrupted", file=sys.stderr)
         return 130
@@ -145,6 +146,11 @@ class _Parser(argparse.ArgumentParser):
             if word in switches and following not in ("true", "false", "yes", "no", "on", "off"):
                 words[place] += "=true"
         self._answer_habits(words, commands)
+        if commands and not words:
+            self.print_help(sys.stderr)
+            self.exit(2)
+        if commands and not words[0].startswith("-") and words[0] not in commands:
+            self.error(f"unknown command {words[0]!r}; {nearest(words[0], commands)}")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", None), self)

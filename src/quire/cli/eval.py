@@ -93,10 +93,10 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
         raise ConfigError("quire eval ppl needs --text FILE")
     text = _read(args.text)
     if args.plot is not None:
-        from quire.evaluation.plot import load_figure, save_plot
+        from quire.evaluation.plot import check_figure, save_plot
 
+        check_figure(args.plot)
         shared.check_writable(args.plot)
-        load_figure()
     from quire.evaluation import perplexity
 
     with shared.progress("windows") as progress:

@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         shared.check_writable(Path(args.json))
     if args.plot is not None:
-        from quire.evaluation.plot import load_figure
+        from quire.evaluation.plot import check_figure
 
+        check_figure(args.plot)
         shared.check_writable(args.plot)
-        load_figure()
     from quire.cache.retention_report import as_json
 
     reports = _profile(args, prompts)

@@ -77,8 +77,15 @@ def read_stdin() -> bytes:
 def check_writable(path: Path) -> None:
     """Raises ConfigError if a file cannot be appended to: said before an hour of work, not after. Makes no file."""
     target = path if os.path.exists(path) else path.parent
-    if os.path.isdir(path) or not os.access(target, os.W_OK) or (target != path and not os.path.isdir(target)):
-        raise ConfigError(f"cannot write {path}: it is a folder, is in none, or may not be written")
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif target != path and not os.path.isdir(target):
+        reason = f"there is no folder {target}"
+    elif not os.access(target, os.W_OK):
+        reason = f"{target} may not be written"
+    else:
+        return
+    raise ConfigError(f"cannot write {path}: {reason}")
 
 
 def count(text: str) -> int:

@@ -124,7 +124,7 @@ def resolve(
         memory = wanted
         if memory > MAX_ARENA_BYTES:
             raise ConfigError(
-                f"cache.memory is {format_bytes(memory)}; an arena holds at most {format_bytes(MAX_ARENA_BYTES)}"
+                f"cache.memory is {format_bytes(memory)}; a cache holds at most {format_bytes(MAX_ARENA_BYTES)}"
             )
     else:
         share = AUTO_MEMORY_SHARE if device_type == "cpu" else 0.9
@@ -251,6 +251,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
     device = torch.device(config.runtime.device)
     if device.type == "cpu":
         assert config.runtime.threads is not None
+        runtime.set_level(config.runtime.level)
         runtime.set_num_threads(config.runtime.threads)
     return build_model(
         checkpoint.shape, checkpoint, _ops(config), torch_dtype(config.model.dtype), device, _four_bit(config)

@@ -426,11 +426,13 @@ class Engine:
         finished = request.finished
         if finished:
             del self._requests[request.request_id]
+        # Told once and not kept: 200 bytes each, and the answers may be long.
+        prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         return RequestOutput(
             request.request_id,
             request.prompt,
             request.prompt_ids,
-            request.prompt_logprobs,
+            prompt_logprobs,
             outputs,
             finished,
             request.sequences[0].num_cached_tokens,

@@ -50,7 +50,8 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """One entry per prompt token, always holding that token itself; None at position 0, which nothing predicts."""
+    """One entry per prompt token, always holding that token itself; None at position 0, which nothing predicts. Of the
+    items of one request the first has it."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0

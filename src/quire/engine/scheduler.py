@@ -216,7 +216,7 @@ class Scheduler:
         """For how many steps from now the batch stays as it is: nothing is admitted, ends, prefills or needs a new
         chunk.
         """
-        if not self.running or any(sequence.num_pending != 1 or sequence.awaits_scores for sequence in self.running):
+        if not self.running or any(sequence.num_pending != 1 for sequence in self.running):
             return 0
         if self.waiting and len(self.running) < self.max_running:
             return 0
@@ -337,7 +337,16 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it waits, before all others, to be computed again."""
+        """Takes a running sequence's pages; it waits, before all others, to be computed again. So do those that wait
+        for its log-probabilities: what they hold may be what it lacks.
+        """
+        if sequence.num_generated == 0:
+            for other in sequence.request.sequences[::-1]:
+                if other.awaits_scores and other.state is State.RUNNING:
+                    self._preempt(other)
+        self._preempt(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.manager.release(sequence)
         sequence.state = State.WAITING

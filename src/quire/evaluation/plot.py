@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.evaluation.perplexity import Perplexity
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def check_figure(file: Path) -> None:
+    """Raises ConfigError if no picture could be drawn into a file: said before what it shows is measured."""
+    if file.suffix.lower() not in ENDINGS:
+        raise ConfigError(f"cannot draw {file}: its ending says the format and must be one of {', '.join(ENDINGS)}")
+    load_figure()
 
 
 def load_figure() -> Any:
@@ -25,7 +35,7 @@ def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
     """A point for each codec: what the cache costs in perplexity over the bytes of a token, with the standard error.
 
     file  its ending says the format: .png, .svg, .pdf
-    Raises ConfigError for another ending, or where matplotlib is not installed.
+    Raises ConfigError where matplotlib is not installed, or the file cannot be written.
     """
     figure = load_figure()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -48,8 +58,15 @@ def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Writes a figure in the format that the file's ending says. Raises ConfigError for one that is not known."""
+    """Writes a figure in the format that the file's ending says. Raises ConfigError where it cannot be written: what
+    was there then stays as it was.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=file.suffix[1:].lower())
+    part = file.with_name(f".{file.name}.part")
     try:
-        figure.savefig(file)
-    except ValueError as error:
-        raise ConfigError(f"cannot draw {file}: {error}") from error
+        part.write_bytes(drawn.getvalue())
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error

@@ -15,11 +15,13 @@ class Level:
     architecture  what compilers call the base; empty for their default
     extensions    instruction sets beyond the base
     cpu_flags     what /proc/cpuinfo must list, beyond the flags of the levels below, for the code to run
+    slower        what takes longer than on the best level, and why; empty for that one
     """
 
     architecture: str
     extensions: tuple[str, ...]
     cpu_flags: frozenset[str]
+    slower: str = ""
 
 
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"})
@@ -31,11 +33,11 @@ X86_LEVELS: dict[str, Level] = {
     "v4bf16": Level(
         "x86-64-v4", ("avx512bf16", "avx512vbmi", "avx512vnni"), _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
     ),
-    "v4": Level("x86-64-v4", (), _V4),
-    "v3": Level("x86-64-v3", (), _V3),
-    "v2": Level("x86-64-v2", (), frozenset()),
+    "v4": Level("x86-64-v4", (), _V4, "prompts and full batches are slower without dot products of bfloat16"),
+    "v3": Level("x86-64-v3", (), _V3, "prompts and full batches are slower without AVX-512"),
+    "v2": Level("x86-64-v2", (), frozenset(), "everything is slower without AVX2"),
 }
-OTHER_LEVELS: dict[str, Level] = {"generic": Level("", (), frozenset())}
+OTHER_LEVELS: dict[str, Level] = {"generic": Level("", (), frozenset(), "nothing is tuned for this processor")}
 
 LEVELS = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_LEVELS
 

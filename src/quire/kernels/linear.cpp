@@ -1,5 +1,5 @@
-// Products of a few rows with a weight packed once: y = x W^T + b, sums in float32. bf16 -> bf16 on CPUs with bf16 dot products; of an output head
-// 16 bits -> float32 on every CPU: logits in bf16 come in steps of 0.125 between 16 and 32, and ties are decided by the smaller id.
+// Products with a weight packed once: y = x W^T + b, sums in float32. bf16 -> bf16; of an output head 16 bits -> float32: logits in bf16 come in
+// steps of 0.125 between 16 and 32, and ties are decided by the smaller id.
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
@@ -14,11 +14,19 @@
 namespace quire {
 namespace {
 
-constexpr int PANEL = 32;          // columns of a panel: two vectors, and a dozen rows in the registers
+constexpr int PANEL = 32;          // columns of a panel: two vectors of 16, and a dozen rows in the registers, or four of 8, and three
 constexpr int MR = block_rows<PANEL / VL>();
 constexpr int SHORT_STEPS = 144;   // pairs of a panel computed while as many of the next are fetched: 2 x 18 KiB in the first-level cache
 constexpr int TALL_STEPS = 384;    // pairs of a panel that many rows pass, more than fit the first level: reading sums again costs more
 constexpr int BLOCK_ROWS = 192;    // rows whose inputs stay in the second-level cache
+constexpr int WIDE_STEPS = 96;     // pairs of a panel that are widened to float32 for many rows: 24 KiB
+constexpr int WIDE_ROWS = 4 * MR;  // more rows than these are worth it
+
+#if defined(__AVX512BF16__)
+using MathOfBf16 = MathBf16;
+#else
+using MathOfBf16 = MathPairs<bf16>;
+#endif
 
 template <class T>
 struct Product {
@@ -34,9 +42,69 @@ struct Product {
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
+// The columns of a panel that the product has, of sums [height, 32].
+template <class T>
+void put_part(const Product<T>& p, int64_t at, int height, int64_t first, const float* sums) {
+    for (int r = 0; r < height; r++)
+        for (int64_t n = first; n < p.N; n++) {
+            const float* row = sums + r * PANEL + n - first;
+            const float x = row[0] + (p.bias ? widen(p.bias[n]) : 0.0f);
+            const float up = p.gated ? row[PANEL / 2] + (p.bias ? widen(p.bias[p.N + n]) : 0.0f) : 0.0f;
+            narrow(p.out + (at + r) * p.N + n, p.gated ? x / (1.0f + std::exp(-x)) * up : x);
+        }
+}
+
+template <class To>
+void put_rows(const Sums& sums, int height, const To& to) {
+    for (int r = 0; r < height; r++) {
+        vf row[PANEL / VL];
+        for (int n = 0; n < PANEL / VL; n++) row[n] = load(sums.c + r * sums.ldc + n * VL);
+        to.put(r, row);
+    }
+}
+
+// Many rows of one panel without dot products of pairs: each number is widened once, which leaves nothing but multiply-adds.
+template <class Math, class T>
+void wide_rows(const Product<T>& p, int64_t at, int height, int64_t panel) {
+    using Number = typename Math::Number;
+    const int steps = static_cast<int>(p.K / 2);
+    const int64_t first = panel * p.width();
+    auto* scratch = static_cast<float*>(thread_scratch((BLOCK_ROWS * PANEL + BLOCK_ROWS + 2 * WIDE_STEPS * (BLOCK_ROWS + PANEL)) * 4));
+    float *ones = scratch + BLOCK_ROWS * PANEL, *rows = ones + BLOCK_ROWS, *columns = rows + 2 * WIDE_STEPS * BLOCK_ROWS;
+    const Sums sums{scratch, PANEL};
+    for (int i = 0; i < height; i++) ones[i] = 1.0f;
+    for (int k = 0; k < steps; k += WIDE_STEPS) {
+        const int deep = steps - k < WIDE_STEPS ? steps - k : WIDE_STEPS;
+        for (int r = 0; r < height; r++) {
+            const auto* from = reinterpret_cast<const Number*>(p.x + (at + r) * p.lda + k);
+            float* to = rows + r * 2 * deep;
+            int i = 0;
+            for (; i + VL <= 2 * deep; i += VL) store(to + i, load(from + i));
+            for (; i < 2 * deep; i++) to[i] = widen(from[i]);
+        }
+        for (int i = 0; i < deep; i++)
+            for (int n = 0; n < PANEL; n += VL) {
+                const vu pair = *reinterpret_cast<const vu_loose*>(p.packed + (panel * steps + k + i) * PANEL + n);
+                store(columns + 2 * i * PANEL + n, Math::low(pair));
+                store(columns + (2 * i + 1) * PANEL + n, Math::high(pair));
+            }
+        Prefetcher none{nullptr, nullptr};   // all of it is near
+        product_rows<MathF32, PANEL / VL>(reinterpret_cast<const uint32_t*>(rows), 2 * deep, reinterpret_cast<const uint32_t*>(columns), PANEL, sums,
+                                          2 * deep, height, k ? ones : nullptr, sums, none);
+    }
+    T* y = p.out + at * p.N + first;
+    const bf16 *bias = p.bias ? p.bias + first : nullptr, *up_bias = p.bias ? p.bias + p.N + first : nullptr;
+    if (first + p.width() > p.N) return put_part(p, at, height, first, scratch);
+    if constexpr (std::is_same_v<T, bf16>)
+        if (p.gated) return put_rows(sums, height, Gated{y, p.N, bias, up_bias});
+    put_rows(sums, height, Outputs<T>{y, p.N, bias});
+}
+
 // Rows [at, at + height) of one panel; next is the panel this thread reads afterwards.
 template <class Math, class T>
 void panel_rows(const Product<T>& p, int64_t at, int height, int64_t panel, const uint32_t* next) {
+    if constexpr (Math::WIDENS)
+        if (height > WIDE_ROWS) return wide_rows<Math>(p, at, height, panel);
     const int steps = static_cast<int>(p.K / 2);
     const uint32_t* columns = p.packed + panel * steps * PANEL;
     const int64_t first = panel * p.width();
@@ -71,13 +139,7 @@ void panel_rows(const Product<T>& p, int64_t at, int height, int64_t panel, cons
             product_rows<Math, PANEL / VL>(a, p.lda, b, PANEL, sums, deep, height, alpha, sums, ahead);
         }
     }
-    for (int r = 0; r < height && !whole; r++)
-        for (int64_t n = first; n < p.N; n++) {
-            const float* row = scratch + r * PANEL + n - first;
-            const float x = row[0] + (p.bias ? widen(p.bias[n]) : 0.0f);
-            const float up = p.gated ? row[PANEL / 2] + (p.bias ? widen(p.bias[p.N + n]) : 0.0f) : 0.0f;
-            narrow(p.out + (at + r) * p.N + n, p.gated ? x / (1.0f + std::exp(-x)) * up : x);
-        }
+    if (!whole) put_part(p, at, height, first, scratch);
 }
 
 template <class Math, class T>
@@ -103,28 +165,14 @@ void head(const void* x, int64_t x_stride, int64_t rows, const void* packed, int
 }  // namespace
 
 void multiply(const Matrix& m, bool gated, const void* x, int64_t x_stride, int64_t rows, void* out, const Matrix* next) {
-#if defined(__AVX512BF16__)
-    linear<MathBf16>(Product<bf16>{static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(m.packed),
+    linear<MathOfBf16>(Product<bf16>{static_cast<const uint32_t*>(x), static_cast<int>(x_stride / 2), static_cast<const uint32_t*>(m.packed),
                                    static_cast<const bf16*>(m.bias), rows, m.outputs, m.inputs, gated, static_cast<bf16*>(out),
                                    next ? static_cast<const uint32_t*>(next->packed) : nullptr, next ? next->inputs / 2 * PANEL : 0});
-#else
-    (void)m, (void)gated, (void)x, (void)x_stride, (void)rows, (void)out, (void)next;
-    __builtin_trap();
-#endif
 }
 
 }  // namespace quire
 
 using namespace quire;
-
-// Whether this library has quire_linear: bf16 dot products.
-QUIRE_API int64_t quire_has_linear() {
-#if defined(__AVX512BF16__)
-    return 1;
-#else
-    return 0;
-#endif
-}
 
 // weight of 16-bit numbers [N, K], K even -> packed, uint32 [ceil(N / 32), K / 2, 32]. Gated: N gates, then N ups -> [ceil(N / 16), K / 2, 32].
 QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int gated, void* packed) {
@@ -158,11 +206,6 @@ QUIRE_API void quire_linear(const void* x, int64_t x_stride, int64_t rows, const
 
 // Logits: x [rows, K], rows x_stride elements apart, an even number, and the packed weight in bf16 or float16 as kind says; out float32 [rows, N].
 QUIRE_API void quire_head(int kind, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t N, int64_t K, float* out) {
-#if defined(__AVX512BF16__)
-    using MathOfBf16 = MathBf16;
-#else
-    using MathOfBf16 = MathPairs<bf16>;
-#endif
     if (kind == DENSE_BF16) head<MathOfBf16>(x, x_stride, rows, packed, N, K, out);
     else head<MathPairs<f16>>(x, x_stride, rows, packed, N, K, out);
 }

@@ -18,6 +18,7 @@ struct MathF32 {
 #if defined(__AVX512BF16__)
 struct MathBf16 {
     static constexpr int PAIR = 2;
+    static constexpr bool WIDENS = false;                 // whether many rows are faster in float32
     static vf fma(vf acc, uint32_t a, vu b) {
         return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), (__m512bh)b);
     }
@@ -27,7 +28,9 @@ struct MathBf16 {
 // Two 16-bit numbers in 32 bits, products and sums in float32: what every CPU can do.
 template <class T>
 struct MathPairs {
+    using Number = T;
     static constexpr int PAIR = 2;
+    static constexpr bool WIDENS = true;
     static vf low(vu pair) {
         if constexpr (std::is_same_v<T, bf16>) return as_float(pair << 16);
         else return widened(pair);
@@ -106,8 +109,13 @@ struct Gated {
     const bf16* gate_bias;
     const bf16* up_bias;
     Gated from(int m) const { return {y + m * ldy, ldy, gate_bias, up_bias}; }
-    void put(int m, const vf (&row)[2]) const {
-        store(y + m * ldy, gate_bias ? silu(row[0] + load(gate_bias)) * (row[1] + load(up_bias)) : silu(row[0]) * row[1]);
+    template <int N>
+    void put(int m, const vf (&row)[N]) const {
+        for (int n = 0; n < N / 2; n++) {
+            const vf gate = row[n], up = row[N / 2 + n];
+            const int at = n * VL;
+            store(y + m * ldy + at, gate_bias ? silu(gate + load(gate_bias + at)) * (up + load(up_bias + at)) : silu(gate) * up);
+        }
     }
 };
 
@@ -120,6 +128,13 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
     const auto step = [&](int k) {
+        if constexpr (VL < 16 && M < N) {   // sixteen registers: the sums, one number of each row, and a column
+            for (int n = 0; n < N; n++) {
+                const vu col = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
+                for (int m = 0; m < M; m++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col);
+            }
+            return;
+        }
         vu col[N];
         for (int n = 0; n < N; n++) col[n] = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
         for (int m = 0; m < M; m++)

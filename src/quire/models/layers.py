@@ -136,7 +136,7 @@ class TorchHead:
 class TorchOps:
     """The definition of every operation, on any device; backends differ from it by rounding only."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Keeps the tensors themselves."""
         return TorchLinear(weight, bias)
 

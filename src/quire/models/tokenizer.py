@@ -87,7 +87,7 @@ class Tokenizer:
                 return self._pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
             return self._pipeline.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError):
-            raise RequestError("the text holds half of a surrogate pair and is not valid Unicode", "prompt") from None
+            raise RequestError(_no_unicode(text), "prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no character become U+FFFD, unknown ids nothing."""
@@ -144,6 +144,14 @@ class Tokenizer:
 
 
 @one_line()
+def _no_unicode(text: str) -> str:
+    """Why a text cannot be encoded: Python stands halves of surrogate pairs for bytes that it could not decode."""
+    place, half = next((place, ord(char)) for place, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+    if 0xDC80 <= half <= 0xDCFF:
+        return f"the text is not valid UTF-8: byte 0x{half - 0xDC00:02x} behind {place} characters"
+    return f"the text is not valid Unicode: half of a surrogate pair behind {place} characters"
+
+
 def load_tokenizer(
     path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None
 ) -> Tokenizer:

@@ -164,7 +164,8 @@ def _bpe(source: Path, vocab: dict[str, int], merges: Sequence[tuple[str, ...]],
     try:
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))  # type: ignore[arg-type]  # pairs, checked there
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{source}: vocabulary and merges do not fit ({error})") from None
+        said = " ".join(str(error).split())
+        raise ModelError(f"{source}: vocabulary and merges do not fit ({said})") from None
 
 
 def _byte_level(
