@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -108,13 +109,14 @@ def server(name: str, mode: str, given: argparse.Namespace) -> AbstractContextMa
 
 
 class Probe:
-    """The process that watches a server."""
+    """The process that watches a server, and the most that the server's cache was seen to hold."""
 
     def __init__(self, found: Server, path: str) -> None:
         words = [sys.executable, HERE / "edge/probe.py", found.port, path, found.process.pid]
         self.process = subprocess.Popen(
             list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
+        self.most_cached = cached(found)
 
     def ask(self) -> dict[str, float]:
         """What it saw since it was last asked."""
@@ -130,7 +132,6 @@ class Probe:
 
 def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     """Send one bomb and look on until the server is well again, or its time is over."""
-    arena = cached(found)
     probe.ask()
     begun = time.monotonic()
     try:
@@ -141,14 +142,20 @@ def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     time.sleep(1.0)  # what it left behind
     seen = probe.ask()
     growth = seen["peak"] - seen["before"]
-    arena = min(growth, max(0.0, cached(found) - arena))
+    try:
+        now = cached(found)
+    except OSError:  # no answer excuses no growth
+        now = 0.0
+    # Pages of the arena that nothing had been in: those that were used before are resident already.
+    arena = min(growth, max(0.0, now - probe.most_cached))
+    probe.most_cached = max(now, probe.most_cached)
     return Seen(outcome, seconds, seen["worst"], growth, arena, int(seen["failed"]), int(seen["probes"]))
 
 
 def cached(found: Server) -> float:
-    """Bytes of the cache's arena that hold something; 0 for servers that do not say."""
+    """Bytes of the cache's arena that hold something; 0 for servers that do not say. Raises OSError if none answers."""
     request = urllib.request.Request(found.url + "/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
+    with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=60) as answer:
         lines = (line.rpartition(" ") for line in answer.read().decode().splitlines())
         return sum(float(value) for name, _, value in lines if name in ARENA)
     return 0.0

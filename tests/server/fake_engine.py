@@ -167,6 +167,7 @@ class FakeEngine:
             yield RequestOutput(
                 request_id, None, ids, prompt_logprobs, outputs, not running, 3, kept_fraction=self.kept_fraction
             )
+            prompt_logprobs = None
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import threading
+import tracemalloc
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config import EngineConfig
 from quire.server import answers, completions, errors
-from quire.server.answers import SENT_BYTES, SLICE, Items, ScoredAnswer, Unsent, cut, encoded, extend, pieces
+from quire.server.answers import SENT_BYTES, SLICE, Items, ScoredAnswer, Unsent, encoded, extend, pieces
 from quire.server.errors import encode
 from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
@@ -41,11 +44,51 @@ def test_a_list_that_was_begun_goes_on_as_one(values, begun):
 
 
 def test_what_choices_share_is_there_once_and_sent_in_bounded_parts():
-    shared = Items(b"1," * SENT_BYTES + b"1")
-    found = pieces({"choices": [{"index": index, "x": shared} for index in range(8)]})
-    assert sum(part is shared.parts[0] for part in found) == 8
-    assert b"".join(cut(found)) == b"".join(found) and max(map(len, cut(found))) == SENT_BYTES
-    assert ScoredAnswer(found, Unsent()).headers["content-length"] == str(sum(map(len, found)))
+    shared = Items(b"1," * SENT_BYTES + b"1", bytearray(b"2,2"), b"3," * SENT_BYTES + b"3")
+    content = {"choices": [{"index": index, "x": shared} for index in range(8)]}
+    held = ExitStack()
+    length = ScoredAnswer(content, held).headers["content-length"]
+    tracemalloc.start()
+    try:
+        most = sizes = 0
+        for part in pieces(content):
+            most, sizes = max(most, len(part)), sizes + len(part)
+        assert tracemalloc.get_traced_memory()[1] < 4 * SENT_BYTES, "it is made as a whole"
+    finally:
+        tracemalloc.stop()
+    assert most == SENT_BYTES and length == str(sizes)
+    ones, threes = [1] * (SENT_BYTES + 1), [3] * (SENT_BYTES + 1)
+    assert json.loads(b"".join(pieces(content)))["choices"][7] == {"index": 7, "x": [*ones, 2, 2, *threes]}
+
+
+def test_small_parts_are_joined():
+    sizes = [len(part) for part in pieces({"a": ["x" * (SENT_BYTES // 5)] * 12})]
+    assert len(sizes) == 3 and max(sizes) <= SENT_BYTES
+
+
+def test_the_bytes_of_answers_are_counted_up_and_down_and_the_first_of_each_are_free():
+    unsent, free = Unsent(), answers.UNCOUNTED_BYTES
+    with unsent.hold() as one, unsent.hold() as other:
+        one(free)
+        assert unsent.num_bytes == 0
+        one(100)
+        other(free + 30)
+        assert unsent.num_bytes == 130
+        one(-200)
+        assert unsent.num_bytes == 30
+        one(150)
+        assert unsent.num_bytes == 80
+    assert unsent.num_bytes == 0
+
+
+def test_an_answer_that_nobody_asks_for_any_more_gives_its_count_back():
+    unsent = Unsent()
+    with ExitStack() as held:
+        held.enter_context(unsent.hold())(10**6)
+        answer = ScoredAnswer({"a": 1}, held.pop_all())
+    assert unsent.num_bytes > 0
+    del answer
+    assert unsent.num_bytes == 0
 
 
 @pytest.fixture
@@ -158,6 +201,7 @@ async def test_an_answer_without_log_probabilities_is_encoded_in_one_call(monkey
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_large_answers_that_nobody_reads_are_bounded_together(stream, monkeypatch):
+    monkeypatch.setattr(answers, "UNCOUNTED_BYTES", 0)
     asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": stream}
     app = application(FakeEngine())
     unsent, read = app.state.service.unsent, asyncio.Event()
@@ -208,17 +252,83 @@ async def test_scores_of_a_whole_answer_are_counted_as_they_come_and_bounded(pat
     fits = RawCall(app, f"/v1/{path}", body)
     await fits.task
     assert fits.status == 200 and unsent.num_bytes == 0
+    monkeypatch.setattr(answers, "UNCOUNTED_BYTES", 0)
     monkeypatch.setattr(answers, "UNSENT_BYTES", len(fits.body) // 2)
     large = RawCall(app, f"/v1/{path}", body)
     await large.task
     assert large.status == 400 and json.loads(large.body)["error"]["code"] == "answer_too_large"
-    with unsent.hold([b"x" * (len(fits.body) // 4)]):
+    with unsent.hold() as grow:
+        grow(len(fits.body) // 4)
         late = RawCall(app, f"/v1/{path}", body | {"n": 2})
         await late.task
-    assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_answers"
+        assert late.status == 503 and json.loads(late.body)["error"]["code"] == "too_many_large_answers"
+        monkeypatch.setattr(answers, "UNCOUNTED_BYTES", len(fits.body))
+        few = RawCall(app, f"/v1/{path}", body | {"n": 2})
+        await few.task
+        assert few.status == 200, "an answer of a few bytes is refused"
     streamed = RawCall(app, f"/v1/{path}", body | {"stream": True})
     await streamed.task
     assert streamed.status == 200 and unsent.num_bytes == 0
+
+
+class Unread(RawCall):
+    """A client that takes nothing of its answer's body until it is let."""
+
+    reads = None
+
+    async def _send(self, message):
+        await super()._send(message)
+        if message["type"] == "http.response.body":
+            self.reads = self.reads or asyncio.Event()
+            await self.reads.wait()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("prompts", [1, 8])
+async def test_a_client_that_does_not_read_keeps_nobody_s_scores_waiting(prompts):
+    engine, items = FakeEngine(), []
+    generate = engine.generate
+
+    async def watched(*given):
+        async for item in generate(*given):
+            items.append(item)
+            yield item
+
+    engine.generate = watched
+    app = application(engine)
+    service = app.state.service
+    service.scores.free = service.scores.size = 21 * len(PROMPT)
+    asked = {"prompt": [PROMPT] * prompts, "max_tokens": 1, "echo": True, "logprobs": 20}
+    slow = [Unread(app, "/v1/completions", asked | {"stream": True}) for _ in range(3)]
+    async with asyncio.timeout(10):
+        other = RawCall(app, "/v1/completions", asked)
+        await other.task
+        while not all(call.reads for call in slow) or len(items) < 4 * prompts:
+            await asyncio.sleep(0.001)
+    assert other.status == 200 and service.scores.free == service.scores.size
+    assert all(each.prompt_logprobs is None for each in items), "scores lie where nobody counts them"
+    for call in slow:
+        call.reads.set()
+        await asyncio.wait_for(call.task, 5)
+    assert service.unsent.num_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_prompts_that_wait_for_room_for_their_scores_count_as_queued():
+    engine = FakeEngine()
+    engine.config = EngineConfig.from_options({"scheduler.max_queue": 3})
+    app = application(engine)
+    scores = app.state.service.scores
+    asked = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 20}
+    async with scores.hold(scores.size):
+        waiting = [RawCall(app, "/v1/completions", asked) for _ in range(3)]
+        while scores.num_waiting < 3:
+            await asyncio.sleep(0)
+        late, plain = RawCall(app, "/v1/completions", asked), RawCall(app, "/v1/completions", {"prompt": "a"})
+        await asyncio.gather(late.task, plain.task)
+        assert late.status == 429 and json.loads(late.body)["error"]["code"] == "queue_full" and plain.status == 200
+    await asyncio.gather(*(call.task for call in waiting))
+    assert [call.status for call in waiting] == [200] * 3
 
 
 @pytest.mark.anyio

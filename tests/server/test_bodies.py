@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -313,6 +314,148 @@ async def test_a_large_body_that_finds_no_room_is_503():
     assert held(app) == 0
 
 
+async def test_a_body_that_has_come_needs_no_more_room(monkeypatch):
+    monkeypatch.setattr(bodies, "CONTESTED_SECONDS", 100.0)
+    app = application(FakeEngine(max_context=1_000_000), max_request_bytes=1_000_000)
+    app.state.service.bodies.arrivals.size = 1_000_000
+    body = json.dumps({"prompt": "a" * 600_000}).encode()
+    oldest, other = slow_call(app, 1_000_000), slow_call(app, len(body))
+    for call, sent in ((oldest, b" " * 300_000), (other, body), (oldest, b" " * 200_000)):
+        call.inbox.put_nowait(part(sent))
+        await asyncio.sleep(0.01)
+    assert held(app) > 1_000_000  # the oldest went on
+    other.inbox.put_nowait(part(b"", more=False))
+    await asyncio.wait_for(other.task, 5)
+    assert other.status == 200
+    oldest.leave()
+    await asyncio.wait_for(oldest.task, 1)
+    assert held(app) == 0
+
+
+async def test_the_time_of_a_body_rests_while_it_waits_for_room(monkeypatch):
+    monkeypatch.setattr(bodies, "BODY_RATE", 10**9)
+    app = application(FakeEngine(max_context=500_000), max_request_bytes=100_000)
+    found = app.state.service.bodies
+    slow = [slow_call(app, 100_000) for _ in range(4)]
+    for call in slow:
+        call.inbox.put_nowait(part(b" " * 95_000))
+    await asyncio.sleep(0.01)
+    found.body_seconds = 0.4
+    body = json.dumps({"prompt": "a" * 80_000}).encode()
+    waiting = slow_call(app, len(body))
+    waiting.inbox.put_nowait(part(body[:-10]))
+    await asyncio.sleep(0.8)
+    assert not waiting.task.done()
+    slow[0].leave()
+    await asyncio.sleep(0.02)
+    waiting.inbox.put_nowait(part(body[-10:], more=False))
+    await asyncio.wait_for(waiting.task, 5)
+    assert waiting.status == 200
+    for call in slow[1:]:
+        call.leave()
+        await asyncio.wait_for(call.task, 1)
+    assert held(app) == 0
+
+
+async def test_waiting_in_turn_costs_no_look_at_all_others(monkeypatch):
+    arrivals, looks = bodies.Arrivals(1000, 5.0), []
+    monkeypatch.setattr(arrivals, "_end_slow", lambda now: looks.append(now))
+    with ExitStack() as stack:
+        full = [stack.enter_context(arrivals.body()) for _ in range(3)]
+        for body in full:
+            await arrivals.grow(body, 300)
+        waiting = [asyncio.ensure_future(arrivals.grow(stack.enter_context(arrivals.body()), 200)) for _ in range(50)]
+        await asyncio.sleep(0)
+        for _ in range(1000):
+            with arrivals.body():  # small bodies, which hold no room
+                pass
+        assert not looks and arrivals.held == 900 and not any(task.done() for task in waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert arrivals.held == 0 and not arrivals._waiting
+
+
+async def test_room_is_lent_in_turn_and_the_oldest_goes_on_only_where_none_is_whole():
+    arrivals, order = bodies.Arrivals(1000, 5.0), []
+    with ExitStack() as stack:
+        oldest, whole, large, small = (stack.enter_context(arrivals.body()) for _ in range(4))
+
+        async def grow(name, body, size):
+            await arrivals.grow(body, size)
+            order.append(name)
+
+        await arrivals.grow(oldest, 300)
+        with arrivals.body() as leaving:
+            await arrivals.grow(leaving, 100)
+            await arrivals.grow(whole, 600)
+            arrivals.whole(whole)
+            tasks = [asyncio.ensure_future(grow("large", large, 150))]
+            await asyncio.sleep(0)
+            tasks += [
+                asyncio.ensure_future(grow("small", small, 50)),
+                asyncio.ensure_future(grow("oldest", oldest, 900)),
+            ]
+            await asyncio.sleep(0.01)
+            assert not order, "the small one overtook, or the oldest went on beside a whole one"
+            arrivals.whole(leaving)
+        await asyncio.sleep(0.01)
+        assert not order  # 100 are free, the large one waits for 150
+        with arrivals.body() as late, pytest.raises(TimeoutError):
+            await asyncio.wait_for(arrivals.grow(late, 50), 0.01)
+        tasks[0].cancel()
+        await asyncio.sleep(0.01)
+        assert order == ["small"]
+    await asyncio.gather(*tasks[1:])
+    arrivals = bodies.Arrivals(1000, 5.0)
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(arrivals.body()) for _ in range(3))
+        for body in (first, second, third):
+            await arrivals.grow(body, 300)
+        waiting = [asyncio.ensure_future(arrivals.grow(body, 900)) for body in (third, second)]
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in waiting)
+        await asyncio.wait_for(arrivals.grow(first, 900), 1)  # the oldest, though others waited before it
+        assert arrivals.held == 1500
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert arrivals.held == 0
+
+
+async def test_a_body_that_waits_or_waited_is_not_called_slow(monkeypatch):
+    monkeypatch.setattr(bodies, "CONTESTED_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "CONTESTED_RATE", 1000)
+    arrivals = bodies.Arrivals(1000, 5.0)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(arrivals.body()) for _ in range(2))
+
+        async def come(body, *sizes):
+            async with asyncio.timeout(10) as body.limit:
+                for size in sizes:
+                    await arrivals.grow(body, size)
+                await asyncio.sleep(0.05)
+
+        await arrivals.grow(first, 800)
+        tasks = [asyncio.ensure_future(come(second, 150, 250))]
+        await asyncio.sleep(0.6)  # at 250 bytes a second, had it not waited
+        assert not tasks[0].done() and second.limit.when() is None
+        first.size, arrivals.held = 700, arrivals.held - 100
+        arrivals._lend()
+        arrivals._end_slow(asyncio.get_running_loop().time())
+        await tasks[0]
+
+
+async def test_a_body_whose_time_is_over_is_not_ended_again():
+    arrivals = bodies.Arrivals(1000, 5.0)
+    with arrivals.body() as body:
+        await arrivals.grow(body, 10)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0) as body.limit:
+                await asyncio.sleep(1)
+        arrivals._end_slow(asyncio.get_running_loop().time() + 100)
+
+
 async def test_no_more_than_some_large_bodies_wait(monkeypatch):
     monkeypatch.setattr(bodies, "MAX_WAITING", 3)
     app = application(FakeEngine(), max_request_bytes=100_000)
@@ -353,7 +496,8 @@ async def test_bodies_in_any_order_are_bounded_and_leave_nothing(seed):
             asyncio.get_running_loop().call_later(draw.choice([0, 0.001, 0.003]), task.cancel)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(each is None or isinstance(each, asyncio.CancelledError) for each in found), found
-        assert most[0] <= 1400 and arrivals.held == 0 and not arrivals._unfinished and not arrivals._num_whole
+        assert most[0] <= 1400 and arrivals.held == 0
+        assert not arrivals._unfinished and not arrivals._waiting and not arrivals._num_whole
 
 
 async def test_many_large_bodies_at_once_are_all_answered():

@@ -518,6 +518,18 @@ def test_no_more_connections_are_taken_than_files_can_be_opened(monkeypatch, cap
 # --- drain -----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_shutdown_while_a_body_comes_ends_the_connection_with_its_answer(edges):
+    async with socket_server() as server:
+        client = await server.connect(post_head("/v1/completions", f"Content-Length: {len(BODY)}") + BODY[:5])
+        while not (edges and edges[0].open and next(iter(edges[0].open)).waits_for_body):
+            await asyncio.sleep(0.001)
+        next(iter(edges[0].open)).shutdown()
+        await client.send(BODY[5:])
+        answer = await client.answer()
+        assert answer.status == 200
+        assert await client.ended(1)
+
+
 async def test_a_slow_body_does_not_hold_a_drain_and_a_running_request_does():
     async with socket_server(FakeEngine(step_seconds=0.01), drain_seconds=20.0) as server:
         running = await server.connect(request(json.dumps(TEXT | {"max_tokens": 15, "ignore_eos": True}).encode()))

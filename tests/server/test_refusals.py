@@ -138,6 +138,35 @@ async def test_a_request_is_refused_by_name(path, body, param, code):
     assert param.rpartition(".")[2].partition("[")[0] in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        ("/v1/completions", {"prompt": [[1, 2], [3, -4]]}, "and not empty; [1][1] is -4."),
+        ("/v1/completions", {"prompt": [3, 4, "{a}"]}, 'and not empty; [2] is "{a}".'),
+        ("/v1/completions", {"prompt": ["a", [1]]}, "and not empty; [1] is an array."),
+        ("/v1/completions", {"prompt": [[1], "a"]}, 'and not empty; [1] is "a".'),
+        ("/v1/completions", {"prompt": []}, "and not empty; it is an array."),
+        ("/v1/completions", {"prompt": 5}, "and not empty; it is 5."),
+        ("/v1/completions", {"stop": ["a", ""]}, 'or a list of at most 16; [1] is "".'),
+        ("/v1/completions", {"stop": ["a"] * 17}, "or a list of at most 16; it is an array."),
+        ("/v1/chat/completions", {"messages": []}, "'messages': it must hold at least 1, and holds 0."),
+        ("/v1/completions", {"stop_token_ids": [1] * 1025}, "it must hold at most 1024, and holds 1025."),
+    ],
+)
+async def test_a_refusal_names_the_item_at_fault(path, options, said):
+    async with client() as http:
+        response = await http.post(path, json=(CHAT if "chat" in path else TEXT) | options)
+    assert response.status_code == 400 and error_of(response)["message"].endswith(said), response.text
+
+
+async def test_another_method_is_told_which_the_url_takes():
+    async with client() as http:
+        response = await http.delete("/v1/models")
+    assert response.status_code == 405 and response.headers["allow"] == "GET"
+    error = error_of(response)
+    assert error["code"] == "method_not_allowed" and error["message"] == "/v1/models takes GET, not DELETE"
+
+
 @pytest.mark.parametrize("name", ["user", "prompt_cache_key", "safety_identifier"])
 async def test_hints_that_change_nothing_are_accepted(name):
     async with client() as http:

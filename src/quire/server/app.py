@@ -112,6 +112,10 @@ def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = No
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:
         error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        assert error.headers is not None
+        message = f"{request.url.path[:200]} takes {error.headers['Allow']}, not {request.method}"
+        error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
     return api_error(error).response()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,9 @@ LARGE_BYTES = 32 * 1024
 """A smaller body is parsed and checked on the event loop: 5 ms at worst, and it can reach no bound of structure."""
 
 NUM_LARGEST = 4
-"""How many bodies of the largest size may be in memory at once: 32 MiB by default. Smaller ones share that room."""
+"""How many bodies of the largest size have room at once: 32 MiB by default. Smaller ones share it. One body more may go
+on where all wait for each other, and each that waits holds the part for which it does.
+"""
 
 BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
@@ -36,7 +38,7 @@ CONTESTED_RATE = 256 * 1024
 """While others wait for room, a large body that came for longer than these seconds must have come at this rate."""
 
 ROOM_SECONDS = 10.0
-"""How long a large body waits for room before it is answered 503. A full room is read and parsed within 2 s."""
+"""How long a large body waits for room in all before it is answered 503. A full room is read and parsed within 2 s."""
 
 MAX_WAITING = 128
 """Large bodies that wait for room at once; further ones are answered 503. A connection may have read 320 KiB ahead."""
@@ -86,9 +88,9 @@ class Bodies:
                         if len(body) > self.max_bytes:
                             raise self._too_large()
                         if len(body) > LARGE_BYTES:
-                            due += await self.arrivals.grow(arriving, len(body))
+                            await self.arrivals.grow(arriving, len(body))
                         if not is_small:
-                            limit.reschedule(due + len(body) / BODY_RATE)
+                            limit.reschedule(due + arriving.waited + len(body) / BODY_RATE)
             except ClientDisconnect as gone:
                 raise ClientDisconnected from gone
             except TimeoutError as error:
@@ -115,24 +117,25 @@ class Bodies:
 class Arriving:
     """A large body under way.
 
-    since       when it began to come, later by the seconds that it waited for room
-    limit       its time; moved to now, it ends the body
-    size        bytes that have room
-    is_waiting  for room
+    begun   when it began to come
+    limit   its time; moved to now, it ends the body
+    size    bytes that have room
+    waited  seconds that it waited for room; less the time at which it began to, while it waits
     """
 
-    since: float
+    begun: float
     limit: asyncio.Timeout | None = None
     size: int = 0
-    is_waiting: bool = False
+    waited: float = 0.0
 
 
 class Arrivals:
     """The bytes of large bodies that have come and are in use: all connections' together are bounded.
 
     Room is taken for bytes that came, not for those announced: connections that send little keep nobody out. While all
-    of it is taken, bodies wait. Those that come slower than CONTESTED_RATE are then ended; and if no body is whole,
-    whose end would make room, the oldest goes on. So `size` may be exceeded by one body.
+    of it is taken, bodies wait, and have their turn in the order in which they began to. Those that come slower than
+    CONTESTED_RATE are then ended; and if no body is whole, whose end would make room, the oldest goes on. So `size` may
+    be exceeded by one body.
     """
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -140,8 +143,9 @@ class Arrivals:
         self.seconds = seconds
         self.held = 0
         self._unfinished: dict[Arriving, None] = {}  # the oldest first
+        self._waiting: dict[Arriving, tuple[int, asyncio.Future[None]]] = {}  # who began to wait first
         self._num_whole = 0
-        self._freed = asyncio.Event()
+        self._is_watched = False
 
     @contextmanager
     def body(self) -> Iterator[Arriving]:
@@ -155,34 +159,36 @@ class Arrivals:
                 del self._unfinished[body]
             elif body.size:
                 self._num_whole -= 1
-            self._freed.set()
+            self._lend()
 
-    async def grow(self, body: Arriving, size: int) -> float:
-        """Waits until there is room for `size` bytes of a body; returns for how many seconds. Raises ApiError 503 if
-        there is none for too long.
+    async def grow(self, body: Arriving, size: int) -> None:
+        """Waits until there is room for `size` bytes of a body; its limit rests meanwhile. Raises ApiError 503 where
+        the body has waited too long, now and before, or too many wait.
         """
+        if size <= body.size:
+            return
         self._unfinished.setdefault(body)
-        now = asyncio.get_running_loop().time
-        begun = now()
-        body.is_waiting = True
+        if not self._waiting and self._fits(body, size):
+            self._take(body, size)
+            return
+        if len(self._waiting) >= MAX_WAITING:
+            raise self._full()
+        lent = asyncio.get_running_loop().create_future()
+        self._waiting[body] = size, lent
+        body.waited -= asyncio.get_running_loop().time()
+        if body.limit is not None:
+            body.limit.reschedule(None)
+        self._lend()
+        self._watch()
         try:
-            while self.held + size - body.size > self.size and not self._goes_on(body):
-                if now() - begun >= self.seconds or sum(each.is_waiting for each in self._unfinished) > MAX_WAITING:
-                    message = f"bodies of together {self.held} bytes are being read; try again"
-                    headers = {"Retry-After": "1", "Connection": "close"}
-                    raise ApiError(503, message, code="too_many_large_bodies", headers=headers)
-                self._end_slow(now())
-                self._freed.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(self.seconds, SWEEP_SECONDS)):
-                        await self._freed.wait()
+            async with asyncio.timeout_at(None if lent.done() else self.seconds - body.waited):
+                await lent
+        except TimeoutError:
+            raise self._full() from None
         finally:
-            body.is_waiting = False
-        waited = now() - begun
-        self.held += size - body.size
-        body.size = size
-        body.since += waited
-        return waited
+            if body in self._waiting:
+                self._end_wait(body)
+                self._lend()  # those behind it may have waited for it alone
 
     def whole(self, body: Arriving) -> None:
         """The body has come, and keeps its room until it is left."""
@@ -190,15 +196,53 @@ class Arrivals:
             del self._unfinished[body]
             self._num_whole += 1
 
-    def _goes_on(self, body: Arriving) -> bool:
-        return not self._num_whole and next(iter(self._unfinished)) is body
+    def _end_wait(self, body: Arriving) -> tuple[int, asyncio.Future[None]]:
+        body.waited += asyncio.get_running_loop().time()
+        return self._waiting.pop(body)
+
+    def _fits(self, body: Arriving, size: int) -> bool:
+        return self.held + size - body.size <= self.size
+
+    def _take(self, body: Arriving, size: int) -> None:
+        self.held += size - body.size
+        body.size = size
+
+    def _lend(self) -> None:
+        """Gives those room whose turn it is."""
+        while self._waiting:
+            body = next(iter(self._waiting))
+            if not self._fits(body, self._waiting[body][0]):
+                body = next(iter(self._unfinished))
+                if self._num_whole or body not in self._waiting:
+                    return
+            size, lent = self._end_wait(body)
+            if not lent.done():
+                self._take(body, size)
+                lent.set_result(None)
+
+    def _watch(self) -> None:
+        """Looks for slow bodies now and then, as long as others wait."""
+        if self._waiting and not self._is_watched:
+            self._is_watched = True
+            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        self._is_watched = False
+        if self._waiting:
+            self._end_slow(asyncio.get_running_loop().time())
+        self._watch()
 
     def _end_slow(self, now: float) -> None:
         for body in self._unfinished:
-            seconds = now - body.since
+            seconds = now - body.begun - body.waited
             is_slow = seconds > CONTESTED_SECONDS and body.size < seconds * CONTESTED_RATE
-            if is_slow and not body.is_waiting and body.limit is not None and not body.limit.expired():
+            if is_slow and body not in self._waiting and body.limit is not None and not body.limit.expired():
                 body.limit.reschedule(now)
+
+    def _full(self) -> ApiError:
+        message = f"bodies of together {self.held} bytes are being read; try again"
+        headers = {"Retry-After": "1", "Connection": "close"}
+        return ApiError(503, message, code="too_many_large_bodies", headers=headers)
 
 
 def _check_kind(request: Request) -> None:

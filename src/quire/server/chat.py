@@ -5,21 +5,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.answers import Items, extend
+from quire.server.answers import Items, ScoredAnswer, extend
+from quire.server.errors import json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
 from quire.server.service import Chunks, Job, Service, Usage
 from quire.server.wire import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import CompletionOutput
+    from quire.engine.outputs import CompletionOutput, RequestOutput
 
 
 async def create_chat(service: Service, request: Request) -> Response:
@@ -67,11 +68,10 @@ class Chat:
     async def whole(self) -> Response:
         """The answer in one piece."""
         choices = [Choice() for _ in range(self.job.params.n)]
-        with self.service.unsent.hold() as grow:
-            async with aclosing(self.service.run([self.job], self.head["id"])) as items:
+        with ExitStack() as held:
+            grow = held.enter_context(self.service.unsent.hold())
+            async with aclosing(self._items()) as items:
                 async for _, item in items:
-                    if not self.usage.completion_tokens:
-                        self.usage.saw(item)
                     for output in item.outputs:
                         choice = choices[output.index]
                         choice.text += output.text
@@ -79,29 +79,28 @@ class Chat:
                         self.usage.completion_tokens += len(output.token_ids)
                         if output.finish_reason is not None:
                             choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
-        answers = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        content = self.head | {"choices": answers, "usage": self.usage.as_dict()}
-        return self.service.answer(content, has_scores=bool(self.body.logprobs))
+            answers = [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": {"content": Items(choice.logprobs), "refusal": None} if self.body.logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, choice in enumerate(choices)
+            ]
+            content = self.head | {"choices": answers, "usage": self.usage.as_dict()}
+            return ScoredAnswer(content, held.pop_all()) if self.body.logprobs else json_response(content)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: a chunk with the role of every choice, then the text."""
         chunks = Chunks(self.head, self.usage, self.body.stream_options)
         opened = False
-        async with aclosing(self.service.run([self.job], self.head["id"])) as items:
+        async with aclosing(self._items()) as items:
             async for _, item in items:
                 news = b""
                 if not opened:
                     opened = True
-                    self.usage.saw(item)
                     opening = {"delta": {"role": "assistant", "content": ""}}
                     news = b"".join(chunks.chunk(index, opening, None) for index in range(self.job.params.n))
                 for output in item.outputs:
@@ -115,6 +114,14 @@ class Chat:
                 if news:
                     yield news
         yield chunks.end()
+
+    def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine generates."""
+
+        async def opens(_: int, item: RequestOutput) -> None:
+            self.usage.saw(item)
+
+        return self.service.run([self.job], self.head["id"], opens)
 
     def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
         if not self.body.logprobs or not output.logprobs:

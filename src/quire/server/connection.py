@@ -210,6 +210,7 @@ class Connection(HttpToolsProtocol):
         elif self.stage in (Stage.IDLE, Stage.HEAD):
             self.transport.close_now()
         else:
+            self.keeps_alive = False
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -111,15 +111,14 @@ def api_error(error: Exception) -> ApiError:
         case ValidationError():
             return _invalid(error)
         case HTTPException():
-            code = "method_not_allowed" if error.status_code == 405 else None
-            return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
     log.error("request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
 
 
 def _invalid(error: ValidationError) -> ApiError:
     """The complaint of a schema that says most: what we do not support comes before unknown names and wrong values."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=True)
+    complaints = error.errors(include_url=False, include_input=True)
     complaints.sort(key=lambda each: _FIRST.get(each["type"], len(_FIRST)))
     first = complaints[0]
     param = _path(first["loc"])
@@ -132,14 +131,20 @@ def _invalid(error: ValidationError) -> ApiError:
         case "missing":
             message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
         case "literal_error" | "union_tag_invalid":
-            message = f"Unsupported value for '{param}': {_shown(first['input'])}. {first['msg']}."
+            message = f"Unsupported value for '{param}': {shown(first['input'])}. {first['msg']}."
             code = "unsupported_value"
         case "model_type" | "model_attributes_type":
             message, code = f"Invalid type for '{param or 'body'}': expected a JSON object.", "invalid_type"
+        case "too_short" | "too_long" as kind:
+            least, context = kind == "too_short", first["ctx"]
+            bound = f"at least {context['min_length']}" if least else f"at most {context['max_length']}"
+            code = "invalid_value"
+            message = f"Invalid value for '{param}': it must hold {bound}, and holds {context['actual_length']}."
         case kind:
             reason = first["msg"].removeprefix("Value error, ")
             reason = reason[:1].lower() + reason[1:]
-            message = f"Invalid value for '{param}': {reason}; it is {_shown(first['input'])}."
+            found = "" if kind == "faulty_item" else f"; it is {shown(first['input'])}"
+            message = f"Invalid value for '{param}': {reason}{found}."
             code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return bad_request(message, param or None, code)
 
@@ -162,7 +167,7 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`value` for a message: short, and JSON rather than Python."""
     if isinstance(value, str):
         value = value[:65]  # longer than what is shown, so that the cut shows too

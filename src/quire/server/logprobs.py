@@ -19,8 +19,8 @@ bytes in the engine, 100 MB. A prompt of 23,000 tokens may have 20 alternatives 
 """
 
 PROMPT_SCORES_AT_ONCE = 250_000
-"""Log-probabilities of prompts that the engine may keep for all requests together, 50 MB: others wait. One prompt alone
-may have more.
+"""Log-probabilities of prompts that may be there for all requests together until they are encoded, 50 MB: others wait.
+One prompt alone may have more.
 """
 
 LOWEST = -9999.0

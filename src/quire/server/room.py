@@ -16,6 +16,11 @@ class Room:
         self.free = size
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
         """Waits until `size` of them are free, or all where it is more, and has them within the context."""

@@ -33,7 +33,7 @@ from quire.engine.params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from quire.server.errors import bad_request
+from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
 
 MAX_MESSAGES = 16384
@@ -59,8 +59,16 @@ def _only_false(value: Any) -> bool | None:
     return False
 
 
+def _faulty_item(forms: str, fault: str) -> PydanticCustomError:
+    # Of a message itself it takes braces for places to fill.
+    return PydanticCustomError("faulty_item", "{reason}", {"reason": f"{forms}; {fault}"})
+
+
 def _is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
+
+
+_PROMPT_FORMS = "Must be a string, a list of token ids, or a list of one of these, and not empty"
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -74,7 +82,20 @@ def _prompts(value: Any) -> list[str | list[int]]:
             return [value]
         if all(isinstance(each, list) and all(map(_is_token, each)) for each in value):
             return list(value)
-    raise ValueError("Must be a string, a list of token ids, or a list of one of these, and not empty")
+        raise _faulty_item(_PROMPT_FORMS, _fault(value))
+    raise ValueError(_PROMPT_FORMS)
+
+
+def _fault(prompts: list[Any]) -> str:
+    """The first place at which `prompts` are neither texts, nor token ids, nor lists of these."""
+    kind = type(prompts[0]) if isinstance(prompts[0], str | list) else int
+    for place, prompt in enumerate(prompts):
+        if kind is list and isinstance(prompt, list):
+            if (at := next((at for at, token in enumerate(prompt) if not _is_token(token)), None)) is not None:
+                return f"[{place}][{at}] is {shown(prompt[at])}"
+        elif kind is list or not (isinstance(prompt, str) if kind is str else _is_token(prompt)):
+            return f"[{place}] is {shown(prompt)}"
+    raise AssertionError(f"{len(prompts)} prompts are of one kind")
 
 
 def _is_stop(value: Any) -> bool:
@@ -86,9 +107,10 @@ def _stops(value: Any) -> list[str] | None:
         return None
     stops = [value] if isinstance(value, str) else value
     if not (isinstance(stops, list) and len(stops) <= MAX_STOP_STRINGS and all(map(_is_stop, stops))):
-        raise ValueError(
-            f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
-        )
+        forms = f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
+        if isinstance(value, list) and (bad := [at for at, stop in enumerate(value) if not _is_stop(stop)]):
+            raise _faulty_item(forms, f"[{bad[0]}] is {shown(value[bad[0]])}")
+        raise ValueError(forms)
     return stops
 
 

@@ -6,23 +6,22 @@ Knows tokens and sampling parameters; knows neither routes nor the shape of answ
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from starlette.responses import Response
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
-from quire.server.answers import FEW_SCORES, ScoredAnswer, Unsent, cut, pieces
+from quire.server.answers import FEW_SCORES, Unsent, pieces
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
-from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.errors import ApiError, bad_request
 from quire.server.logprobs import PROMPT_SCORES_AT_ONCE
 from quire.server.metrics import Metrics, RequestTimer
 from quire.server.room import Room
@@ -130,7 +129,9 @@ class Chunks:
     def large(self, index: int, content: dict[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[bytes]:
         """What opens choice `index`, with lists that are encoded already; in parts."""
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
-        return cut([b"data: ", *pieces(self._chunk(choice)), b"\n\n"])
+        yield b"data: "
+        yield from pieces(self._chunk(choice))
+        yield b"\n\n"
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"choices": [choice]}
@@ -251,12 +252,6 @@ class Service:
             hints["cache_pin"] = request.cache_pin
         return hints
 
-    def answer(self, content: dict[str, Any], has_scores: bool) -> Response:
-        """The response of an answer; with log-probabilities, as `Items` in it, or without."""
-        if not has_scores:
-            return json_response(content)  # 4 us for one choice, where `pieces` takes 22
-        return ScoredAnswer(pieces(content), self.unsent)
-
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
         """What `make` returns; on a thread, one at a time, where it works on many log-probabilities."""
         if num_scores <= FEW_SCORES:
@@ -279,33 +274,49 @@ class Service:
         if self.draining:
             raise shutting_down()
         self.check_ready()
+        limit = self.engine.config.scheduler.max_queue
+        if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
+            message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
+            raise QueueFullError(f"{message}; the queue holds {limit} (scheduler.max_queue)")
         for job in jobs:
             self.engine.prepare(job.prompt, job.params)
 
-    def run(self, jobs: Sequence[Job], request_id: str) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates, as (index of the job, delta), in order of arrival. Closing it aborts all jobs."""
-        arrived = time.monotonic()
-        return merge([self._follow(job, f"{request_id}-{index}", arrived) for index, job in enumerate(jobs)])
+    def run(
+        self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What the engine generates, as (index of the job, delta), in order of arrival. Closing it aborts all jobs.
 
-    async def _follow(self, job: Job, request_id: str, arrived: float) -> AsyncGenerator[RequestOutput, None]:
+        opens  takes the first delta of each job, and from it the log-probabilities of the prompt: later it has none
+        """
+        arrived = time.monotonic()
+        return merge(
+            [
+                self._follow(job, f"{request_id}-{index}", arrived, functools.partial(opens, index))
+                for index, job in enumerate(jobs)
+            ]
+        )
+
+    async def _follow(
+        self, job: Job, request_id: str, arrived: float, opens: Callable[[RequestOutput], Awaitable[None]]
+    ) -> AsyncGenerator[RequestOutput, None]:
         timer = RequestTimer(self.metrics, arrived, len(job.prompt_ids), job.params.n)
         reason: str | None = "abort"
-        found: int | None = None
         try:
-            async with (
-                self.scores.hold(job.num_prompt_scores),
-                aclosing(self.engine.generate(job.prompt, job.params, request_id)) as items,
-            ):
+            async with AsyncExitStack() as ends:
+                # Not longer than here: a client that does not read its answer keeps nobody waiting.
+                async with self.scores.hold(job.num_prompt_scores):
+                    generated = self.engine.generate(job.prompt, job.params, request_id)
+                    items = await ends.enter_async_context(aclosing(generated))
+                    item = await anext(items)
+                    timer.saw(item)
+                    self._check_outputs(item)
+                    self._count_found(job, item.num_cached_tokens or 0)
+                    await opens(item)
+                    item.prompt_logprobs = None
+                yield item
                 async for item in items:
                     timer.saw(item)
-                    if found is None:
-                        found = item.num_cached_tokens or 0
-                        self._count_found(job, found)
-                    for output in item.outputs:
-                        if output.finish_reason == "abort":
-                            raise self._aborted()
-                        if output.finish_reason == "error":
-                            raise ApiError(500, str(output.stop_reason), code="not_finite")
+                    self._check_outputs(item)
                     yield item
             self.num_answered += 1
         except (RequestError, QueueFullError):
@@ -324,9 +335,14 @@ class Service:
         found.cached += cached
         found.computed += len(job.prompt_ids) - cached
 
-    def _aborted(self) -> ApiError:
-        self.num_cut_off += self.draining
-        return shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
+    def _check_outputs(self, item: RequestOutput) -> None:
+        """Raises ApiError for an answer that ended before it was complete."""
+        for output in item.outputs:
+            if output.finish_reason == "abort":
+                self.num_cut_off += self.draining
+                raise shutting_down() if self.draining else ApiError(503, "the request was aborted", code="aborted")
+            if output.finish_reason == "error":
+                raise ApiError(500, str(output.stop_reason), code="not_finite")
 
 
 _PASSED_ON = (

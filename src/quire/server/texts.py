@@ -83,7 +83,7 @@ class Texts:
         # Normalizers may join characters, never as many as four.
         least = len(text) // (4 * longest)
         if least > self.engine.max_context:
-            raise self._too_long(param, f"{len(text)} characters, which are more than {least} tokens")
+            raise self._too_long(param, f"{len(text)} characters, which are at least {least} tokens")
         if len(text) <= WHOLE_CHARS:
             return
         num_tokens = 0
@@ -91,7 +91,7 @@ class Texts:
             # A cut splits at most one token, into no more than its bytes.
             num_tokens += len(self.engine.tokenizer.encode(text[begin : begin + PIECE_CHARS], False)) - longest
             if num_tokens > self.engine.max_context:
-                raise self._too_long(param, f"{len(text)} characters, which are more than {num_tokens} tokens")
+                raise self._too_long(param, f"{len(text)} characters, which are at least {num_tokens} tokens")
 
     def _too_long(self, param: str, held: str) -> ApiError:
         message = (
