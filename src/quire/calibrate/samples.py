@@ -12,21 +12,21 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from quire.models.layers import TorchOps
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quire.models.layers import Linear
     from quire.models.plan import Model
+    from quire.models.quants import Weight
     from quire.models.shape import ModelShape
 
 HEAD_ROWS = 256
@@ -63,18 +63,19 @@ def _multiplies(weight: Tensor) -> bool:
 class GradientOps(TorchOps):
     """TorchOps that autograd can follow: nothing that a gradient needs is overwritten."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """In float32 on CPUs that have no products of 16 bits: without AVX-512 bfloat16 takes four times as long."""
-        if _multiplies(weight):
-            return super().linear(weight, bias)
+        weight = parts[0]
+        if len(parts) > 1 or not isinstance(weight, Tensor) or _multiplies(weight):
+            return super().linear(parts, bias, dtype)
         apply: Callable[..., Tensor] = _Widened.apply
         return lambda x: apply(x, weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """A product in the model's dtype, as its gradient is one: in float32 autograd would keep a copy of the matrix
         of twice its bytes.
         """
-        return self.linear(weight, None)
+        return self.linear([weight], None, dtype)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See TorchOps; the residual is updated again by later layers, so the norm remembers a copy."""

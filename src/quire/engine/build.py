@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,15 +38,20 @@ from quire.engine.scheduler import Scheduler, check_budget
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
-from quire.models.layers import Ops, torch_dtype
-from quire.models.loading import FourBit, native_bytes
+from quire.models.layers import TorchOps, torch_dtype
+from quire.models.loading import held_bytes, held_kind
 from quire.models.marks import find_marks
 from quire.models.plan import Model
+from quire.models.quants import GROUP_CODES
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
 from quire.tiers.mover import Mover
 from quire.tiers.tier import ArenaTier
+
+if TYPE_CHECKING:
+    from quire.models.cpu_ops import CpuOps
+    from quire.models.triton_ops import TritonOps
 
 log = logging.getLogger("quire")
 
@@ -94,23 +98,24 @@ def resolve(
             f" use {'cpu' if device_type == 'cpu' else 'triton'}"
         )
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
-    if config.model.weights == "native" and (backend != "cpu" or dtype == "float16"):
-        raise ConfigError(
-            f"model.weights native runs on the cpu backend in bfloat16 or float32, not on {backend} in {dtype};"
-            " use model.weights dequantized"
-        )
     limit = shape.context_limit
     if config.model.max_context is not None and config.model.max_context > limit:
         raise ConfigError(f"model.max_context is {config.model.max_context}; this model serves at most {limit}")
     context = config.model.max_context or shape.max_context
     max_running = config.scheduler.max_running
+    kinds = _ops_type(backend).kinds
+    if config.model.weights == "g4" and GROUP_CODES not in kinds:
+        raise ConfigError(f"model.weights g4 does not run on {backend}; use dequantized")
     weight_bytes = shape.weight_bytes(dtype)
-    if config.model.weights == "native" and checkpoint is not None:
-        weight_bytes = native_bytes(checkpoint, torch_dtype(dtype))
+    if checkpoint is not None:
+        weight_bytes = held_bytes(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
     if backend == "cpu" and shape.tied_embeddings:
-        from quire.models.cpu_ops import packs_apart
+        from quire.models.cpu_ops import has_onednn
 
-        if packs_apart(torch_dtype(dtype)):
+        embedded = (
+            None if checkpoint is None else held_kind(checkpoint.kind("embed.weight"), config.model.weights, kinds)
+        )
+        if embedded is None and has_onednn(torch_dtype(dtype)):
             weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
     available = available_memory(device)
     wanted = config.cache.memory
@@ -254,7 +259,12 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
         runtime.set_level(config.runtime.level)
         runtime.set_num_threads(config.runtime.threads)
     return build_model(
-        checkpoint.shape, checkpoint, _ops(config), torch_dtype(config.model.dtype), device, _four_bit(config)
+        checkpoint.shape,
+        checkpoint,
+        _ops_type(config.attention.backend)(),
+        torch_dtype(config.model.dtype),
+        device,
+        config.model.weights,
     )
 
 
@@ -392,18 +402,16 @@ def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
     return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 
 
-def _ops(config: EngineConfig) -> Ops:
-    if config.attention.backend == "cpu":
+def _ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:
+    if backend == "cpu":
         from quire.models.cpu_ops import CpuOps
 
-        return CpuOps()
-    if config.attention.backend == "triton":
+        return CpuOps
+    if backend == "triton":
         from quire.models.triton_ops import TritonOps
 
-        return TritonOps()
-    from quire.models.layers import TorchOps
-
-    return TorchOps()
+        return TritonOps
+    return TorchOps
 
 
 def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> Decode | None:
@@ -418,19 +426,11 @@ def _decode(model: Model, attention: AttentionBackend, device: torch.device) -> 
 
 def _padded_rows(config: EngineConfig) -> Callable[[int], int]:
     if config.attention.backend == "cpu":
-        from quire.models.cpu_ops import has_panels, padded_rows
+        from quire.models.cpu_ops import has_onednn, padded_rows
 
-        if not has_panels(torch_dtype(config.model.dtype)):
+        if has_onednn(torch_dtype(config.model.dtype)):
             return padded_rows
     return lambda rows: rows
-
-
-def _four_bit(config: EngineConfig) -> FourBit | None:
-    if config.model.weights == "dequantized":
-        return None
-    from quire.models.cpu_ops import FourBitLinear
-
-    return functools.partial(FourBitLinear, dtype=torch_dtype(config.model.dtype))
 
 
 def _attention(config: EngineConfig, spec: AttentionSpec) -> AttentionBackend:

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <cmath>
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -49,8 +49,25 @@ inline vf load(const bf16* p) {
 }
 
 inline vf load(const f16* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)   // compilers convert one at a time
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
     typedef _Float16 v16 __attribute__((vector_size(VL * 2), aligned(2), may_alias));
     return __builtin_convertvector(*reinterpret_cast<const v16*>(p), vf);
+}
+
+// VL bytes as numbers.
+inline vi bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+    typedef uint8_t loose __attribute__((vector_size(VL), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const loose*>(p), vi);
+#endif
 }
 
 inline uint16_t round_bf16(float x) {
@@ -75,6 +92,13 @@ inline void store(bf16* p, vf x) {
 }
 
 inline void store(f16* p, vf x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return;
+#elif defined(__AVX2__) && defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return;
+#endif
     typedef _Float16 v16 __attribute__((vector_size(VL * 2), aligned(2), may_alias));
     *reinterpret_cast<v16*>(p) = __builtin_convertvector(x, v16);
 }

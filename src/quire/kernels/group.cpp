@@ -46,17 +46,6 @@ void encode_rows(int D, const T* x, int64_t stride, const float* bias, uint8_t* 
     }
 }
 
-// VL bytes as numbers.
-inline vu bytes_at(const uint8_t* at) {
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#else
-    vu found;
-    for (int i = 0; i < VL; i++) found[i] = at[i];
-    return found;
-#endif
-}
-
 template <class T>
 void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, const float* bias, T* out) {
     const int half = D / 2;
@@ -74,7 +63,7 @@ void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, const float
         int j = 0;
         // No vector is of two groups where both halves are whole vectors: a group is several of them.
         for (; half % VL == 0 && j < half; j += VL) {
-            const vu both = bytes_at(row + j);
+            const vu both = (vu)bytes(row + j);
             const Range &lower = range[j / CHANNELS], &upper = range[(half + j) / CHANNELS];
             vf a = lower.low[t] + __builtin_convertvector((vi)(both & 15), vf) * lower.step[t];
             vf b = upper.low[t] + __builtin_convertvector((vi)(both >> 4), vf) * upper.step[t];

@@ -1,18 +1,33 @@
-// Products with weights packed in panels; see linear.cpp.
+// Products with weights packed in panels; see linear.cpp and packed.h.
 #pragma once
-#include "common.h"
+#include "packed.h"
 
 namespace quire {
 
-// Panels as quire_pack_linear makes them, and the bias or null.
-struct Matrix {
-    const void* packed;
-    const void* bias;
-    int64_t outputs, inputs;
+// Outputs that are stored alike: panels of 16-bit pairs or of packed blocks.
+struct Part {
+    const uint8_t* panels;
+    int64_t kind;              // of Weights
+    int64_t outputs;           // gated: as many as there are gates
 };
 
-// x bf16 [rows, inputs], rows x_stride apart -> out [rows, outputs]. next, if not null, is what will be multiplied with afterwards: the threads
-// begin to fetch it when they run out of panels. A call of every member where the calling thread is in a team.
-void multiply(const Matrix& matrix, bool gated, const void* x, int64_t x_stride, int64_t rows, void* out, const Matrix* next = nullptr);
+// Parts one below the other, their inputs the same; a gated one has one part.
+struct Matrix {
+    const Part* parts;
+    int64_t num_parts;
+    const void* bias;          // of the rows' kind of number, gated: gates' and ups'; or null
+    int64_t outputs, inputs, gated;
+};
+
+// x [rows, inputs], numbers of one kind, rows x_stride apart -> out [rows, outputs] of out_kind: that of x, or float32. Scratch is for rows as
+// integers, and read only where a part is packed. next, if not null, is what will be multiplied with afterwards: the threads begin to fetch it when
+// they run out of panels. A call of every member where the calling thread is in a team.
+struct Rows {
+    int64_t kind;              // of x: DENSE_BF16, DENSE_F16 or DENSE_F32
+    const void* x;
+    int64_t stride, count;
+    void* scratch;
+};
+void multiply(const Matrix& matrix, const Rows& rows, int out_kind, void* out, const Matrix* next = nullptr);
 
 }  // namespace quire

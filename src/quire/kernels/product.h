@@ -89,12 +89,12 @@ struct Sums {
     }
 };
 
-// ... or, finished, to outputs of 16 or 32 bits.
-template <class T>
+// ... or, finished, to outputs of 16 or 32 bits; X: numbers of the bias.
+template <class X, class T>
 struct Outputs {
     T* y;
     int64_t ldy;
-    const bf16* bias;
+    const X* bias;
     Outputs from(int m) const { return {y + m * ldy, ldy, bias}; }
     template <int N>
     void put(int m, const vf (&row)[N]) const {
@@ -102,12 +102,13 @@ struct Outputs {
     }
 };
 
-// ... or a gate and what it lets through, side by side, to their 16-bit product.
+// ... or a gate and what it lets through, side by side, to their product.
+template <class X, class T>
 struct Gated {
-    bf16* y;
+    T* y;
     int64_t ldy;
-    const bf16* gate_bias;
-    const bf16* up_bias;
+    const X* gate_bias;
+    const X* up_bias;
     Gated from(int m) const { return {y + m * ldy, ldy, gate_bias, up_bias}; }
     template <int N>
     void put(int m, const vf (&row)[N]) const {

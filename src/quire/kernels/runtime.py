@@ -27,9 +27,9 @@ SIGNATURES: dict[str, list[type]] = {
     "quire_recover": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
     "quire_add_norm": [_I32, _PTR, _I64, _PTR, _PTR, _F32, _I64, _I64, _I64, _PTR],
     "quire_pack_linear": [_PTR, _I64, _I64, _I32, _PTR],
-    "quire_packed_rows": [_PTR, _I64, _PTR, _I64, _PTR],
-    "quire_linear": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _I64, _I32, _PTR],
-    "quire_head": [_I32, _PTR, _I64, _I64, _PTR, _I64, _I64, _PTR],
+    "quire_pack_blocks": [_I32, _PTR, _I64, _I64, _I32, _PTR],
+    "quire_panel_rows": [_I32, _PTR, _I64, _PTR, _I64, _I32, _PTR],
+    "quire_multiply": [_PTR, _PTR, _I32, _PTR],
     "quire_argmax": [_PTR, _I64, _I64, _I64, _PTR],
     "quire_nuq_encode": [_PTR, _I32, _I32, _PTR, _PTR, _I64, _PTR],
     "quire_nuq_decode": [_PTR, _I32, _PTR, _I64, _PTR, _PTR],
@@ -48,6 +48,8 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
     library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
     library.quire_nuq_bytes.restype = _I64
+    library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
+    library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64
     library.quire_threads(*_openmp(), num_threads())
     return library
 

@@ -1,4 +1,4 @@
-// The layers of a gated decoder in one call, for weights in bf16 panels: what models/decoder.py does layer by layer, without Python between.
+// The layers of a gated decoder in one call, for weights in panels and rows of bf16: what models/decoder.py does layer by layer, without Python between.
 //
 //     q, k, v = qkv(x);  x = norm(residual += o(attend(q)));  x = norm(residual += down(gated(x)))
 //
@@ -9,6 +9,7 @@
 
 QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
                               int64_t heads, int64_t width, void* out);
+QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t width, void* out);
 
 namespace quire {
 
@@ -24,8 +25,10 @@ struct StackRows {
     void* qkv;                        // [R, (H * G + 2 H) * D]
     void *q, *k;                      // [R, H * G, D], [R, H, D]: only where they are normalised
     void* attended;                   // [R, H * G * D]
+    void* wide;                       // [R, 2 F]: only where gates and what they let through are stored differently
     void* inner;                      // [R, F]
     void* out;                        // [R, E]
+    void* integers;                   // rows of a packed product: quire_quantized_bytes of the most inputs
 };
 
 }  // namespace quire
@@ -46,19 +49,23 @@ QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float e
     const bf16* k = q + heads * D;
     plan->k = normed ? r->k : k, plan->k_stride = normed ? H * D : width;
     plan->v = k + H * D, plan->v_stride = width;
+    const auto product = [&](const Matrix& m, const void* x, void* out, const Matrix* next) {
+        multiply(m, {DENSE_BF16, x, m.inputs, rows, r->integers}, DENSE_BF16, out, next);
+    };
     run_team([&] {
       for (int64_t l = 0; l < num_layers; l++) {
         const StackLayer& layer = layers[l];
-        multiply(layer.qkv, false, r->x, layer.qkv.inputs, rows, r->qkv, &layer.o);
+        product(layer.qkv, r->x, r->qkv, &layer.o);
         if (normed) {
             quire_add_norm(DENSE_BF16, q, width, nullptr, layer.q_norm, eps, rows, heads, D, r->q);
             quire_add_norm(DENSE_BF16, k, width, nullptr, layer.k_norm, eps, rows, H, D, r->k);
         }
         quire_attend(plan, static_cast<int>(l), normed ? r->q : q, normed ? heads * D : width, r->attended);
-        multiply(layer.o, false, r->attended, layer.o.inputs, rows, r->out, &layer.gate_up);
+        product(layer.o, r->attended, r->out, &layer.gate_up);
         add_norm(layer.mlp_norm, layer.o.outputs);
-        multiply(layer.gate_up, true, r->x, layer.gate_up.inputs, rows, r->inner, &layer.down);
-        multiply(layer.down, false, r->inner, layer.down.inputs, rows, r->out, l + 1 < num_layers ? &layers[l + 1].qkv : nullptr);
+        product(layer.gate_up, r->x, layer.gate_up.gated ? r->inner : r->wide, &layer.down);
+        if (!layer.gate_up.gated) quire_gated(DENSE_BF16, r->wide, rows, layer.down.inputs, r->inner);
+        product(layer.down, r->inner, r->out, l + 1 < num_layers ? &layers[l + 1].qkv : nullptr);
         add_norm(layer.next_norm, layer.o.outputs);
       }
     });

@@ -13,52 +13,53 @@ import torch
 
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
-from quire.models.layers import GatedLayer
+from quire.models.cpu_panels import Matrix, Panels
+from quire.models.layers import Gated, GatedLayer, Linear
 
-_PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
+_PTR = ctypes.c_void_p
 
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (("packed", _PTR), ("bias", _PTR), ("outputs", _I64), ("inputs", _I64))
+_SCRATCH = ("qkv", "q", "k", "attended", "wide", "inner", "out", "integers")
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _PTR) for name in ("q_norm", "k_norm", "mlp_norm", "next_norm")),
     )
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = tuple((name, _PTR) for name in ("residual", "x", "qkv", "q", "k", "attended", "inner", "out"))
+    _fields_ = tuple((name, _PTR) for name in ("residual", "x", *_SCRATCH))
 
 
 class PanelStack:
     """The layers, and scratch for as many rows as a step ever had."""
 
     def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """layers: all their products are `PanelLinear`s, whose memory they keep."""
+        """layers: those it `takes`; it keeps the memory of their products."""
         self._layers = layers  # the structures below point into their tensors
         self._array = (_Layer * len(layers))(*map(_structure, layers))
         self._address = ctypes.addressof(self._array)
         self._eps = eps
-        first = self._array[0]
-        self._widths = (
-            first.qkv.outputs,
-            first.qkv.outputs,
-            first.qkv.outputs,
-            first.o.inputs,
-            first.down.inputs,
-            first.o.outputs,
-        )
+        first, kernels = self._array[0], runtime.kernels()
+        qkv, inner = first.qkv.outputs, first.down.inputs
+        most = max(first.qkv.inputs, first.o.inputs, inner)
+        integers = kernels.quire_quantized_bytes(runtime.DTYPE_IDS[torch.bfloat16], 1, most)
+        widths = (qkv, qkv, qkv, first.o.inputs, 2 * inner, inner, first.o.outputs)
+        self._row_bytes = (*(2 * width for width in widths), integers)
         self._rows = _Rows()
         self._capacity = 0
         self._scratch: list[torch.Tensor] = []
-        kernels = runtime.kernels()
         assert ctypes.sizeof(_Layer) * 1000 + ctypes.sizeof(_Rows) == kernels.quire_stack_bytes(), (
             "the kernels were built from another version of stack.cpp"
         )
         self._run = kernels.quire_stack
+
+    @staticmethod
+    def takes(layers: Sequence[GatedLayer]) -> bool:
+        """Whether all products are in panels and give bfloat16."""
+        products = [_panels(product) for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return all(product is not None and product.out_dtype == torch.bfloat16 for product in products)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, plan: int) -> torch.Tensor:
         """The last norm's output, in x: both bfloat16 [R, E], dense, and overwritten. plan: address of the C++ plan."""
@@ -72,20 +73,23 @@ class PanelStack:
     def _grow(self, rows: int) -> None:
         self._capacity = max(rows, 2 * self._capacity)
         carver = Carver()
-        self._scratch = [carver.take(self._capacity * width * 2) for width in self._widths]
-        for name, tensor in zip(("qkv", "q", "k", "attended", "inner", "out"), self._scratch, strict=True):
+        self._scratch = [carver.take(self._capacity * num_bytes) for num_bytes in self._row_bytes]
+        for name, tensor in zip(_SCRATCH, self._scratch, strict=True):
             setattr(self._rows, name, tensor.data_ptr())
 
 
-def _structure(layer: GatedLayer) -> _Layer:
-    from quire.models.cpu_ops import PanelLinear
+def _panels(product: Linear) -> Panels | None:
+    """The panels of a product, whether they gate or a pass after them does."""
+    inner = product.linear if isinstance(product, Gated) else product
+    return inner if isinstance(inner, Panels) else None
 
+
+def _structure(layer: GatedLayer) -> _Layer:
     found = _Layer()
     for name in ("qkv", "o", "gate_up", "down"):
-        product = getattr(layer, name)
-        assert isinstance(product, PanelLinear), f"{name} is a {type(product).__name__}, not in panels"
-        bias = None if product.bias is None else product.bias.data_ptr()
-        setattr(found, name, _Matrix(product.packed.data_ptr(), bias, *product.shape))
+        product = _panels(getattr(layer, name))
+        assert product is not None, f"{name} is not in panels"
+        setattr(found, name, product.matrix)
     for name in ("q_norm", "k_norm", "mlp_norm", "next_norm"):
         weight = getattr(layer, name)
         assert weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous()), f"{name}: {weight.dtype}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Ops
-    from quire.models.loading import FourBit
+    from quire.models.loading import Form
     from quire.models.plan import Model, StepPlan
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
@@ -106,14 +106,14 @@ def build_model(
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    four_bit: FourBit | None = None,
+    form: Form = "dequantized",
 ) -> Model:
     """Load every tensor once, convert it to `dtype`, move it to `device`, pack it; the checkpoint may be closed then.
 
     Tensors are fetched one weight at a time, so that at no moment more than one of them exists both plain and packed.
-    `four_bit` keeps 4-bit matrices as they are stored; see WeightSource.
+    `form` is how matrices are held; see WeightSource.
     """
-    source = WeightSource(weights, ops, dtype, device, four_bit)
+    source = WeightSource(weights, ops, dtype, device, form)
     with _load_threads(shape.num_parameters):
         model = OptDecoder(shape, source, ops) if shape.architecture == "opt" else Decoder(shape, source, ops)
     source.conclude()

@@ -6,11 +6,13 @@ Backends (`CpuOps`, `TritonOps`) implement the same methods elsewhere and are he
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+
+from quire.models.quants import BLOCK_KINDS, Blocks, Weight, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,13 +56,22 @@ class Stack(Protocol):
 class Ops(Protocol):
     """What a backend must offer; R rows, E channels, all in the model's dtype but logits, sums inside in float32."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Pack weight [N, K] and bias [N] once; the caller keeps no reference, so a packed copy is the only one."""
+    @property
+    def kinds(self) -> Collection[str]:
+        """Block types that products read as they are; of other types they are given plain numbers."""
 
-    def head(self, weight: Tensor) -> Linear:
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Pack weights [N, K], one below the other, and bias [N] once; the caller keeps no reference, so a packed copy
+        is the only one. dtype: of rows, bias and plain weights.
+        """
+
+    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """The output head: x [R, E] -> float32 logits [R, V], sums that were never rounded to 16 bits."""
 
-    def tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+    def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
+        """Rows of a matrix [V, E]."""
+
+    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """An embedding and the head over the same matrix [V, E], held once if the backend's layout allows."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,8 +83,8 @@ class Ops(Protocol):
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of gate_up [R, 2F], gate first; returns [R, F]."""
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """The product with weight [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
+    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
         """The layers as one call, if the backend can; else they are run one by one."""
@@ -82,15 +93,58 @@ class Ops(Protocol):
 class Gated:
     """A product and the gate after it, one after the other."""
 
-    __slots__ = ("_gated", "_linear")
+    __slots__ = ("_gated", "linear")
 
     def __init__(self, ops: Ops, linear: Linear) -> None:
         self._gated = ops.gated
-        self._linear = linear
+        self.linear = linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` [R, K] -> [R, F]."""
-        return self._gated(self._linear(x))
+        return self._gated(self.linear(x))
+
+
+class Joined:
+    """Products with the same rows, side by side, and what is added to them."""
+
+    __slots__ = ("_bias", "_parts")
+
+    def __init__(self, parts: Sequence[Linear], bias: Tensor | None) -> None:
+        self._parts = parts
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [R, K] -> [R, N]."""
+        out = torch.cat([part(x) for part in self._parts], 1)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class BlockLinear:
+    """A product in float32 over blocks as they were given, decoded HEAD_BLOCK rows at a time in every call: what the
+    packed products of backends are held to.
+
+    dtype  of what is returned
+    """
+
+    __slots__ = ("_bias", "_blocks", "_dtype")
+
+    def __init__(self, blocks: Blocks, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._blocks = blocks
+        self._bias = bias
+        self._dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` [R, K] -> [R, N]."""
+        wide, blocks = x.float(), self._blocks
+        starts = range(0, len(blocks.raw), HEAD_BLOCK)
+        rows = (blocks.rows(slice(start, start + HEAD_BLOCK)) for start in starts)
+        out = torch.cat([functional.linear(wide, plain(each, torch.float32)) for each in rows], 1)
+        return (out if self._bias is None else out.add_(self._bias.float())).to(self._dtype)
+
+
+def block_rows(blocks: Blocks, dtype: torch.dtype) -> Embedding:
+    """Rows of blocks, decoded as they are looked up."""
+    return lambda index: plain(blocks.rows(index), dtype)
 
 
 class TorchLinear:
@@ -136,17 +190,28 @@ class TorchHead:
 class TorchOps:
     """The definition of every operation, on any device; backends differ from it by rounding only."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    kinds = BLOCK_KINDS
+
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Keeps the tensors themselves."""
-        return TorchLinear(weight, bias)
+        if len(parts) > 1:
+            return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
+        (weight,) = parts
+        return BlockLinear(weight, bias, dtype) if isinstance(weight, Blocks) else TorchLinear(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Keeps the tensor itself."""
-        return TorchHead(weight)
+        return BlockLinear(weight, None, torch.float32) if isinstance(weight, Blocks) else TorchHead(weight)
 
-    def tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+    def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
+        """Keeps the tensor itself."""
+        if isinstance(weight, Blocks):
+            return block_rows(weight, dtype)
+        return functools.partial(functional.embedding, weight=weight)
+
+    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """One tensor serves both."""
-        return functools.partial(functional.embedding, weight=weight), self.head(weight)
+        return self.embedding(weight, dtype), self.head(weight, dtype)
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one."""
@@ -159,9 +224,9 @@ class TorchOps:
         """The residual is rounded to the model's dtype before it is normalised, as it is kept."""
         return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """One after the other."""
-        return Gated(self, self.linear(weight, bias))
+        return Gated(self, self.linear(parts, bias, dtype))
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """The silu is taken in the model's dtype, then the product."""

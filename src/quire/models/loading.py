@@ -2,69 +2,55 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
 import math
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.nn import functional
 
-from quire.errors import ConfigError
-from quire.models.layers import Gated
-from quire.models.quants import GROUP
+from quire.models.quants import GROUP_CODES, PLAIN, Blocks, block_bytes, group_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Embedding, Linear, Ops
-    from quire.models.quants import QuantizedTensor
+    from quire.models.quants import Weight
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
 log = logging.getLogger("quire")
 
-NOTHING_IN_FOUR_BITS = (
-    "model.weights is native, but this checkpoint holds no matrix in 4 bits (Q4_0 or Q4_1);"
-    " use model.weights dequantized"
-)
+Form = Literal["native", "dequantized", "g4"]
+"""How matrices are held; see config.ModelConfig.weights."""
 
-FOUR_BIT_ROWS = 16
-"""The 4-bit product takes outputs by so many; matrices of other sizes are dequantized."""
+_NOT_MULTIPLIED = "positions.weight"
 
 
-class FourBit(Protocol):
-    """Packs 4-bit matrices as they are stored."""
-
-    def __call__(self, matrix: QuantizedTensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """The product with the matrix; its outputs are float32 if `wide`, else of the model's dtype."""
-
-
-def native_bytes(weights: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint's tensors where its 4-bit matrices stay so, the embedding apart: it is read by rows.
-
-    Raises ConfigError if there are none.
+def held_kind(stored: str, form: Form, kinds: Collection[str]) -> str | None:
+    """The block type in which a matrix stored in a type is held by a backend that multiplies `kinds`; None if in plain
+    numbers.
     """
-    shapes = weights.shape.tensor_shapes
-    kept = {
-        name
-        for name, size in shapes.items()
-        if name != "embed.weight" and weights.is_four_bit(name) and size[0] % FOUR_BIT_ROWS == 0
-    }
-    if not kept:
-        raise ConfigError(NOTHING_IN_FOUR_BITS)
+    if form == "g4":
+        return GROUP_CODES
+    return stored if form == "native" and stored in kinds else None
+
+
+def held_bytes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> int:
+    """Bytes of a checkpoint's tensors as they are held."""
     total = 0
-    for name, size in shapes.items():
-        elements = math.prod(size)
-        # Codes, and a scale and an offset for each group of 32.
-        total += elements // 2 + elements // GROUP * 2 * dtype.itemsize if name in kept else elements * dtype.itemsize
+    for name, size in weights.shape.tensor_shapes.items():
+        matrix = len(size) == 2 and name != _NOT_MULTIPLIED
+        kind = held_kind(weights.kind(name), form, kinds) if matrix else None
+        total += math.prod(size) * dtype.itemsize if kind is None else size[0] * block_bytes(kind, size[1])
     return total
 
 
 class WeightSource:
     """Tensors in the dtype and on the device the model runs in, and products over them.
 
-    four_bit  given, matrices the checkpoint holds in 4 bits stay so; of others `conclude` speaks
+    form  how matrices are held
     """
 
     def __init__(
@@ -73,15 +59,15 @@ class WeightSource:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        four_bit: FourBit | None = None,
+        form: Form = "dequantized",
     ) -> None:
         self._weights = weights
         self._ops = ops
         self._dtype = dtype
         self._device = device
-        self._four_bit = four_bit
-        self._kept = 0
-        self._dequantized: list[str] = []
+        self._form = form
+        self._matrices = 0
+        self._dequantized: dict[str, str] = {}
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its canonical name."""
@@ -89,10 +75,10 @@ class WeightSource:
 
     def embedding(self, name: str, *, tied: bool) -> tuple[Embedding, Linear | None]:
         """Rows of the matrix `NAME.weight`, and, if it is tied to the output head, the head over it."""
-        weight = self.tensor(f"{name}.weight")
+        weight = self._weight(name)
         if tied:
-            return self._ops.tied(weight)
-        return functools.partial(functional.embedding, weight=weight), None
+            return self._ops.tied(weight, self._dtype)
+        return self._ops.embedding(weight, self._dtype), None
 
     def key_bias(self, shape: ModelShape) -> Tensor | None:
         """See plan.Model: of every layer's and head's keys, float32 [L, H, D]."""
@@ -103,50 +89,55 @@ class WeightSource:
 
     def head(self, name: str) -> Linear:
         """The output head over the matrix `NAME.weight`: float32 logits."""
-        fused = self._stored((name,))
-        if fused is not None and self._four_bit is not None:
-            return self._four_bit(fused, None, wide=True)
-        return self._ops.head(self.tensor(f"{name}.weight"))
+        return self._ops.head(self._weight(name), self._dtype)
 
     def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
         """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for. Of
         two the first may gate the second.
         """
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        fused = self._stored(names)
-        if fused is not None and self._four_bit is not None:
-            product = self._four_bit(fused, offset)
-            return Gated(self._ops, product) if gated else product
-        matrices = [self.tensor(f"{name}.weight") for name in names]
-        weight = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        return self._ops.gated_linear(weight, offset) if gated else self._ops.linear(weight, offset)
+        parts = _merged([self._weight(name) for name in names])
+        make = self._ops.gated_linear if gated else self._ops.linear
+        return make(parts, offset, self._dtype)
 
-    def _stored(self, names: tuple[str, ...]) -> QuantizedTensor | None:
-        """The 4-bit matrices one below the other, as the checkpoint holds them; None if they are to be dequantized."""
-        if self._four_bit is None:
-            return None
-        stored = [self._weights.quantized(f"{name}.weight") for name in names]
-        whole = [matrix for matrix in stored if matrix is not None]
-        if len(whole) < len(stored) or sum(len(matrix.codes) for matrix in whole) % FOUR_BIT_ROWS:
-            self._dequantized += names
-            return None
-        self._kept += len(names)
-        return type(whole[0])(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
+    def _weight(self, name: str) -> Weight:
+        """A matrix as it is to be held."""
+        self._matrices += 1
+        stored = f"{name}.weight"
+        kind = self._weights.kind(stored)
+        held = held_kind(kind, self._form, self._ops.kinds)
+        if held is None:
+            if self._form == "native" and kind not in PLAIN:
+                self._dequantized[stored] = kind
+            return self.tensor(stored)
+        blocks = self._weights.blocks(stored) if held == kind else None
+        if blocks is None:
+            blocks = group_codes(self._weights.tensor(stored, torch.float32))
+        return Blocks(blocks.kind, blocks.raw.to(self._device), blocks.inputs)
 
     def conclude(self) -> None:
-        """After the last matrix. Raises ConfigError if 4-bit products were asked for and there is none; warns if some
-        matrices have been dequantized.
-        """
-        if self._four_bit is None:
-            return
-        if not self._kept:
-            raise ConfigError(NOTHING_IN_FOUR_BITS)
+        """After the last matrix: warns if some that the file has packed have been dequantized."""
         if self._dequantized:
+            name, kind = next(iter(self._dequantized.items()))
             log.warning(
-                "model.weights native: %d of %d matrices are dequantized, %s.weight first: they are not stored as Q4_0"
-                " or Q4_1, or their outputs are no multiple of %d",
+                "model.weights native: %d of %d matrices are dequantized, %s (%s) first: there is no product with %s",
                 len(self._dequantized),
-                len(self._dequantized) + self._kept,
-                self._dequantized[0],
-                FOUR_BIT_ROWS,
+                self._matrices,
+                name,
+                kind,
+                ", ".join(sorted(set(self._dequantized.values()))),
             )
+
+
+def _merged(parts: Sequence[Weight]) -> list[Weight]:
+    """Neighbours that are held alike as one matrix."""
+    merged: list[Weight] = []
+    for kind, group in itertools.groupby(parts, lambda part: part.kind if isinstance(part, Blocks) else None):
+        same = list(group)
+        if kind is None:
+            plain = [part for part in same if isinstance(part, torch.Tensor)]
+            merged.append(plain[0] if len(plain) == 1 else torch.cat(plain))
+        else:
+            blocks = [part for part in same if isinstance(part, Blocks)]
+            merged.append(Blocks(kind, torch.cat([part.raw for part in blocks]), blocks[0].inputs))
+    return merged

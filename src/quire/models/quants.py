@@ -1,4 +1,4 @@
-"""GGUF's quantized blocks -> floating point, and its 4-bit blocks -> codes, scales and minima.
+"""GGUF's quantized blocks -> floating point, and group codes of our own that are blocks like them.
 
 Vectorised in torch for the formats people use: 0.25 s for the embedded model on one thread against 0.6 s of the `gguf`
 package's numpy, bit for bit the same values (tests/unit/test_weights_gguf.py). Any other format is handed to that
@@ -7,66 +7,123 @@ package.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
 from quire.errors import ModelError
+from quire.models.gguf_file import BLOCKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from quire.models.gguf_file import StoredTensor
 
 # Elements decoded at a time: 2 MiB of float32 stay in the second-level cache, and no whole tensor exists in float32.
 _STEP_ELEMENTS = 1 << 19
 
-GROUP = 32
-"""Elements that share one scale in Q4_0, Q4_1 and Q8_0."""
+GROUP_CODES = "G4"
+"""The type of `group_codes`."""
+
+_GROUP = 64
+_TOP_CODE = 15
+
+PLAIN = frozenset({"F32", "F16", "BF16"})
+"""Types that are numbers, not blocks."""
 
 
-class QuantizedTensor(NamedTuple):
-    """A 4-bit matrix whose value is exactly scales * codes + mins, in groups of 32 along the row."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """A matrix as a file holds it.
 
-    codes: Tensor  # uint8 [N, K], 0..15
-    scales: Tensor  # float32 [N, K/32]
-    mins: Tensor  # float32 [N, K/32]
+    kind    GGUF's name of the type, or G4
+    raw     uint8 [N, bytes of a row]
+    inputs  K
+    """
+
+    kind: str
+    raw: Tensor
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+        return len(self.raw), self.inputs
+
+    def rows(self, index: slice | Tensor) -> Blocks:
+        """Some rows of it."""
+        return dataclasses.replace(self, raw=self.raw[index])
 
 
-def dequantize(raw: Tensor, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+Weight = torch.Tensor | Blocks
+"""A matrix in the model's dtype, or in blocks."""
+
+
+def block_bytes(kind: str, inputs: int) -> int:
+    """Bytes of a row of so many inputs."""
+    size, num_bytes = _block(kind)
+    return -(-inputs // size) * num_bytes
+
+
+def _block(kind: str) -> tuple[int, int]:
+    """Elements and bytes of a block."""
+    if kind == GROUP_CODES:
+        return _GROUP, _GROUP // 2 + 4
+    return next((size, num_bytes) for name, size, num_bytes in BLOCKS.values() if name == kind)
+
+
+def dequantize(raw: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Decode the bytes of one tensor.
 
     raw      uint8 [num_bytes]
-    returns  `dtype` [stored.shape]; each element is computed in float32 and rounded once
+    returns  `dtype` [*shape]; each element is computed in float32 and rounded once
+    Raises ModelError for a type that nobody decodes.
     """
-    decode = _DECODERS.get(stored.kind)
+    decode = _DECODERS.get(kind)
     if decode is None:
-        return _dequantize_rare(raw, stored).to(dtype)
-    blocks = raw.view(-1, stored.block_bytes)
-    out = torch.empty(len(blocks), stored.block_size, dtype=dtype)
-    step = max(1, _STEP_ELEMENTS // stored.block_size)
+        return _dequantize_rare(raw, kind, shape).to(dtype)
+    size, num_bytes = _block(kind)
+    blocks = raw.reshape(-1, num_bytes)
+    out = torch.empty(len(blocks), size, dtype=dtype)
+    step = max(1, _STEP_ELEMENTS // size)
     for first in range(0, len(blocks), step):
         out[first : first + step] = decode(blocks[first : first + step])
-    return out.view(stored.shape)
+    if shape[-1] % size == 0:
+        return out.view(*shape)
+    return out.view(*shape[:-1], -1)[..., : shape[-1]]
 
 
-def is_four_bit(stored: StoredTensor) -> bool:
-    """Whether a tensor is a Q4_0 or Q4_1 matrix."""
-    return stored.kind in ("Q4_0", "Q4_1") and len(stored.shape) == 2
+def plain(blocks: Blocks, dtype: torch.dtype) -> Tensor:
+    """The matrix in `dtype`, [N, K]."""
+    return dequantize(blocks.raw.reshape(-1), blocks.kind, blocks.shape, dtype)
 
 
-def four_bit(raw: Tensor, stored: StoredTensor) -> QuantizedTensor | None:
-    """The codes of a Q4_0 or Q4_1 matrix without loss, or None for any other format."""
-    if not is_four_bit(stored):
-        return None
-    blocks = raw.view(-1, stored.block_bytes)
-    scales = _half(blocks, 0)
-    mins = scales * -8 if stored.kind == "Q4_0" else _half(blocks, 2)
-    codes = _nibbles(blocks[:, stored.block_bytes - GROUP // 2 :])
-    rows = stored.shape[0]
-    return QuantizedTensor(codes.view(stored.shape), scales.view(rows, -1), mins.view(rows, -1))
+def group_codes(weight: Tensor) -> Blocks:
+    """A matrix [N, K] in codes of 4 bits, low + code * step, in groups of 64 along a row: 4.5 bits a number.
+
+    Source: FlexGen, arXiv 2303.06865, section 4. What differs: groups lie along the inputs and not along the outputs,
+    so that a product scales whole sums; the step is stored and not its inverse, which has no finite float16 for a small
+    range; codes are fitted to the range as it is stored; the last group of a row is the one before it repeated to its
+    end, and a constant group divides by nothing.
+    """
+    rows, inputs = weight.shape
+    x = weight.float()
+    tail = -inputs % _GROUP
+    if tail:
+        x = torch.cat((x, x[:, -1:].expand(rows, tail)), 1)
+    x = x.view(-1, _GROUP)
+    low = _to_half(x.amin(-1, keepdim=True))
+    step = _to_half((x.amax(-1, keepdim=True) - low.float()).clamp(min=0) / _TOP_CODE)
+    divisor = torch.where(step > 0, step.float(), torch.ones(()))
+    codes = ((x - low.float()) / divisor).round_().clamp_(0, _TOP_CODE).to(torch.uint8)
+    packed = codes[:, : _GROUP // 2] | (codes[:, _GROUP // 2 :] << 4)
+    blocks = torch.cat((step.view(torch.uint8), low.view(torch.uint8), packed), 1)
+    return Blocks(GROUP_CODES, blocks.view(rows, -1), inputs)
+
+
+def _to_half(x: Tensor) -> Tensor:
+    return x.clamp(-65504, 65504).half()
 
 
 def _half(blocks: Tensor, byte: int) -> Tensor:
@@ -91,12 +148,37 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """uint8 [n, 4] -> uint8 [n, 32]: 16 or 0 for each bit."""
+    return ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).view(len(packed), 32) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return codes.float().sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
-    """256 elements: two halves, eight 6-bit scales and eight 6-bit minima in 12 bytes, eight runs of 32 nibbles."""
+    """256 elements: two halves, scales and minima in 12 bytes, eight runs of 32 nibbles."""
+    return _scaled(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit i of byte j belongs to element j of run i."""
+    fifth = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    return _scaled(blocks, _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32) | (fifth << 4))
+
+
+def _scaled(blocks: Tensor, codes: Tensor) -> Tensor:
+    """Codes [n, 8, 32] by a superblock's eight 6-bit scales and minima, [n, 256]."""
     low, low_min, mixed = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scales = torch.cat((low & 63, (mixed & 15) | ((low >> 2) & 48)), dim=-1)
     mins = torch.cat((low_min & 63, (mixed >> 4) | ((low_min >> 2) & 48)), dim=-1)
-    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
     scale = (_half(blocks, 0) * scales).unsqueeze(-1)
     return codes.float().mul_(scale).sub_((_half(blocks, 2) * mins).unsqueeze(-1)).view(-1, 256)
 
@@ -122,17 +204,25 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    GROUP_CODES: _q4_1,
 }
 
+BLOCK_KINDS = frozenset(_DECODERS) - PLAIN
+"""Types of blocks that are decoded here."""
 
-def _dequantize_rare(raw: Tensor, stored: StoredTensor) -> Tensor:
-    from gguf.constants import GGMLQuantizationType
+
+def _dequantize_rare(raw: Tensor, kind: str, shape: Sequence[int]) -> Tensor:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize as decode
 
+    known = GGMLQuantizationType[kind]
     try:
-        values = decode(raw.numpy().reshape(-1, stored.block_bytes), GGMLQuantizationType[stored.kind])
+        values = decode(raw.numpy().reshape(-1, GGML_QUANT_SIZES[known][1]), known)
     except NotImplementedError:
-        raise ModelError(f"tensor {stored.name}: GGUF type {stored.kind} is not supported") from None
-    return torch.from_numpy(values.reshape(stored.shape))
+        raise ModelError(f"GGUF type {kind} is not supported") from None
+    return torch.from_numpy(values.reshape(shape))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from quire.models.layers import Embedding, GatedLayer, Linear
+    from quire.models.quants import Weight
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
 """Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
@@ -147,27 +148,37 @@ class TritonOps:
     vector  multiply single rows by the own kernel; off, torch does it all. `scripts/gpu.sh decode` prints both
     """
 
+    kinds: frozenset[str] = frozenset()
+
     def __init__(self, vector: bool = True) -> None:
         self._vector = vector
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> TritonLinear:
-        """Keeps the tensors themselves."""
-        return TritonLinear(weight, bias, self._vector)
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear:
+        """Keeps a single tensor itself."""
+        weights = [weight for weight in parts if isinstance(weight, Tensor)]
+        assert len(weights) == len(parts) and all(weight.dtype == dtype for weight in weights), "plain numbers only"
+        return TritonLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self._vector)
 
-    def gated_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """One after the other."""
-        return Gated(self, self.linear(weight, bias))
+        return Gated(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one: a CUDA graph holds the step together."""
 
-    def head(self, weight: Tensor) -> TritonLinear:
+    def head(self, weight: Weight, dtype: torch.dtype) -> TritonLinear:
         """Keeps the tensor itself."""
+        assert isinstance(weight, Tensor) and weight.dtype == dtype, "plain numbers only"
         return TritonLinear(weight, None, self._vector, wide=True)
 
-    def tied(self, weight: Tensor) -> tuple[Embedding, TritonLinear]:
+    def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
+        """Keeps the tensor itself."""
+        assert isinstance(weight, Tensor) and weight.dtype == dtype, "plain numbers only"
+        return functools.partial(functional.embedding, weight=weight)
+
+    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, TritonLinear]:
         """One tensor serves both."""
-        return functools.partial(functional.embedding, weight=weight), self.head(weight)
+        return self.embedding(weight, dtype), self.head(weight, dtype)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [R, E] or [R, h, D]."""

@@ -18,7 +18,7 @@ from quire.errors import ModelError
 from quire.models.families import gguf_name, hf_name, shape_from_config, shape_from_gguf
 from quire.models.files import read_json
 from quire.models.gguf_file import GgufFile
-from quire.models.quants import QuantizedTensor, dequantize, four_bit, is_four_bit
+from quire.models.quants import BLOCK_KINDS, Blocks, dequantize
 from quire.models.settings import Settings, one_line
 
 if TYPE_CHECKING:
@@ -50,13 +50,15 @@ class Checkpoint(ABC):
         May be a view of the mapped file: copy before writing.
         """
 
-    def quantized(self, name: str) -> QuantizedTensor | None:
-        """The exact 4-bit codes of a matrix the file stores in groups of 32, or None."""
-        return None
+    def kind(self, name: str) -> str:
+        """The type a tensor is stored in, by GGUF's name: Q4_K, BF16, ..."""
+        return "F32"
 
-    def is_four_bit(self, name: str) -> bool:
-        """Whether `quantized` would give the matrix."""
-        return False
+    def blocks(self, name: str) -> Blocks | None:
+        """The blocks of a quantized matrix, rows in the order of `tensor`; None if it is stored in plain numbers or in
+        blocks that are not decoded here.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -120,6 +122,11 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self._names[name]
         found = self._files[stored].tensor(stored)
         return found if dtype is None else found.to(dtype)
+
+    def kind(self, name: str) -> str:
+        """See Checkpoint.kind."""
+        stored = self._names[name]
+        return self._files[stored].dtypes[stored]
 
     def close(self) -> None:
         """See Checkpoint.close."""
@@ -187,19 +194,27 @@ class GgufCheckpoint(Checkpoint):
         stored = self._file.header.tensors[self._names[name]]
         if dtype is None:
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.kind, torch.float32)
-        found = self._in_order(name, dequantize(self._file.bytes_of(stored), stored, dtype))
+        try:
+            found = dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, dtype)
+        except ModelError as error:
+            raise ModelError(f"tensor {stored.name}: {error}") from None
+        found = self._in_order(name, found)
         self._file.forget(stored)
         return found
 
-    def is_four_bit(self, name: str) -> bool:
-        """See Checkpoint.is_four_bit."""
-        return is_four_bit(self._file.header.tensors[self._names[name]])
+    def kind(self, name: str) -> str:
+        """See Checkpoint.kind."""
+        return self._file.header.tensors[self._names[name]].kind
 
-    def quantized(self, name: str) -> QuantizedTensor | None:
-        """See Checkpoint.quantized."""
+    def blocks(self, name: str) -> Blocks | None:
+        """See Checkpoint.blocks; a copy."""
         stored = self._file.header.tensors[self._names[name]]
-        found = four_bit(self._file.bytes_of(stored), stored)
-        return None if found is None else QuantizedTensor(*(self._in_order(name, part) for part in found))
+        if stored.kind not in BLOCK_KINDS or len(stored.shape) != 2:
+            return None
+        rows, inputs = stored.shape
+        raw = self._in_order(name, self._file.bytes_of(stored).view(rows, -1)).clone()
+        self._file.forget(stored)
+        return Blocks(stored.kind, raw, inputs)
 
     def close(self) -> None:
         """See Checkpoint.close."""
@@ -212,7 +227,7 @@ class GgufCheckpoint(Checkpoint):
             return ()
         if len(stored.shape) != 1 or not stored.num_bytes:
             raise ModelError(f"tensor rope_freqs.weight has shape {list(stored.shape)}; it must be one row of numbers")
-        return tuple(dequantize(self._file.bytes_of(stored), stored, torch.float32).tolist())
+        return tuple(dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, torch.float32).tolist())
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         """Undo the row order of llama files, whose q and k pair neighbouring channels (2i, 2i+1) for rotation."""

@@ -1,0 +1,177 @@
+// Weights in the blocks of GGUF's types, repacked in panels of 32 outputs, and the rows they are multiplied with.
+//
+//     y[n] = sum over groups g of  s[g, n] * (sum over k in g of x[k] c[k, n])  +  m[g, n] * (sum over k in g of x[k])
+//
+// Codes are small integers, and the rows become integers of 16 bits with a power of two for every 32 inputs, so that the inner sums are exact:
+// pairs of 16 bits are multiplied and added in one instruction on every x86, twice as many as float multiply-adds take. A number of 8 significant
+// bits (bfloat16) keeps all of them if it is within 2^-7 of the largest of its 32; smaller ones are rounded to 2^-15 of that.
+//
+// A panel is one stream of blocks of all 32 outputs; per block
+//
+//     d of the outputs, float16 [32] | m, where the type has minima | of superblocks the scale bytes [groups][32] | minima's bytes | codes
+//
+// and the codes of a group are vectors of 32-bit words, one word an output: eight codes, of input 2p + h in bits 16 h + 4 (p % 4) of word p / 4;
+// then what 5 and 6 bits have beyond four, of input 2p + h from bit 16 h + e (p % (16 / e)) of word p / (16 / e), e bits each; 8 bits take a byte.
+#pragma once
+#include "product.h"
+
+namespace quire {
+
+constexpr int PANEL = 32;          // outputs of a panel: two vectors of 16, and a dozen rows in the registers, or four of 8, and three
+constexpr int SUMMED = 16;         // inputs whose sum a quantized row keeps
+constexpr int SCALED = 32;         // inputs that share a power of two
+
+// How a part of a matrix is stored; models/packed.py has the same numbers.
+enum Weights : int32_t { PAIRS_BF16 = 0, PAIRS_F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, G4, NUM_WEIGHTS };
+
+// acc + a.low b.low + a.high b.high for pairs of int16. The barrier keeps the sum in its register: the compiler would make all products of a
+// group first.
+inline vi dot_pairs(vi acc, vu a, vu b) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    acc += (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    asm("" : "+v"(acc));
+    return acc;
+#elif defined(__AVX2__)
+    acc += (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    asm("" : "+x"(acc));
+    return acc;
+#elif defined(__SSE2__)
+    acc += (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    asm("" : "+x"(acc));
+    return acc;
+#else
+    const vi x = (vi)a, y = (vi)b;
+    return acc + ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+typedef uint16_t vpair __attribute__((vector_size(VL * 4)));
+typedef int16_t vpair_signed __attribute__((vector_size(VL * 4)));
+
+inline vu splat(uint32_t x) { return x - vu{}; }
+
+// One type. BITS of a code; GROUP inputs share a scale; OFFSET is what codes are less; MINS whether a group adds a minimum; BLOCK inputs share
+// float16s; BYTES whether groups have scale bytes of their own (superblocks).
+template <int BITS_, int GROUP_, int OFFSET_, bool MINS_, int BLOCK_, bool BYTES_>
+struct Packed {
+    static constexpr int BITS = BITS_, GROUP = GROUP_, OFFSET = OFFSET_, BLOCK = BLOCK_;
+    static constexpr bool MINS = MINS_, BYTES = BYTES_;
+    static constexpr int GROUPS = BLOCK / GROUP;
+    static constexpr int EXTRA = BITS == 8 ? 0 : BITS - 4;
+    static constexpr int PER_WORD = BITS == 8 ? 2 : 4;                    // pairs of inputs in a word
+    static constexpr int WORDS = GROUP / 2 / PER_WORD;                    // of a group, the high bits apart
+    static constexpr int ALL_WORDS = WORDS + EXTRA * GROUP / 32;
+    static constexpr int HALVES = PANEL * 2 * (MINS ? 2 : 1);             // bytes of the float16s
+    static constexpr int HEADER = HALVES + (BYTES ? GROUPS * PANEL * (MINS ? 2 : 1) : 0);
+    static constexpr int64_t BLOCK_BYTES = HEADER + GROUPS * ALL_WORDS * PANEL * 4;
+
+    static const uint32_t* codes(const uint8_t* block, int group) {
+        return reinterpret_cast<const uint32_t*>(block + HEADER) + group * ALL_WORDS * PANEL;
+    }
+
+    // Scale bytes of VL outputs: with minima they are unsigned.
+    static vf byte_values(const uint8_t* at) {
+        const vi found = bytes(at);
+        return __builtin_convertvector(MINS ? found : (found << 24) >> 24, vf);
+    }
+
+    // Scales and minima of the VL outputs from `lane`.
+    static vf scale(const uint8_t* block, int group, int lane) {
+        const vf d = load(reinterpret_cast<const f16*>(block) + lane);
+        if constexpr (!BYTES) return d;
+        else return d * byte_values(block + HALVES + group * PANEL + lane);
+    }
+    static vf minimum(const uint8_t* block, int group, int lane) {
+        const vf d = load(reinterpret_cast<const f16*>(block + 2 * PANEL) + lane);
+        if constexpr (!BYTES) return d;
+        else return -d * byte_values(block + HALVES + (GROUPS + group) * PANEL + lane);
+    }
+
+    // A word of VL outputs, and what its codes have beyond four bits.
+    struct Word {
+        vu low, high;
+    };
+    static Word word(const uint32_t* group, int w, int lane) {
+        const auto at = [&](int i) { return *reinterpret_cast<const vu_loose*>(group + i * PANEL + lane); };
+        if constexpr (EXTRA) return {at(w), at(WORDS + 4 * w / (16 / EXTRA))};
+        else return {at(w), vu{}};
+    }
+
+    // Pair j of word w, as int16.
+    static vu pair(const Word& word, int w, int j) {
+        const vpair halves = (vpair)word.low;
+        if constexpr (BITS == 8) return j ? (vu)((vpair_signed)word.low >> 8) : (vu)((vpair_signed)(halves << 8) >> 8);
+        const vu codes = j == 3 ? (vu)(halves >> 12) : (j ? (vu)(halves >> 4 * j) : word.low) & splat(0x000f000fu);
+        if constexpr (EXTRA == 0) return codes;
+        constexpr int PAIRS = 16 / (EXTRA ? EXTRA : 1);
+        const int at = EXTRA * ((4 * w + j) % PAIRS);
+        const vpair high = (vpair)word.high;
+        return codes | ((at < 4 ? (vu)(high << (4 - at)) : (vu)(high >> (at - 4))) & splat(EXTRA == 1 ? 0x00100010u : 0x00300030u));
+    }
+
+    // The code of one input of a group and one output, less the offset.
+    static int code(const uint32_t* group, int input, int lane) {
+        const int pair = input / 2, half = input % 2 * 16;
+        if constexpr (BITS == 8) return static_cast<int8_t>(group[pair / 2 * PANEL + lane] >> (half + pair % 2 * 8));
+        int found = group[pair / 4 * PANEL + lane] >> (half + pair % 4 * 4) & 15;
+        if constexpr (EXTRA) {
+            constexpr int PAIRS = 16 / EXTRA;
+            found |= (group[(WORDS + pair / PAIRS) * PANEL + lane] >> (half + EXTRA * (pair % PAIRS)) & ((1 << EXTRA) - 1)) << 4;
+        }
+        return found - OFFSET;
+    }
+    static void put_code(uint32_t* group, int input, int lane, uint32_t value) {
+        const int pair = input / 2, half = input % 2 * 16;
+        if constexpr (BITS == 8) {
+            group[pair / 2 * PANEL + lane] |= (value & 255) << (half + pair % 2 * 8);
+        } else {
+            group[pair / 4 * PANEL + lane] |= (value & 15) << (half + pair % 4 * 4);
+            if constexpr (EXTRA) {
+                constexpr int PAIRS = 16 / EXTRA;
+                group[(WORDS + pair / PAIRS) * PANEL + lane] |= (value >> 4) << (half + EXTRA * (pair % PAIRS));
+            }
+        }
+    }
+};
+
+// Calls use(Packed<...>{}) for a type that is packed.
+template <class Use>
+void with_packed(int kind, const Use& use) {
+    switch (kind) {
+        case Q4_0: return use(Packed<4, 32, 8, false, 32, false>{});
+        case Q4_1: return use(Packed<4, 32, 0, true, 32, false>{});
+        case Q5_0: return use(Packed<5, 32, 16, false, 32, false>{});
+        case Q5_1: return use(Packed<5, 32, 0, true, 32, false>{});
+        case Q8_0: return use(Packed<8, 32, 0, false, 32, false>{});
+        case Q4_K: return use(Packed<4, 32, 0, true, 256, true>{});
+        case Q5_K: return use(Packed<5, 32, 0, true, 256, true>{});
+        case Q6_K: return use(Packed<6, 16, 32, false, 256, true>{});
+        case G4: return use(Packed<4, 32, 0, true, 64, false>{});
+    }
+}
+
+inline bool is_packed(int kind) { return kind > PAIRS_F16; }
+
+// Rows as integers. A row of float32 takes two, the second what the first leaves: `planes` of them follow each other.
+struct QuantizedRows {
+    uint32_t* pairs;        // int16 pairs [rows * planes, inputs / 2], inputs padded
+    float* scales;          // [rows * planes, inputs / SCALED]: NaN where an input is not finite
+    int32_t* sums;          // [rows * planes, inputs / SUMMED]
+    int64_t inputs;         // padded to whole groups
+    int planes;
+};
+
+int64_t padded_inputs(int64_t inputs);
+int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // of the scratch for rows of a kind of number
+QuantizedRows quantized_rows(int kind, int64_t rows, int64_t inputs, void* scratch);
+void quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const QuantizedRows& to);
+
+// sums [height * planes, 32] of one panel and the rows from `at`; scratch: PACKED_SCRATCH bytes.
+constexpr int PACKED_SCRATCH = 256 * PANEL * 2 + 2 * 16 * PANEL * 4;
+void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const QuantizedRows& x, int64_t at, int height, float* sums, void* scratch);
+
+int64_t panel_bytes(int kind, int64_t inputs);
+
+}  // namespace quire

@@ -1,0 +1,154 @@
+"""Matrices in panels of 32 outputs, of 16 bits or as packed as their file has them, and products with them; see
+kernels/linear.cpp and kernels/packed.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels import runtime
+from quire.kernels.memory import Carver
+from quire.models.quants import GROUP_CODES, Blocks, Weight
+
+_PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
+
+_PAIRS = {torch.bfloat16: 0, torch.float16: 1}
+_PACKED = {
+    name: number
+    for number, name in enumerate(
+        ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", GROUP_CODES), start=2
+    )
+}
+"""Numbers of the types in kernels/packed.h."""
+
+KINDS = frozenset(_PACKED)
+"""Block types that products read as they are."""
+
+
+class Part(ctypes.Structure):
+    """Outputs that are stored alike; see linear.h."""
+
+    _fields_ = (("panels", _PTR), ("kind", _I64), ("outputs", _I64))
+
+
+class Matrix(ctypes.Structure):
+    """See linear.h."""
+
+    _fields_ = (
+        ("parts", ctypes.POINTER(Part)),
+        ("num_parts", _I64),
+        ("bias", _PTR),
+        ("outputs", _I64),
+        ("inputs", _I64),
+        ("gated", _I64),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("kind", _I64), ("x", _PTR), ("stride", _I64), ("count", _I64), ("scratch", _PTR))
+
+
+def has_panels(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether panels hold a weight that is multiplied with rows of a dtype."""
+    if isinstance(weight, Blocks):
+        return weight.kind in KINDS
+    return weight.dtype == dtype and dtype in _PAIRS and weight.shape[1] % 2 == 0
+
+
+class Panels:
+    """A product with parts one below the other, [N, K] each, and its matrix: y = x W^T + bias.
+
+    Few rows are bound by reading the weights, which pages of 2 MiB spare misses of the TLB; `carver` has them. One
+    foreign call costs 3 us, oneDNN's inside torch 10, and it takes no bfloat16 where there is no AVX-512.
+    `benchmarks/linear_cpu.py` prints both side by side: with dot products of bfloat16 7.5 against 8.5 ms at 1 row, 12.4
+    against 16.3 at 32, 120 against 120 at 512.
+
+    dtype  of the rows and the bias
+    gated  the one part is [2N, K], gates first; the product is silu(gate) * up, [R, N]
+    wide   outputs are float32: an output head
+    """
+
+    __slots__ = ("_apply", "_carved", "_dtype", "_kind", "_parts", "bias", "is_packed", "matrix", "out_dtype", "shape")
+
+    def __init__(
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        carver: Carver,
+        *,
+        gated: bool = False,
+        wide: bool = False,
+    ) -> None:
+        assert not gated or len(parts) == 1, "gates and what they let through lie in one panel"
+        inputs = parts[0].shape[1]
+        counts = [weight.shape[0] // (2 if gated else 1) for weight in parts]
+        self._carved = [_pack(weight, count, gated, carver) for weight, count in zip(parts, counts, strict=True)]
+        kinds = [_kind(weight) for weight in parts]
+        self._parts = (Part * len(parts))(
+            *(
+                Part(panels.data_ptr(), kind, count)
+                for panels, kind, count in zip(self._carved, kinds, counts, strict=True)
+            )
+        )
+        self.is_packed = any(kind in _PACKED.values() for kind in kinds)
+        self.bias = bias
+        self.shape = sum(counts), inputs
+        assert bias is None or (bias.dtype == dtype and bias.is_contiguous()), f"{bias.dtype} beside {dtype}"
+        self.matrix = Matrix(
+            self._parts, len(parts), None if bias is None else bias.data_ptr(), *self.shape, int(gated)
+        )
+        self._dtype = dtype
+        self._kind = runtime.DTYPE_IDS[dtype]
+        self.out_dtype = torch.float32 if wide else dtype
+        self._apply = runtime.kernels().quire_multiply
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """X [R, K], rows an even number of elements apart -> [R, N]."""
+        n, k = self.shape
+        rows, width = x.shape
+        stride, dense = x.stride()
+        assert width == k and dense == 1 and stride % 2 == 0 and x.dtype is self._dtype, (
+            f"{x.dtype} {list(x.shape)}, strides {x.stride()}, for {k} inputs"
+        )
+        out = torch.empty(rows, n, dtype=self.out_dtype)
+        scratch = self.scratch(rows)
+        given = _Rows(self._kind, x.data_ptr(), stride, rows, None if scratch is None else scratch.data_ptr())
+        self._apply(ctypes.byref(self.matrix), ctypes.byref(given), runtime.DTYPE_IDS[self.out_dtype], out.data_ptr())
+        return out
+
+    def scratch(self, rows: int) -> torch.Tensor | None:
+        """Room for so many rows as integers, if a part is packed."""
+        if not self.is_packed:
+            return None
+        return torch.empty(runtime.kernels().quire_quantized_bytes(self._kind, rows, self.shape[1]), dtype=torch.uint8)
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows of the one part, as `functional.embedding`: index int64 [R], below N, -> [R, K] of the rows' dtype."""
+        assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
+        out = torch.empty(len(index), self.shape[1], dtype=self._dtype)
+        (panels,), (part,) = self._carved, self._parts
+        runtime.kernels().quire_panel_rows(
+            part.kind, panels.data_ptr(), self.shape[1], index.data_ptr(), len(index), self._kind, out.data_ptr()
+        )
+        return out
+
+
+def _kind(weight: Weight) -> int:
+    return _PACKED[weight.kind] if isinstance(weight, Blocks) else _PAIRS[weight.dtype]
+
+
+def _pack(weight: Weight, outputs: int, gated: bool, carver: Carver) -> torch.Tensor:
+    kernels = runtime.kernels()
+    inputs = weight.shape[1]
+    count = -(-outputs // (16 if gated else 32))
+    panels = carver.take(count * kernels.quire_panel_bytes(_kind(weight), inputs))
+    source = (weight.raw if isinstance(weight, Blocks) else weight).contiguous()
+    if isinstance(weight, Blocks):
+        kernels.quire_pack_blocks(_kind(weight), source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
+    else:
+        kernels.quire_pack_linear(source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
+    return panels
