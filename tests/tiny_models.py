@@ -202,18 +202,19 @@ def write_gguf(
     path: Path,
     shape: ModelShape,
     weights: Checkpoint | None = None,
-    kind: str = "F32",
+    kind: str | Mapping[str, str] = "F32",
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Write a GGUF as llama.cpp's converter would, matrices in `kind`, vectors in F32.
 
+    kind     one for all matrices, or by the last name of each ("q", "embed", ...), "" for others
     extra    further metadata (strings, numbers, lists), overriding the model's own
     returns  canonical name -> float32 tensor, as gguf-py decodes what was written
     """
     import gguf
 
     weights = weights or RandomWeights(shape)
-    quantization = gguf.GGMLQuantizationType[kind]
+    kinds = {"": kind} if isinstance(kind, str) else kind
     writer = gguf.GGUFWriter(path, shape.architecture)
     for key, value in (_gguf_settings(shape) | dict(extra or {})).items():
         _add(writer, key, value)
@@ -228,9 +229,11 @@ def write_gguf(
             writer.add_tensor(gguf_name(name), values.numpy())
             expected[name] = weights.tensor(name, torch.float32)
             continue
+        part = name.split(".")[-2]
+        quantization = gguf.GGMLQuantizationType[kinds.get(part, kinds[""])]
         stored = (
-            crafted_blocks(values.shape, kind)
-            if kind in ("Q4_K", "Q6_K")
+            crafted_blocks(values.shape, quantization.name)
+            if quantization.name in _CRAFTED
             else gguf.quants.quantize(values.numpy(), quantization)
         )
         writer.add_tensor(gguf_name(name), stored, raw_dtype=quantization)
@@ -245,13 +248,17 @@ def write_gguf(
     return expected
 
 
+_CRAFTED = {"Q2_K": (84, (80, 82)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+"""Bytes of a block, and where its halves are."""
+
+
 def crafted_blocks(size: tuple[int, ...], kind: str) -> np.ndarray:
     """Random bytes that are valid K-quant blocks: gguf-py cannot quantize these formats, but any bytes decode.
 
     size     (rows, columns) of the matrix, columns a multiple of 256
     returns  uint8 [rows, bytes per row]
     """
-    block_bytes, halves = {"Q4_K": (144, (0, 2)), "Q6_K": (210, (208,))}[kind]
+    block_bytes, halves = _CRAFTED[kind]
     rng = np.random.default_rng(size[0] * 7919 + size[1])
     blocks = rng.integers(0, 256, (size[0] * size[1] // 256, block_bytes), dtype=np.uint8)
     for byte in halves:

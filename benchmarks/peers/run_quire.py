@@ -23,7 +23,7 @@ def start() -> Engine:
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return [Answer(list(answer.outputs[0].token_ids), answer.num_cached_tokens) for answer in answers]
 
-    settings = ["4-bit weights, bf16 cache" if given.native else "bf16", *given.option]
+    settings = ["bf16", *given.option]
     return library(generate, quire.__version__, ", ".join(settings))
 
 

@@ -31,8 +31,8 @@ class ModelConfig(Group):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and dense cache pages. auto: the checkpoint's own, bfloat16 for GGUF."""
-    weights: Literal["native", "dequantized", "g4"] = "dequantized"
-    """How matrices are held: native: as packed as the file has them; dequantized: expanded to `model.dtype`; g4: in
+    weights: Literal["native", "dequantized", "g4"] = "native"
+    """How matrices are held. native: as packed as the file has them; dequantized: expanded to `model.dtype`; g4: in
     codes of 4 bits made while loading, whatever the file has."""
     max_context: Count | None = None
     """Longest prompt plus output in tokens. auto: what the model was made for."""

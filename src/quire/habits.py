@@ -42,7 +42,7 @@ HABITS: dict[str, Habit] = {
     **_all("dtype", _is("model.dtype")),
     **_all("tokenizer tokenizer-path", _is("model.tokenizer")),
     **_all("chat-template chat-template-file", _is("model.chat_template")),
-    **_all("quantization q", _is("model.weights", "native keeps a GGUF file's 4 bits; other weights: not yet")),
+    **_all("quantization q", _is("model.weights", "a GGUF file stays as packed as it is; g4 packs other weights")),
     **_all(
         "kv-cache-dtype cache-type-k ctk cache-type-v ctv",
         _is("cache.codec", "nuq4, nuq3, nuq2 and g4 store keys and values in 4, 3 and 2 bits"),

@@ -7,9 +7,8 @@ import torch
 
 from quire.kernels import runtime
 from quire.kernels.levels import supported_levels
-from quire.models.cpu_ops import CpuOps, FourBitLinear
+from quire.models.cpu_ops import CpuOps
 from quire.models.layers import TorchOps
-from quire.models.quants import QuantizedTensor
 from tests.effort import combine
 
 from .harness import relative_rms
@@ -69,8 +68,9 @@ def test_packed_products_equal_torch(
     weight = random(97, 80, dtype=dtype)
     bias = random(97, dtype=dtype, seed=1) if biased else None
     x = random(rows, 80, dtype=dtype, seed=2)
-    expected = TorchOps().linear(weight.float(), bias.float() if bias is not None else None)(x.float())
-    assert relative_rms(CpuOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
+    wide = None if bias is None else bias.float()
+    expected = TorchOps().linear([weight.float()], wide, torch.float32)(x.float())
+    assert relative_rms(CpuOps().linear([weight], bias, dtype)(x), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("level", supported_levels())
@@ -84,9 +84,9 @@ def test_products_of_every_height_and_depth(
     weight = random(outputs, inputs, dtype=torch.bfloat16)
     wider = random(rows, inputs + 6, dtype=torch.bfloat16, seed=2)
     x = wider[:, :inputs]
-    got = CpuOps().linear(weight, None)(x)
+    got = CpuOps().linear([weight], None, torch.bfloat16)(x)
     assert relative_rms(got, x.float() @ weight.float().T) < TOLERANCE[torch.bfloat16]
-    alone = CpuOps().linear(weight, None)(x[rows // 2 : rows // 2 + 1])
+    alone = CpuOps().linear([weight], None, torch.bfloat16)(x[rows // 2 : rows // 2 + 1])
     assert relative_rms(got[rows // 2 : rows // 2 + 1], alone) < TOLERANCE[torch.bfloat16]
 
 
@@ -101,8 +101,8 @@ def test_a_head_returns_sums_that_were_never_rounded(
         weight, x = random(outputs, inputs, dtype=dtype), random(rows, inputs + 2, dtype=dtype, seed=2)[:, :inputs]
         exact = x.double() @ weight.double().T
         for ops in (CpuOps(), TorchOps()):
-            embed, tied = ops.tied(weight)
-            for head in (ops.head(weight), tied):
+            embed, tied = ops.tied(weight, dtype)
+            for head in (ops.head(weight, dtype), tied):
                 logits = head(x)
                 assert logits.dtype == torch.float32 and relative_rms(logits, exact) < 1e-6
             index = torch.tensor([outputs - 1, 0, 33])
@@ -123,26 +123,11 @@ def test_gated_products_equal_torch(
     weight = random(2 * width, inputs, dtype=dtype) / inputs**0.5
     bias = random(2 * width, dtype=dtype, seed=1) if biased else None
     x = random(rows, inputs, dtype=dtype, seed=2)
-    exact = TorchOps().gated_linear(weight.float(), bias.float() if bias is not None else None)(x.float())
-    got = CpuOps().gated_linear(weight, bias)(x)
+    wide = None if bias is None else bias.float()
+    exact = TorchOps().gated_linear([weight.float()], wide, torch.float32)(x.float())
+    got = CpuOps().gated_linear([weight], bias, dtype)(x)
     assert got.shape == (rows, width)
     assert relative_rms(got, exact) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_four_bit_products_equal_the_dequantized_ones(dtype: torch.dtype, tolerance: float, biased: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (96, 128), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(96, 4, generator=generator) + 0.1
-    mins = -8 * scales + torch.randn(96, 4, generator=generator)
-    weight = (codes.view(96, 4, 32) * scales[..., None] + mins[..., None]).view(96, 128)
-    bias = random(96, dtype=dtype) if biased else None
-    for rows in (1, 5, 40):
-        x = random(rows, 128, dtype=dtype, seed=3)
-        got = FourBitLinear(QuantizedTensor(codes, scales, mins), bias, dtype)(x)
-        expected = x.float() @ weight.T + (0 if bias is None else bias.float())
-        assert relative_rms(got, expected) < tolerance
 
 
 @pytest.mark.alone
@@ -166,8 +151,8 @@ def test_the_kernels_run_on_torch_s_own_threads() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_rows_give_no_rows(dtype: torch.dtype) -> None:
     ops, x, weight = CpuOps(), torch.empty(0, 64, dtype=dtype), random(64, 64, dtype=dtype)
-    embedding, head = ops.tied(weight)
+    embedding, head = ops.tied(weight, dtype)
     assert ops.norm(x, weight[0], 1e-6).shape == (0, 64)
     assert ops.gated(x).shape == (0, 32)
-    assert head(x).shape == ops.linear(weight, None)(x).shape == (0, 64)
+    assert head(x).shape == ops.linear([weight], None, dtype)(x).shape == (0, 64)
     assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 64)

@@ -68,11 +68,12 @@ def test_what_no_system_has_is_refused() -> None:
 
 
 def test_embedding_and_head_share_one_matrix() -> None:
-    from quire.models.cpu_ops import CpuOps, PanelHead
+    from quire.models.cpu_ops import CpuOps
+    from quire.models.cpu_panels import Panels
 
     weight = torch.randn(131, 70).bfloat16()
-    embedding, head = CpuOps().tied(weight)
-    assert isinstance(head, PanelHead)
+    embedding, head = CpuOps().tied(weight, torch.bfloat16)
+    assert isinstance(head, Panels)
     tokens = torch.tensor([0, 130, 31, 32, 64] * 9)
     expected = weight[tokens].clone()
     weight.zero_()

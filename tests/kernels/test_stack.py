@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,17 @@ from quire.attention.cpu import CpuAttention
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
 from quire.models.decoder import Decoder
+from quire.models.weights import Checkpoint, open_model
 from tests.engines import drain, make_engine
 from tests.kernels.harness import Shape, make_spec
 from tests.kernels.profiling import Prompts
-from tests.tiny_models import tiny_shape
+from tests.tiny_models import tiny_shape, write_gguf
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-def answers(shape: Any, stacked: bool) -> list[tuple[list[int], list[float]]]:
-    engine = make_engine(shape, **{"model.dtype": "bfloat16", "scheduler.token_budget": 128})
+def answers(shape: Any, stacked: bool, weights: Checkpoint | None = None) -> list[tuple[list[int], list[float]]]:
+    engine = make_engine(shape, weights=weights, **{"model.dtype": "bfloat16", "scheduler.token_budget": 128})
     model = engine.model
     assert isinstance(model, Decoder) and model._stack is not None
     if not stacked:
@@ -93,6 +95,25 @@ def test_a_thread_count_that_changes_meanwhile_changes_nothing() -> None:
 def test_the_stack_equals_the_layers_one_by_one(family: str, changes: dict[str, Any]) -> None:
     shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40, **changes)
     assert answers(shape, stacked=True) == answers(shape, stacked=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Q4_K",
+        {"": "Q4_K", "v": "Q6_K", "down": "Q6_K", "embed": "Q8_0"},
+        {"": "Q5_0", "up": "Q8_0", "k": "BF16", "o": "Q4_1"},
+    ],
+    ids=["same", "mixed", "gates apart"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_stack_equals_the_layers_of_packed_weights(family: str, kind: str | dict[str, str], tmp_path: Path) -> None:
+    """Files whose types mix within a product, and whose gates are stored otherwise than what they let through."""
+    shape = tiny_shape(family, head_dim=64, hidden_size=256, ffn_size=512, tied_embeddings=False)
+    write_gguf(tmp_path / "model.gguf", shape, kind=kind)
+    with open_model(tmp_path / "model.gguf") as weights:
+        found = [answers(weights.shape, stacked, weights) for stacked in (True, False)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

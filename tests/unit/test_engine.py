@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from quire.errors import ConfigError, QueueFullError, RequestError
 
 from ..effort import tries
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_greedy, oracle_logits
-from ..tiny_models import save_tokenizer, tiny_shape, write_gguf
+from ..tiny_models import tiny_shape
 
 LENGTHS = [1, 5, 63, 64, 65, 127, 128, 129, 200, 300]
 
@@ -461,22 +460,6 @@ def test_more_sequences_than_may_ever_wait_are_refused() -> None:
     engine = make_engine(**{"scheduler.max_queue": 4})
     with pytest.raises(RequestError, match="max_queue"):
         engine.add("x", None, [1], SamplingParams(n=5, temperature=1.0))
-
-
-def test_packed_four_bit_weights_give_the_tokens_of_the_dequantized_ones(tmp_path: Path) -> None:
-    from quire.llm import LLM
-
-    shape = tiny_shape("llama", hidden_size=64, head_dim=16, ffn_size=128, vocab_size=288)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, shape, kind="Q4_1")
-    save_tokenizer(tmp_path)
-    results = []
-    for weights in ("dequantized", "native"):
-        options = {"model.dtype": "float32", "cache.memory": "8MiB", "model.weights": weights, "runtime.device": "cpu"}
-        options["model.tokenizer"] = str(tmp_path)
-        with LLM(str(path), options) as llm:
-            results.append([output.outputs[0].token_ids for output in llm.generate([[1, 2, 3], [7] * 70], GREEDY)])
-    assert results[0] == results[1]
 
 
 def test_steps_in_which_every_row_samples_may_run_elsewhere_and_no_others_do() -> None:

@@ -201,8 +201,7 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out(folder: Path) ->
         ({"cache.strict": False}, r"cache\.strict"),
         ({"attention.backend": "triton"}, "use cpu"),
         ({"runtime.device": "cuda"}, "no GPU"),
-        ({"model.weights": "native", "attention.backend": "reference"}, "dequantized"),
-        ({"model.weights": "native"}, "no matrix in 4 bits"),
+        ({"model.weights": "q4"}, r"model\.weights"),
     ]:
         with pytest.raises(ConfigError, match=word):
             LLM(str(folder), {**OPTIONS, **options})
@@ -218,22 +217,34 @@ def test_a_cache_beyond_the_machines_memory_is_refused(folder: Path, monkeypatch
         LLM(str(folder), {**OPTIONS, "cache.memory": "16MiB"})
 
 
-def test_matrices_the_four_bit_product_cannot_take_are_dequantized_aloud(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_matrices_that_no_product_reads_are_dequantized_aloud(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shape = tiny_shape("llama", hidden_size=64, head_dim=16, ffn_size=128, vocab_size=258, tied_embeddings=False)
-    write_gguf(tmp_path / "tiny.gguf", shape, kind="Q4_1")
+    shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=258, tied_embeddings=False)
     save_tokenizer(tmp_path)
+    for kind, said in [("Q2_K", True), ("Q5_K", False), ("BF16", False)]:
+        write_gguf(tmp_path / f"{kind}.gguf", shape, kind=kind)
+        texts = []
+        for weights in ("dequantized", "native"):
+            options = {**OPTIONS, "attention.backend": backend, "model.weights": weights}
+            with LLM(str(tmp_path / f"{kind}.gguf"), {**options, "model.tokenizer": str(tmp_path)}) as llm:
+                texts.append(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids)
+        assert texts[0] == texts[1]
+        assert [record.message for record in caplog.records if "dequantized" in record.message] == [
+            "model.weights native: 16 of 16 matrices are dequantized, embed.weight (Q2_K) first: there is no product"
+            " with Q2_K"
+        ] * said
+        caplog.clear()
+
+
+def test_group_codes_are_made_of_any_checkpoint(folder: Path) -> None:
+    """4.5 bits of a number, whatever backend multiplies: the tokens are those of the same numbers in float32."""
     texts = []
-    for weights in ("dequantized", "native"):
-        options = {**OPTIONS, "model.weights": weights, "model.tokenizer": str(tmp_path)}
-        with LLM(str(tmp_path / "tiny.gguf"), options) as llm:
+    for backend in ("cpu", "reference"):
+        with LLM(str(folder), {**OPTIONS, "model.weights": "g4", "attention.backend": backend}) as llm:
             texts.append(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids)
     assert texts[0] == texts[1]
-    assert [record.message for record in caplog.records if "dequantized" in record.message] == [
-        "model.weights native: 1 of 15 matrices are dequantized, head.weight first: they are not stored as Q4_0 or"
-        " Q4_1, or their outputs are no multiple of 16"
-    ]
 
 
 def test_a_call_from_within_a_call_is_refused(folder: Path) -> None:

@@ -315,7 +315,8 @@ def test_every_engine_has_a_namespace_of_its_own() -> None:
         make_engine(other),
         make_engine(**{"model.dtype": "bfloat16"}),
         make_engine(**{"model.dtype": "float16"}),
-        make_engine(**{"model.weights": "native"}),
+        make_engine(**{"model.weights": "dequantized"}),
+        make_engine(**{"model.weights": "g4"}),
         make_engine(model_id="another checkpoint"),
         *(make_engine(even, **options) for options in encoded),
     ]

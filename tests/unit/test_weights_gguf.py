@@ -14,9 +14,9 @@ import torch
 
 from quire.errors import ModelError
 from quire.models.decoder import build_model
-from quire.models.gguf_file import GgufFile, StoredTensor
+from quire.models.gguf_file import GgufFile
 from quire.models.layers import TorchOps
-from quire.models.quants import dequantize
+from quire.models.quants import block_bytes, dequantize, group_codes, plain
 from quire.models.weights import open_model
 from tests.dense_plan import DensePlan
 from tests.effort import tries
@@ -74,38 +74,71 @@ def test_a_llama_file_gives_the_logits_of_the_model_it_was_made_from(tmp_path: P
     torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_four_bit_codes_are_exact(kind: str, tmp_path: Path) -> None:
-    shape = tiny_shape(hidden_size=64, head_dim=16, ffn_size=96)
-    write_gguf(tmp_path / "model.gguf", shape, kind=kind)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K"])
+def test_blocks_are_in_the_order_of_the_tensor(kind: str, tmp_path: Path) -> None:
+    """Rows of q and k are permuted in llama files, one kind of 32 to a block and one of 256."""
+    write_gguf(tmp_path / "model.gguf", sized("llama", kind), kind=kind)
     with open_model(tmp_path / "model.gguf") as checkpoint:
-        for name in ("layers.0.q.weight", "layers.1.k.weight", "layers.1.down.weight"):
-            packed = checkpoint.quantized(name)
-            assert packed is not None and packed.codes.dtype == torch.uint8 and int(packed.codes.max()) <= 15
-            codes = packed.codes.float().unflatten(1, (-1, 32))
-            values = codes * packed.scales[:, :, None] + packed.mins[:, :, None]
-            assert torch.equal(values.flatten(1), checkpoint.tensor(name, torch.float32)), name
-        assert checkpoint.quantized("layers.0.attn_norm.weight") is None
+        for name in ("embed.weight", "layers.0.q.weight", "layers.1.k.weight", "layers.1.down.weight"):
+            blocks = checkpoint.blocks(name)
+            assert blocks is not None and blocks.kind == checkpoint.kind(name) == kind
+            assert blocks.shape == checkpoint.shape.tensor_shapes[name]
+            assert blocks.raw.shape[1] == block_bytes(kind, blocks.inputs)
+            assert torch.equal(plain(blocks, torch.float32), checkpoint.tensor(name, torch.float32)), name
+        assert checkpoint.blocks("layers.0.attn_norm.weight") is None
+        assert checkpoint.kind("layers.0.attn_norm.weight") == "F32"
 
 
-def test_other_formats_have_no_four_bit_codes(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", sized("llama", "Q8_0"), kind="Q8_0")
-    assert open_model(tmp_path / "model.gguf").quantized("layers.0.q.weight") is None
+@pytest.mark.parametrize("kind", ["F16", "Q2_K"])
+def test_plain_numbers_and_rare_formats_have_no_blocks(kind: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", sized("llama", kind), kind=kind)
+    assert open_model(tmp_path / "model.gguf").blocks("layers.0.q.weight") is None
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_many_random_blocks_decode_alike(kind: str) -> None:
     import gguf
 
     blocks = crafted_blocks((64, 2560), kind)
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-    stored = StoredTensor("x", (64, 2560), kind, 256, blocks.shape[1] // 10, 0, blocks.size)
-    assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), stored, torch.float32).numpy(), expected)
+    assert np.array_equal(dequantize(torch.from_numpy(blocks.ravel()), kind, (64, 2560), torch.float32), expected)
+
+
+@pytest.mark.parametrize("inputs", [64, 72, 130, 10])
+def test_group_codes_are_within_half_of_their_step(inputs: int, seed: int) -> None:
+    """Also in a last group that is shorter, for constant groups, and in rows of their own."""
+    weight = torch.randn(5, inputs, generator=torch.Generator().manual_seed(seed))
+    weight[1, : min(64, inputs)] = 0.25
+    weight[2] = 0
+    blocks = group_codes(weight)
+    assert blocks.shape == (5, inputs) and blocks.raw.shape[1] == 36 * -(-inputs // 64)
+    found = plain(blocks, torch.float32)
+    for start in range(0, inputs, 64):
+        part, got = weight[:, start : start + 64], found[:, start : start + 64]
+        span = part.amax(1) - part.amin(1)
+        # Half of a step, and what float16 takes off its ends.
+        bound = span / 30 + 2**-10 * part.abs().amax(1)
+        assert ((part - got).abs().amax(1) <= bound).all()
+        assert torch.equal(got[2], part[2]) and got.isfinite().all()
+    assert (found[1, : min(64, inputs)] == 0.25).all()
+    alone = plain(group_codes(weight[3:4]), torch.float32)
+    assert torch.equal(alone, found[3:4])
+
+
+def test_a_group_says_nothing_of_its_neighbours() -> None:
+    """65 numbers are two groups: what is in the second changes nothing in the first."""
+    weight = torch.linspace(-1, 2, 65)[None]
+    other = weight.clone()
+    other[0, 64] = 1000
+    first, second = (plain(group_codes(each), torch.float32) for each in (weight, other))
+    assert torch.equal(first[:, :64], second[:, :64]) and second[0, 64] == 1000
+    assert plain(group_codes(torch.arange(16.0)[None]), torch.float32).tolist() == [list(range(16))]
+    few = plain(group_codes(torch.tensor([[-1, 0, 0.5, 2.0]])), torch.float32)
+    assert torch.allclose(few, torch.tensor([[-1, 0, 0.6, 2.0]]), atol=2e-3), "codes 0, 5, 8 and 15"
 
 
 def test_a_rare_format_is_left_to_the_gguf_package(tmp_path: Path) -> None:
-    shape = tiny_shape(hidden_size=64, head_dim=16, ffn_size=96)
-    expected = write_gguf(tmp_path / "model.gguf", shape, kind="Q5_0")
+    expected = write_gguf(tmp_path / "model.gguf", sized("llama", "Q2_K"), kind="Q2_K")
     assert torch.equal(
         open_model(tmp_path / "model.gguf").tensor("layers.0.q.weight", torch.float32), expected["layers.0.q.weight"]
     )

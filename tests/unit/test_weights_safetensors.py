@@ -57,7 +57,7 @@ def test_tensors_come_under_canonical_names(llama: Path) -> None:
         assert torch.equal(checkpoint.tensor("layers.1.gate.weight"), stored["model.layers.1.mlp.gate_proj.weight"])
         assert torch.equal(checkpoint.tensor("head.weight"), stored["lm_head.weight"])
         assert checkpoint.tensor("norm.weight", torch.bfloat16).dtype == torch.bfloat16
-        assert checkpoint.quantized("layers.1.gate.weight") is None
+        assert checkpoint.blocks("layers.1.gate.weight") is None
 
 
 def test_tensors_stay_valid_after_the_checkpoint_is_closed(llama: Path) -> None:

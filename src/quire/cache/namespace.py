@@ -16,7 +16,7 @@ class Namespace:
 
     model        the checkpoint's fingerprint, see `models.fingerprint`
     dtype        of weights and activations
-    weights      dequantized, or native: the products differ
+    weights      native, dequantized or g4: the products differ
     adapter      what changes the weights per request; empty: nothing
     codec        of sealed pages
     calibration  hash of what the codec was calibrated with; empty where it needs none

@@ -119,7 +119,7 @@ class Sizes:
         if self.available_bytes is not None and self.weight_bytes >= self.available_bytes:
             return (
                 f"memory: weights need {format_bytes(self.weight_bytes)}, and {format_bytes(self.available_bytes)} are"
-                " free; model.dtype bfloat16 and model.weights native need less"
+                " free; model.dtype bfloat16 and model.weights g4 need less"
             )
         if self.available_bytes is not None and not self.fit_the_machine:
             return (
