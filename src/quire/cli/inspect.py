@@ -1,7 +1,7 @@
 """Show what a model needs and what fits, before anything is started; or what the cache of a running server holds.
 
-With MODEL: the bytes of a token in the cache, the tokens and sequences that fit, the weights, the machine's memory, and
-what runs out first. Reads the model's headers only.
+With MODEL: the weights by type, in the file and in memory, the bytes of a token in the cache, the tokens and sequences
+that fit, the machine's memory, and what runs out first. Reads the model's headers only.
 With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
 """
 
@@ -20,6 +20,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.cache.calibration import Calibration
     from quire.cache.sizes import Sizes
+    from quire.models.loading import Held
     from quire.models.shape import ModelShape
 
 LENGTHS = (512, 2048, 8192)
@@ -62,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--api-key-file is for --tree")
     if shared.printed_config(args):
         return 0
-    from quire.engine.build import resolve
+    from quire.engine.build import ops_type, resolve
     from quire.load import find_calibration
+    from quire.models.layers import torch_dtype
+    from quire.models.loading import held
     from quire.models.resolve import resolve_model
     from quire.models.weights import open_model
 
@@ -73,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
         shape = checkpoint.shape
         calibration = find_calibration(path, given)
         config, sizes = resolve(given, shape, checkpoint, calibration)
+        kinds = ops_type(config.attention.backend).kinds
+        weights = held(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
     lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
-        print(json.dumps(_facts(shape, config, sizes, lengths, calibration), indent=2))
+        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights), indent=2))
     else:
-        _print_table(args.model, shape, given, config, sizes, lengths, calibration)
+        _print_table(args.model, shape, given, config, sizes, lengths, calibration, weights)
     return 0
 
 
@@ -95,10 +100,16 @@ def _show_tree(args: argparse.Namespace) -> int:
 
 
 def _facts(
-    shape: ModelShape, config: EngineConfig, sizes: Sizes, lengths: list[int], calibration: Calibration | None
+    shape: ModelShape,
+    config: EngineConfig,
+    sizes: Sizes,
+    lengths: list[int],
+    calibration: Calibration | None,
+    weights: list[Held],
 ) -> dict[str, Any]:
     return {
         **asdict(sizes),
+        "weights": [asdict(part) for part in weights],
         "architecture": shape.architecture,
         "num_parameters": shape.num_parameters,
         "dtype": config.model.dtype,
@@ -110,6 +121,12 @@ def _facts(
     }
 
 
+def _held_note(part: Held) -> str:
+    tensors = f"{part.tensors} tensor{'s' * (part.tensors != 1)}"
+    bits = f"{8 * part.num_bytes / part.numbers:.3g} bits" if part.stored == part.held else part.held
+    return f"{tensors}, {part.numbers / 1e6:,.1f}M numbers in {bits}"
+
+
 def _print_table(
     name: str,
     shape: ModelShape,
@@ -118,6 +135,7 @@ def _print_table(
     sizes: Sizes,
     lengths: list[int],
     calibration: Calibration | None,
+    weights: list[Held],
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -130,7 +148,8 @@ def _print_table(
     table = Table.grid(padding=(0, 3))
     chosen = ", chosen: cache.memory is auto" if given.cache.memory == "auto" else ""
     rows = [
-        ("weights", format_bytes(sizes.weight_bytes), f"in {config.model.dtype}, on {config.runtime.device}"),
+        ("weights", format_bytes(sizes.weight_bytes), f"on {config.runtime.device}, rows in {config.model.dtype}"),
+        *((f"  {part.stored}", format_bytes(part.num_bytes), _held_note(part)) for part in weights),
         ("cache", format_bytes(sizes.cache_bytes), f"codec {config.cache.codec}{chosen}"),
         (
             "bytes per token",

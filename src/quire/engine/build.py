@@ -39,7 +39,7 @@ from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model
 from quire.models.layers import TorchOps, torch_dtype
-from quire.models.loading import held_bytes, held_kind
+from quire.models.loading import held, held_kind
 from quire.models.marks import find_marks
 from quire.models.plan import Model
 from quire.models.quants import GROUP_CODES
@@ -103,12 +103,13 @@ def resolve(
         raise ConfigError(f"model.max_context is {config.model.max_context}; this model serves at most {limit}")
     context = config.model.max_context or shape.max_context
     max_running = config.scheduler.max_running
-    kinds = _ops_type(backend).kinds
+    kinds = ops_type(backend).kinds
     if config.model.weights == "g4" and GROUP_CODES not in kinds:
         raise ConfigError(f"model.weights g4 does not run on {backend}; use dequantized")
     weight_bytes = shape.weight_bytes(dtype)
     if checkpoint is not None:
-        weight_bytes = held_bytes(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
+        parts = held(checkpoint, torch_dtype(dtype), config.model.weights, kinds)
+        weight_bytes = sum(part.num_bytes for part in parts)
     if backend == "cpu" and shape.tied_embeddings:
         from quire.models.cpu_ops import has_onednn
 
@@ -261,7 +262,7 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
     return build_model(
         checkpoint.shape,
         checkpoint,
-        _ops_type(config.attention.backend)(),
+        ops_type(config.attention.backend)(),
         torch_dtype(config.model.dtype),
         device,
         config.model.weights,
@@ -402,7 +403,8 @@ def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
     return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 
 
-def _ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:
+def ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:
+    """A backend's operations, not yet made."""
     if backend == "cpu":
         from quire.models.cpu_ops import CpuOps
 

@@ -273,7 +273,7 @@ void put_block(const FileBlock& from, int lane, uint8_t* block) {
         if constexpr (P::BYTES) block[P::HALVES + g * PANEL + lane] = from.scales[g];
         if constexpr (P::BYTES && P::MINS) block[P::HALVES + (P::GROUPS + g) * PANEL + lane] = from.minima[g];
         auto* group = const_cast<uint32_t*>(P::codes(block, g));
-        for (int i = 0; i < P::GROUP; i++) P::put_code(group, i, lane, from.codes[g * P::GROUP + i]);
+        P::put_codes(group, lane, from.codes + g * P::GROUP);
     }
 }
 

@@ -122,17 +122,32 @@ struct Packed {
         }
         return found - OFFSET;
     }
-    static void put_code(uint32_t* group, int input, int lane, uint32_t value) {
-        const int pair = input / 2, half = input % 2 * 16;
-        if constexpr (BITS == 8) {
-            group[pair / 2 * PANEL + lane] |= (value & 255) << (half + pair % 2 * 8);
-        } else {
-            group[pair / 4 * PANEL + lane] |= (value & 15) << (half + pair % 4 * 4);
-            if constexpr (EXTRA) {
-                constexpr int PAIRS = 16 / EXTRA;
-                group[(WORDS + pair / PAIRS) * PANEL + lane] |= (value >> 4) << (half + EXTRA * (pair % PAIRS));
+    // The codes of a group and one output, a byte each, offsets included. Of eight bytes those with even numbers, or odd ones, are brought together
+    // by one multiplication.
+    static void put_codes(uint32_t* group, int lane, const uint8_t* codes) {
+        constexpr uint64_t even = 0x00ff00ff00ff00ffu, four = 1ull << 48 | 1ull << 36 | 1ull << 24 | 1ull << 12;
+        constexpr uint64_t beyond = EXTRA == 1 ? 1ull << 48 | 1ull << 33 | 1ull << 18 | 1ull << 3 : 1ull << 48 | 1ull << 34 | 1ull << 20 | 1ull << 6;
+        uint32_t high[EXTRA ? EXTRA * GROUP / 32 : 1] = {};
+        for (int w = 0; w < WORDS; w++) {
+            uint64_t eight = 0;
+            std::memcpy(&eight, codes + 2 * PER_WORD * w, 2 * PER_WORD);
+            const uint64_t halves[2] = {eight & even, eight >> 8 & even};
+            uint32_t word = 0;
+            for (int h = 0; h < 2; h++) {
+                if constexpr (BITS == 8) {
+                    word |= static_cast<uint32_t>((halves[h] | halves[h] >> 8) & 0xffff) << 16 * h;
+                } else {
+                    word |= static_cast<uint32_t>((halves[h] & 0x000f000f000f000fu) * four >> 48) << 16 * h;
+                    if constexpr (EXTRA) {
+                        constexpr int PAIRS = 16 / EXTRA;
+                        const uint64_t left = halves[h] >> 4 & (EXTRA == 1 ? 0x0001000100010001u : 0x0003000300030003u);
+                        high[4 * w / PAIRS] |= static_cast<uint32_t>((left * beyond >> 48) & ((1 << 4 * EXTRA) - 1)) << (16 * h + EXTRA * (4 * w % PAIRS));
+                    }
+                }
             }
+            group[w * PANEL + lane] = word;
         }
+        for (int i = 0; i < ALL_WORDS - WORDS; i++) group[(WORDS + i) * PANEL + lane] = high[i];
     }
 };
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -37,14 +38,37 @@ def held_kind(stored: str, form: Form, kinds: Collection[str]) -> str | None:
     return stored if form == "native" and stored in kinds else None
 
 
-def held_bytes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> int:
-    """Bytes of a checkpoint's tensors as they are held."""
-    total = 0
+@dataclass
+class Held:
+    """Tensors of a checkpoint that are stored alike and held alike.
+
+    stored     GGUF's name of the type in the file
+    held       the type in memory: that of the file, G4, or the model's dtype
+    tensors    how many
+    numbers    of all of them
+    num_bytes  of all of them in memory
+    """
+
+    stored: str
+    held: str
+    tensors: int = 0
+    numbers: int = 0
+    num_bytes: int = 0
+
+
+def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[Held]:
+    """What a checkpoint's tensors will take, by type, the largest first; a second copy of an output head apart."""
+    found: dict[tuple[str, str], Held] = {}
     for name, size in weights.shape.tensor_shapes.items():
+        stored = weights.kind(name)
         matrix = len(size) == 2 and name != _NOT_MULTIPLIED
-        kind = held_kind(weights.kind(name), form, kinds) if matrix else None
-        total += math.prod(size) * dtype.itemsize if kind is None else size[0] * block_bytes(kind, size[1])
-    return total
+        kind = held_kind(stored, form, kinds) if matrix else None
+        key = stored, kind or str(dtype).removeprefix("torch.")
+        entry = found.setdefault(key, Held(*key))
+        entry.tensors += 1
+        entry.numbers += math.prod(size)
+        entry.num_bytes += math.prod(size) * dtype.itemsize if kind is None else size[0] * block_bytes(kind, size[1])
+    return sorted(found.values(), key=lambda entry: -entry.num_bytes)
 
 
 class WeightSource:
