@@ -1,0 +1,25 @@
+// What the product kernels need of the rest of the library: one thread.
+#include "common.h"
+#include <cstdlib>
+
+namespace quire {
+
+thread_local Member member;
+void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
+int (*omp_team_size)();
+int num_threads = 1;
+
+void Team::rest(int) {}
+
+void* thread_scratch(size_t bytes) {
+    static void* data = nullptr;
+    static size_t size = 0;
+    if (bytes > size) {
+        std::free(data);
+        size = (bytes + 63) / 64 * 64;
+        data = std::aligned_alloc(64, size);
+    }
+    return data;
+}
+
+}  // namespace quire
