@@ -404,7 +404,7 @@ def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
 
 
 def ops_type(backend: str) -> type[CpuOps] | type[TritonOps] | type[TorchOps]:
-    """A backend's operations, not yet made."""
+    """The class of a backend's operations."""
     if backend == "cpu":
         from quire.models.cpu_ops import CpuOps
 

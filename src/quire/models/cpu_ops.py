@@ -67,7 +67,7 @@ class CpuOps:
         self._carver = Carver()
 
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
-        """Panels where there are any, oneDNN's layout for float32; the plain copies may be dropped."""
+        """Panels for 16 bits and packed blocks, oneDNN's layout for float32. The caller may drop the plain copies."""
         if all(has_panels(weight, dtype) for weight in parts):
             return Panels(parts, bias, dtype, self._carver)
         if len(parts) > 1:
@@ -77,13 +77,13 @@ class CpuOps:
         return PackedLinear(weight, bias) if has_onednn(dtype) else TorchLinear(weight, bias)
 
     def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
-        """Panels of one type finish the product while it is in registers; others gate in a pass of its own."""
+        """One type: panels gate the sums in registers. Several types: a pass of its own gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
             return Panels(parts, bias, dtype, self._carver, gated=True)
         return Gated(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
-        """One call if all products are in panels and their rows bfloat16."""
+        """One call if all products are in panels and give bfloat16."""
         return PanelStack(layers, eps) if PanelStack.takes(layers) else None
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
@@ -94,13 +94,13 @@ class CpuOps:
         return self.linear([weight], None, dtype) if dtype == torch.float32 else TorchHead(weight)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
-        """Packed blocks as panels; what has 16 bits or more as it is."""
+        """Panels for packed blocks; a plain tensor stays as it is."""
         if isinstance(weight, Blocks):
             return Panels([weight], None, dtype, self._carver).rows
         return functools.partial(embedding, weight=weight)
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """One matrix in panels. oneDNN's layout of float32 cannot be read by rows: two then."""
+        """Panels serve both. oneDNN's layout of float32 cannot be read by rows, so there are two copies."""
         head = self.head(weight, dtype)
         return (head.rows if isinstance(head, Panels) else self.embedding(weight, dtype)), head
 

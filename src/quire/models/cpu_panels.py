@@ -1,5 +1,6 @@
-"""Matrices in panels of 32 outputs, of 16 bits or as packed as their file has them, and products with them; see
-kernels/linear.cpp and kernels/packed.h.
+"""Products with matrices in panels of 32 outputs, in 16 bits or packed as in the file.
+
+kernels/linear.cpp and kernels/packed.h have the layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KINDS = frozenset(_PACKED)
 
 
 class Part(ctypes.Structure):
-    """Outputs that are stored alike; see linear.h."""
+    """Outputs of one type; see linear.h."""
 
     _fields_ = (("panels", _PTR), ("kind", _I64), ("outputs", _I64))
 
@@ -52,14 +53,14 @@ class _Rows(ctypes.Structure):
 
 
 def has_panels(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether panels hold a weight that is multiplied with rows of a dtype."""
+    """Whether a weight can be in panels for rows of the dtype."""
     if isinstance(weight, Blocks):
         return weight.kind in KINDS
     return weight.dtype == dtype and dtype in _PAIRS and weight.shape[1] % 2 == 0
 
 
 class Panels:
-    """A product with parts one below the other, [N, K] each, and its matrix: y = x W^T + bias.
+    """A product y = x W^T + bias. W consists of parts [N, K], one below the other, each of a type of its own.
 
     Few rows are bound by reading the weights, which pages of 2 MiB spare misses of the TLB; `carver` has them. One
     foreign call costs 3 us, oneDNN's inside torch 10, and it takes no bfloat16 where there is no AVX-512.
@@ -121,7 +122,7 @@ class Panels:
         return out
 
     def scratch(self, rows: int) -> torch.Tensor | None:
-        """Room for so many rows as integers, if a part is packed."""
+        """Room for `rows` rows as integers; None if no part is packed."""
         if not self.is_packed:
             return None
         return torch.empty(runtime.kernels().quire_quantized_bytes(self._kind, rows, self.shape[1]), dtype=torch.uint8)

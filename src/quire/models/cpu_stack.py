@@ -36,7 +36,7 @@ class PanelStack:
     """The layers, and scratch for as many rows as a step ever had."""
 
     def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """layers: those it `takes`; it keeps the memory of their products."""
+        """layers: `takes` is true of them. The stack keeps their products alive."""
         self._layers = layers  # the structures below point into their tensors
         self._array = (_Layer * len(layers))(*map(_structure, layers))
         self._address = ctypes.addressof(self._array)
@@ -79,7 +79,7 @@ class PanelStack:
 
 
 def _panels(product: Linear) -> Panels | None:
-    """The panels of a product, whether they gate or a pass after them does."""
+    """The panels of a product; also those inside a `Gated`. None for any other product."""
     inner = product.linear if isinstance(product, Gated) else product
     return inner if isinstance(inner, Panels) else None
 

@@ -58,10 +58,10 @@ class Ops(Protocol):
 
     @property
     def kinds(self) -> Collection[str]:
-        """Block types that products read as they are; of other types they are given plain numbers."""
+        """Types of blocks that the products take. Matrices of other types come as plain tensors."""
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Pack weights [N, K], one below the other, and bias [N] once; the caller keeps no reference, so a packed copy
+        """Pack weights [N, K], one below the other, and bias [N] once. The caller keeps no reference, so a packed copy
         is the only one. dtype: of rows, bias and plain weights.
         """
 
@@ -105,7 +105,7 @@ class Gated:
 
 
 class Joined:
-    """Products with the same rows, side by side, and what is added to them."""
+    """Several products with the same rows: their outputs side by side, plus a bias."""
 
     __slots__ = ("_bias", "_parts")
 
@@ -120,8 +120,8 @@ class Joined:
 
 
 class BlockLinear:
-    """A product in float32 over blocks as they were given, decoded HEAD_BLOCK rows at a time in every call: what the
-    packed products of backends are held to.
+    """The definition of a packed product: decodes HEAD_BLOCK rows of the blocks at a time, in every call, and
+    multiplies in float32.
 
     dtype  of what is returned
     """
@@ -143,7 +143,7 @@ class BlockLinear:
 
 
 def block_rows(blocks: Blocks, dtype: torch.dtype) -> Embedding:
-    """Rows of blocks, decoded as they are looked up."""
+    """An embedding over blocks: decodes the rows it looks up."""
     return lambda index: plain(blocks.rows(index), dtype)
 
 

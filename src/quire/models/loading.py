@@ -30,8 +30,10 @@ _NOT_MULTIPLIED = "positions.weight"
 
 
 def held_kind(stored: str, form: Form, kinds: Collection[str]) -> str | None:
-    """The block type in which a matrix stored in a type is held by a backend that multiplies `kinds`; None if in plain
-    numbers.
+    """The block type in which a backend holds a matrix; None for plain numbers.
+
+    stored  the type in the file
+    kinds   block types that the backend multiplies
     """
     if form == "g4":
         return GROUP_CODES
@@ -40,7 +42,7 @@ def held_kind(stored: str, form: Form, kinds: Collection[str]) -> str | None:
 
 @dataclass
 class Held:
-    """Tensors of a checkpoint that are stored alike and held alike.
+    """Tensors of a checkpoint with one type in the file and one in memory.
 
     stored     GGUF's name of the type in the file
     held       the type in memory: that of the file, G4, or the model's dtype
@@ -57,7 +59,9 @@ class Held:
 
 
 def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[Held]:
-    """What a checkpoint's tensors will take, by type, the largest first; a second copy of an output head apart."""
+    """Groups a checkpoint's tensors by type; the largest group comes first. Does not count a second copy of a tied
+    output head.
+    """
     found: dict[tuple[str, str], Held] = {}
     for name, size in weights.shape.tensor_shapes.items():
         stored = weights.kind(name)
@@ -125,7 +129,7 @@ class WeightSource:
         return make(parts, offset, self._dtype)
 
     def _weight(self, name: str) -> Weight:
-        """A matrix as it is to be held."""
+        """One matrix, in blocks or plain."""
         self._matrices += 1
         stored = f"{name}.weight"
         kind = self._weights.kind(stored)
@@ -140,7 +144,7 @@ class WeightSource:
         return Blocks(blocks.kind, blocks.raw.to(self._device), blocks.inputs)
 
     def conclude(self) -> None:
-        """After the last matrix: warns if some that the file has packed have been dequantized."""
+        """To be called after the last matrix. Warns about packed matrices that were dequantized."""
         if self._dequantized:
             name, kind = next(iter(self._dequantized.items()))
             log.warning(
@@ -154,7 +158,7 @@ class WeightSource:
 
 
 def _merged(parts: Sequence[Weight]) -> list[Weight]:
-    """Neighbours that are held alike as one matrix."""
+    """Joins neighbouring parts of one type."""
     merged: list[Weight] = []
     for kind, group in itertools.groupby(parts, lambda part: part.kind if isinstance(part, Blocks) else None):
         same = list(group)

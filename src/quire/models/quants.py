@@ -1,4 +1,4 @@
-"""GGUF's quantized blocks -> floating point, and group codes of our own that are blocks like them.
+"""Decodes GGUF's quantized blocks, and makes group codes, blocks of our own.
 
 Vectorised in torch for the formats people use: 0.25 s for the embedded model on one thread against 0.6 s of the `gguf`
 package's numpy, bit for bit the same values (tests/unit/test_weights_gguf.py). Any other format is handed to that
@@ -35,7 +35,7 @@ PLAIN = frozenset({"F32", "F16", "BF16"})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
-    """A matrix as a file holds it.
+    """A quantized matrix.
 
     kind    GGUF's name of the type, or G4
     raw     uint8 [N, bytes of a row]
@@ -52,7 +52,7 @@ class Blocks:
         return len(self.raw), self.inputs
 
     def rows(self, index: slice | Tensor) -> Blocks:
-        """Some rows of it."""
+        """The matrix of these rows."""
         return dataclasses.replace(self, raw=self.raw[index])
 
 
@@ -61,7 +61,7 @@ Weight = torch.Tensor | Blocks
 
 
 def block_bytes(kind: str, inputs: int) -> int:
-    """Bytes of a row of so many inputs."""
+    """Bytes of a row with `inputs` weights."""
     size, num_bytes = _block(kind)
     return -(-inputs // size) * num_bytes
 
@@ -100,12 +100,12 @@ def plain(blocks: Blocks, dtype: torch.dtype) -> Tensor:
 
 
 def group_codes(weight: Tensor) -> Blocks:
-    """A matrix [N, K] in codes of 4 bits, low + code * step, in groups of 64 along a row: 4.5 bits a number.
+    """Quantizes a matrix [N, K] to 4 bits: low + code * step, with groups of 64 along a row; 4.5 bits a weight.
 
     Source: FlexGen, arXiv 2303.06865, section 4. What differs: groups lie along the inputs and not along the outputs,
     so that a product scales whole sums; the step is stored and not its inverse, which has no finite float16 for a small
-    range; codes are fitted to the range as it is stored; the last group of a row is the one before it repeated to its
-    end, and a constant group divides by nothing.
+    range; codes are fitted to the range as it is stored. A short last group is padded with its last weight. A constant
+    group has step 0.
     """
     rows, inputs = weight.shape
     x = weight.float()
@@ -213,7 +213,7 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 BLOCK_KINDS = frozenset(_DECODERS) - PLAIN
-"""Types of blocks that are decoded here."""
+"""Block types with a decoder here."""
 
 
 def _dequantize_rare(raw: Tensor, kind: str, shape: Sequence[int]) -> Tensor:

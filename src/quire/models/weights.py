@@ -55,8 +55,8 @@ class Checkpoint(ABC):
         return "F32"
 
     def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a quantized matrix, rows in the order of `tensor`; None if it is stored in plain numbers or in
-        blocks that are not decoded here.
+        """The blocks of a quantized matrix, rows in the order of `tensor`. None for plain numbers, and for types that
+        BLOCK_KINDS lacks.
         """
         return None
 
