@@ -1,6 +1,8 @@
 """The embedded model's matrix products on a CPU: `F.linear`, oneDNN's packed weights and our own panels, in bfloat16.
 
-    python benchmarks/linear_cpu.py [--rounds 7] [--threads 2] [--json FILE]
+    python benchmarks/linear_cpu.py [--rounds 7] [--threads 2] [--types Q4_1,Q8_0] [--json FILE]
+
+Panels are also of blocks of the types that are given, of those with 32 weights a block.
 
 Median milliseconds a step, over all layers, and the output head up to 64 rows; interleaved, warmed up. oneDNN also has
 float32 copies of the weights, twice the bytes: it takes no bfloat16 where the CPU has no AVX-512.
@@ -21,8 +23,10 @@ from common import append_record, arguments, format_table, median
 
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
-from quire.models.cpu_ops import PackedLinear, PanelLinear
+from quire.models.cpu_ops import PackedLinear
+from quire.models.cpu_panels import Panels
 from quire.models.layers import Linear, TorchLinear
+from quire.models.quants import Blocks, block_bytes
 
 LAYERS = 30
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # qkv, o, gate and up, down: [outputs, inputs]
@@ -36,15 +40,28 @@ def in_float32(weight: torch.Tensor, bias: None) -> Linear:
     return lambda x: product(x.float()).bfloat16()
 
 
+def panels(weight: torch.Tensor, bias: None, *, carver: Carver, kind: str = "") -> Linear:
+    """A product over panels of the weight, or of random blocks of its size."""
+    outputs, inputs = weight.shape
+    if kind:
+        raw = torch.randint(0, 60, (outputs, block_bytes(kind, inputs)), dtype=torch.uint8)
+        return Panels([Blocks(kind, raw, inputs)], bias, torch.bfloat16, carver)
+    return Panels([weight], bias, torch.bfloat16, carver)
+
+
 def main() -> None:
     """Measures and prints."""
-    args = arguments(__doc__, rounds=7).parse_args()
+    parser = arguments(__doc__, rounds=7)
+    parser.add_argument("--types", default="Q4_1", help="types of packed blocks, with commas between")
+    args = parser.parse_args()
     runtime.set_num_threads(args.threads)
     carver = Carver()
     kinds: dict[str, Callable[[torch.Tensor, None], Linear]] = {"F.linear": TorchLinear, "oneDNN float32": in_float32}
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         kinds["oneDNN bfloat16"] = PackedLinear
-    kinds["panels"] = functools.partial(PanelLinear, carver=carver)
+    kinds["panels"] = functools.partial(panels, carver=carver)
+    for name in filter(None, args.types.split(",")):
+        kinds[f"panels, {name}"] = functools.partial(panels, carver=carver, kind=name)
     weights = [[torch.randn(size).bfloat16() for size in SHAPES] for _ in range(LAYERS)]
     head = torch.randn(HEAD).bfloat16()
     sides = {

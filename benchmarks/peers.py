@@ -66,8 +66,6 @@ CELLS = [
     Cell("decode-8", 8, 128, 128),
     Cell("decode-32", 32, 128, 128),
 ]
-# Fewer weight bytes pay where weights are read for one token alone.
-NATIVE_CELLS = {"decode-1"}
 
 ENGINES = [
     QUIRE,
@@ -101,11 +99,6 @@ def measure(worker: Worker, cell: Cell, seed: int) -> Figures:
     decoding = whole["seconds"] - first
     rate = cell.batch * (cell.output - 1) / decoding if decoding > 0 else math.nan
     return {"rates": rate, "request_rates": cell.batch * cell.output / whole["seconds"]}
-
-
-def joins(engine: Engine, cell: Cell) -> bool:
-    """Whether an engine takes part in a cell."""
-    return not engine.native or cell.name in NATIVE_CELLS
 
 
 def report(run: Contest, results: Results) -> str:
@@ -198,7 +191,7 @@ def main() -> int:
     wants_peers = any(engine.is_peer for engine in given.engines)
     with contest.checkouts([earlier.revision for earlier in before]) as trees:
         given.engines += [earlier.engine(trees[earlier.revision]) for earlier in before]
-        with Contest(given, measure, joins) as run:
+        with Contest(given, measure) as run:
             run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
             results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
             print(report(run, results))

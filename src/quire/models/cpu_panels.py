@@ -72,7 +72,19 @@ class Panels:
     wide   outputs are float32: an output head
     """
 
-    __slots__ = ("_apply", "_carved", "_dtype", "_kind", "_parts", "bias", "is_packed", "matrix", "out_dtype", "shape")
+    __slots__ = (
+        "_apply",
+        "_carved",
+        "_dtype",
+        "_kind",
+        "_parts",
+        "_step",
+        "bias",
+        "is_packed",
+        "matrix",
+        "out_dtype",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -96,6 +108,8 @@ class Panels:
             )
         )
         self.is_packed = any(kind in _PACKED.values() for kind in kinds)
+        # Of rows: a product with pairs reads them as pairs.
+        self._step = 1 if all(kind in _PACKED.values() for kind in kinds) else 2
         self.bias = bias
         self.shape = sum(counts), inputs
         assert bias is None or (bias.dtype == dtype and bias.is_contiguous()), f"{bias.dtype} beside {dtype}"
@@ -108,11 +122,11 @@ class Panels:
         self._apply = runtime.kernels().quire_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X [R, K], rows an even number of elements apart -> [R, N]."""
+        """X [R, K] -> [R, N]. If a part is in 16 bits, rows are an even number of elements apart."""
         n, k = self.shape
         rows, width = x.shape
         stride, dense = x.stride()
-        assert width == k and dense == 1 and stride % 2 == 0 and x.dtype is self._dtype, (
+        assert width == k and dense == 1 and stride % self._step == 0 and x.dtype is self._dtype, (
             f"{x.dtype} {list(x.shape)}, strides {x.stride()}, for {k} inputs"
         )
         out = torch.empty(rows, n, dtype=self.out_dtype)
