@@ -8,9 +8,11 @@ import torch
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
 from quire.models.layers import TorchOps
+from quire.models.quants import Blocks, plain
 from quire.models.triton_ops import TritonOps
 
 from ..kernels.harness import relative_rms
+from ..packed_blocks import KINDS, random_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +52,7 @@ def test_the_one_row_product_is_torch_s(n: int, k: int, has_bias: bool, dtype: t
     x, weight = random(1, k, dtype=dtype), random(n, k, dtype=dtype)
     bias = random(n, dtype=dtype) if has_bias else None
     expected = (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(dtype)
-    assert relative_rms(TritonOps().linear(weight, bias)(x), expected) < TOLERANCE[dtype]
+    assert relative_rms(TritonOps().linear([weight], bias, dtype)(x), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -59,5 +61,24 @@ def test_a_head_returns_sums_that_were_never_rounded(rows: int, dtype: torch.dty
     x, weight = random(rows, 576, dtype=dtype), random(1000, 576, dtype=dtype)
     exact = x.double() @ weight.double().T
     for ops in (TritonOps(), TorchOps()):
-        logits = ops.head(weight)(x)
+        logits = ops.head(weight, dtype)(x)
         assert logits.dtype == torch.float32 and relative_rms(logits, exact) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 20, 50, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_blocks_are_multiplied_and_looked_up_as_the_file_has_them(
+    kind: str, rows: int, dtype: torch.dtype
+) -> None:
+    blocks = random_blocks(kind, 1000, 1536)
+    held = Blocks(kind, blocks.raw.cuda(), blocks.inputs)
+    # float16 ends at 65,504.
+    x = random(rows, 1536, dtype=dtype) / 64
+    bias = random(1000, dtype=dtype)
+    exact = x.double() @ plain(blocks, torch.float32).cuda().double().T
+    assert relative_rms(TritonOps().linear([held], bias, dtype)(x), exact + bias.double()) < TOLERANCE[dtype]
+    embed, head = TritonOps().tied(held, dtype)
+    assert relative_rms(head(x), exact) < 2e-6
+    index = torch.randint(1000, (rows,))
+    assert torch.equal(embed(index.cuda()).cpu(), plain(blocks, dtype)[index])

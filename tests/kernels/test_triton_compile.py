@@ -39,7 +39,7 @@ from quire.attention.triton_profile import PLACE_ROWS
 from quire.cache.codecs.group import KERNEL_ID as GROUP
 from quire.cache.codecs.nuq import KERNEL_ID as NUQ
 from quire.cache.page import PAGE_TOKENS, UNIT
-from quire.models import triton_ops
+from quire.models import triton_ops, triton_packed
 
 from .ahead import POINTERS, Compiled, compile_for
 
@@ -449,3 +449,47 @@ def test_gated_loads_and_stores_16_bytes_at_a_time() -> None:
     )
     assert compiled.stack_bytes == 0 and compiled.count(r"\bLDG\.\S*128") == compiled.count(r"\bLDG\.") == 2
     assert compiled.count(r"\bSTG\.\S*128") == compiled.count(r"\bSTG\.") == 1
+
+
+def packed_arguments(kernel: Any, kind: str) -> dict[str, Any]:
+    """What a kernel of packed matrices takes, for [6144, 4096] in bfloat16."""
+    of = triton_packed.FORMATS[kind]
+    arguments: dict[str, Any] = {"x": "*bf16", "out": "*bf16", "bias": None, "index": "*i64", "codes": "*i32"}
+    arguments |= {"upper": {5: "*u8", 6: "*i16"}.get(of.bits), "d": "*fp16", "m": "*fp16" if of.minima else None}
+    arguments |= {"scales": ("*u8" if of.minima else "*i8") if of.superblocks else None}
+    arguments |= {"minima": "*u8" if of.superblocks and of.minima else None, "sums": "*fp32" if of.minima else None}
+    arguments |= {"num_rows": "i32", "x_stride": "i32:16", "out_stride": "i32:16", "N": 6144, "K": 4096, "STRIDE": 6144}
+    arguments |= {"BITS": of.bits, "GROUP": of.group, "OFFSET": of.offset, "MINIMA": of.minima, "SUPER": of.superblocks}
+    arguments |= {"PANELS": triton_packed.VECTOR_PANELS, "UNITS": triton_packed.VECTOR_UNITS, "BIAS": False}
+    arguments |= {"STAGES": triton_packed.VECTOR_STAGES, "OUTPUTS": 0, "ROWS": 0}
+    return {name: arguments[name] for name in kernel.arg_names}
+
+
+@pytest.mark.parametrize("kind", sorted(triton_packed.KINDS))
+def test_one_row_by_packed_blocks_spills_nothing(kind: str) -> None:
+    compiled = compile_for(HOPPER, triton_packed._vector, packed_arguments(triton_packed._vector, kind), warps=4)
+    weights = 16 * 32 * triton_packed.VECTOR_UNITS // 128
+    print(
+        f"\npacked row {kind}: {describe(compiled)}, {largest_loop(compiled) / weights:.1f} instructions a weight,"
+        f" {compiled.count(r'LDGSTS')} copies, {compiled.count(r'LDGSTS.*128')} of 16 bytes"
+    )
+    assert compiled.stack_bytes == 0 and compiled.count(r"\bLDGSTS\.\S*128") > 0, describe(compiled)
+    assert compiled.registers * 128 * 2 <= REGISTERS and compiled.shared_bytes * 2 <= SHARED_BYTES, describe(compiled)
+
+
+@combine(strength=1, kind=sorted(triton_packed.KINDS), rows=[8, 32, 64, 512])
+def test_rows_by_packed_blocks_run_on_the_tensor_cores_and_spill_nothing(kind: str, rows: int) -> None:
+    tile = triton_packed.tile_of(rows, torch.bfloat16)
+    arguments = packed_arguments(triton_packed._tiles, kind)
+    arguments |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "UNITS": tile.units, "STAGES": tile.stages}
+    compiled = compile_for(HOPPER, triton_packed._tiles, arguments, warps=tile.warps)
+    print(f"\npacked {rows} rows {kind}: {describe(compiled)}, {tile}, {compiled.count('GMMA|HMMA')} products")
+    assert compiled.stack_bytes == 0 and compiled.shared_bytes <= SHARED_BYTES, describe(compiled)
+    assert compiled.count(r"\bHG?MMA\.") > 0
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_rows_of_packed_blocks_spill_nothing(kind: str) -> None:
+    compiled = compile_for(HOPPER, triton_packed._rows, packed_arguments(triton_packed._rows, kind), warps=4)
+    print(f"\nrows of {kind}: {describe(compiled)}")
+    assert compiled.stack_bytes == 0, describe(compiled)

@@ -15,7 +15,7 @@ import pytest
 
 from quire.cli import COMMANDS, build_parser, main
 from quire.errors import ModelError
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, tiny_shape, write_gguf
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--cache.memory", "4MiB", "--runtime.device", "cpu", "--runtime.threads", "1"]
@@ -365,6 +365,27 @@ def test_inspect_prints_what_fits(folder, capsys):
     assert facts["bytes_per_token"] == 2 * 2 * 12 * 2 * 4
     assert facts["sequences"]["64"] == facts["num_chunks"] == facts["tokens"] // 64
     assert facts["cache_bytes"] <= 2**20
+
+
+def test_inspect_shows_weights_by_type(tmp_path, capsys):
+    shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=272, tied_embeddings=False)
+    write_gguf(tmp_path / "mixed.gguf", shape, kind={"": "Q4_K", "v": "Q6_K", "embed": "Q2_K"})
+    for weights, held in (
+        ("native", {"Q4_K": "Q4_K", "Q6_K": "Q6_K", "Q2_K": "bfloat16", "F32": "bfloat16"}),
+        ("g4", {"Q4_K": "G4", "Q6_K": "G4", "Q2_K": "G4", "F32": "bfloat16"}),
+    ):
+        words = ["inspect", str(tmp_path / "mixed.gguf"), "--cache.memory", "4MiB", "--model.weights", weights]
+        assert main([*words, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        parts = facts["weights"]
+        assert {part["stored"]: part["held"] for part in parts} == held
+        assert sum(part["numbers"] for part in parts) == facts["num_parameters"]
+        assert sum(part["num_bytes"] for part in parts) == facts["weight_bytes"]
+        assert [part["num_bytes"] for part in parts] == sorted((part["num_bytes"] for part in parts), reverse=True)
+        assert {part["tensors"] for part in parts if part["stored"] == "Q6_K"} == {shape.num_layers}
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert "Q6_K" in text and "M numbers in" in text
 
 
 def test_inspect_refuses_a_cache_that_holds_nothing(folder, capsys):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from quire.models.quants import GROUP_CODES, PLAIN, Blocks, block_bytes, group_codes
+from quire.models.quants import GROUP_CODES, PLAIN, Blocks, group_codes, held_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[
         entry = found.setdefault(key, Held(*key))
         entry.tensors += 1
         entry.numbers += math.prod(size)
-        entry.num_bytes += math.prod(size) * dtype.itemsize if kind is None else size[0] * block_bytes(kind, size[1])
+        entry.num_bytes += math.prod(size) * dtype.itemsize if kind is None else size[0] * held_bytes(kind, size[1])
     return sorted(found.values(), key=lambda entry: -entry.num_bytes)
 
 

@@ -66,6 +66,12 @@ def block_bytes(kind: str, inputs: int) -> int:
     return -(-inputs // size) * num_bytes
 
 
+def held_bytes(kind: str, inputs: int) -> int:
+    """Bytes of a row in memory. Backends give the 6-bit scales and minima of a superblock a byte each."""
+    size, _ = _block(kind)
+    return block_bytes(kind, inputs) + (4 * (inputs // size) if kind in ("Q4_K", "Q5_K") else 0)
+
+
 def _block(kind: str) -> tuple[int, int]:
     """Elements and bytes of a block."""
     if kind == GROUP_CODES:

@@ -19,7 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from quire.models import triton_packed
 from quire.models.layers import Gated, TorchHead, TorchLinear
+from quire.models.quants import Blocks
+from quire.models.triton_packed import PackedMatrix, unit_sums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,21 +145,60 @@ class TritonLinear:
         return out
 
 
+class PackedLinear:
+    """A product whose parts are matrices in blocks, or plain ones beside such: a launch for each, side by side.
+
+    wide  an output head: returns float32
+    """
+
+    __slots__ = ("_bias", "_outputs", "_parts", "_sums", "_wide")
+
+    def __init__(
+        self, parts: Sequence[PackedMatrix | Tensor], bias: Tensor | None, vector: bool, *, wide: bool = False
+    ) -> None:
+        counts = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else bias.split(counts)
+        self._parts = [part if isinstance(part, PackedMatrix) else TritonLinear(part, None, vector) for part in parts]
+        self._bias = biases
+        self._outputs = counts
+        self._sums = any(isinstance(part, PackedMatrix) and part.format.minima for part in parts)
+        self._wide = wide
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See layers.Linear."""
+        out = torch.empty(len(x), sum(self._outputs), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
+        if not len(x):
+            return out
+        sums = unit_sums(x) if self._sums and len(x) > 1 else None
+        for part, bias, columns in zip(self._parts, self._bias, out.split(self._outputs, 1), strict=True):
+            if isinstance(part, PackedMatrix):
+                part.multiply(x, bias, columns, sums)
+            else:
+                columns.copy_(part(x))
+                if bias is not None:
+                    columns.add_(bias)
+        return out
+
+
 class TritonOps:
     """See `layers.Ops`; tensors on one GPU.
 
-    vector  multiply single rows by the own kernel; off, torch does it all. `scripts/gpu.sh decode` prints both
+    vector  multiply single rows by the own kernel; off, torch does it all but blocks. `scripts/gpu.sh decode` prints
+            both
     """
 
-    kinds: frozenset[str] = frozenset()
+    kinds = triton_packed.KINDS
 
     def __init__(self, vector: bool = True) -> None:
         self._vector = vector
 
-    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear:
-        """Keeps a single tensor itself."""
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Keeps a single tensor itself; repacks blocks."""
         weights = [weight for weight in parts if isinstance(weight, Tensor)]
-        assert len(weights) == len(parts) and all(weight.dtype == dtype for weight in weights), "plain numbers only"
+        assert all(weight.dtype == dtype for weight in weights), f"plain weights must be {dtype}"
+        if len(weights) < len(parts):
+            packed = [PackedMatrix(weight) if isinstance(weight, Blocks) else weight for weight in parts]
+            return PackedLinear(packed, bias, self._vector)
         return TritonLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self._vector)
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -166,18 +208,26 @@ class TritonOps:
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """One by one: a CUDA graph holds the step together."""
 
-    def head(self, weight: Weight, dtype: torch.dtype) -> TritonLinear:
-        """Keeps the tensor itself."""
-        assert isinstance(weight, Tensor) and weight.dtype == dtype, "plain numbers only"
+    def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
+        """Keeps the tensor itself; repacks blocks."""
+        if isinstance(weight, Blocks):
+            return PackedLinear([PackedMatrix(weight)], None, self._vector, wide=True)
+        assert weight.dtype == dtype, f"{weight.dtype}, not {dtype}"
         return TritonLinear(weight, None, self._vector, wide=True)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
-        """Keeps the tensor itself."""
-        assert isinstance(weight, Tensor) and weight.dtype == dtype, "plain numbers only"
+        """Keeps the tensor itself; repacks blocks."""
+        if isinstance(weight, Blocks):
+            return functools.partial(PackedMatrix(weight).rows, dtype=dtype)
+        assert weight.dtype == dtype, f"{weight.dtype}, not {dtype}"
         return functools.partial(functional.embedding, weight=weight)
 
-    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, TritonLinear]:
-        """One tensor serves both."""
+    def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        """One matrix serves both."""
+        if isinstance(weight, Blocks):
+            packed = PackedMatrix(weight)
+            head = PackedLinear([packed], None, self._vector, wide=True)
+            return functools.partial(packed.rows, dtype=dtype), head
         return self.embedding(weight, dtype), self.head(weight, dtype)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

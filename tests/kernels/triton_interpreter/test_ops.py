@@ -54,7 +54,8 @@ def test_linear_is_torch_s_with_its_own_kernel_for_one_row(
 ) -> None:
     x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype)
     bias = random(n, dtype=dtype) if has_bias else None
-    assert relative_rms(TritonOps().linear(weight, bias)(x), TorchOps().linear(weight, bias)(x)) < TOLERANCE[dtype]
+    actual, expected = (ops.linear([weight], bias, dtype)(x) for ops in (TritonOps(), TorchOps()))
+    assert relative_rms(actual, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,8 +63,8 @@ def test_linear_is_torch_s_with_its_own_kernel_for_one_row(
 def test_a_head_returns_sums_that_were_never_rounded(rows: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, 64, dtype=dtype), random(33, 64, dtype=dtype)
     exact = x.double() @ weight.double().T
-    embed, tied = TritonOps().tied(weight)
-    for head in (TritonOps().head(weight), tied):
+    embed, tied = TritonOps().tied(weight, dtype)
+    for head in (TritonOps().head(weight, dtype), tied):
         logits = head(x)
         assert logits.dtype == torch.float32 and relative_rms(logits, exact) < 1e-6
     assert torch.equal(embed(torch.tensor([5])), weight[5:6])
