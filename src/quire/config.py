@@ -33,7 +33,7 @@ class ModelConfig(Group):
     """Type of weights, activations and dense cache pages. auto: the checkpoint's own, bfloat16 for GGUF."""
     weights: Literal["native", "dequantized", "g4"] = "native"
     """How matrices are held. native: as packed as the file has them; dequantized: expanded to `model.dtype`; g4: in
-    codes of 4 bits made while loading, whatever the file has."""
+    4.5 bits, quantized while loading, whatever the file has; embedding and output head stay packed or take 8.5."""
     max_context: Count | None = None
     """Longest prompt plus output in tokens. auto: what the model was made for."""
     tokenizer: str | None = None

@@ -370,15 +370,16 @@ def test_inspect_prints_what_fits(folder, capsys):
 def test_inspect_shows_weights_by_type(tmp_path, capsys):
     shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=272, tied_embeddings=False)
     write_gguf(tmp_path / "mixed.gguf", shape, kind={"": "Q4_K", "v": "Q6_K", "embed": "Q2_K"})
+    vectors, head = ("F32", "bfloat16"), ("Q4_K", "Q4_K")
     for weights, held in (
-        ("native", {"Q4_K": "Q4_K", "Q6_K": "Q6_K", "Q2_K": "bfloat16", "F32": "bfloat16"}),
-        ("g4", {"Q4_K": "G4", "Q6_K": "G4", "Q2_K": "G4", "F32": "bfloat16"}),
+        ("native", {head, ("Q6_K", "Q6_K"), ("Q2_K", "bfloat16"), vectors}),
+        ("g4", {head, ("Q4_K", "G4"), ("Q6_K", "G4"), ("Q2_K", "Q8_0"), vectors}),
     ):
         words = ["inspect", str(tmp_path / "mixed.gguf"), "--cache.memory", "4MiB", "--model.weights", weights]
         assert main([*words, "--json"]) == 0
         facts = json.loads(capsys.readouterr().out)
         parts = facts["weights"]
-        assert {part["stored"]: part["held"] for part in parts} == held
+        assert {(part["stored"], part["held"]) for part in parts} == held
         assert sum(part["numbers"] for part in parts) == facts["num_parameters"]
         assert sum(part["num_bytes"] for part in parts) == facts["weight_bytes"]
         assert [part["num_bytes"] for part in parts] == sorted((part["num_bytes"] for part in parts), reverse=True)

@@ -16,7 +16,7 @@ from quire.errors import ModelError
 from quire.models.decoder import build_model
 from quire.models.gguf_file import GgufFile
 from quire.models.layers import TorchOps
-from quire.models.quants import block_bytes, dequantize, group_codes, plain
+from quire.models.quants import block_bytes, dequantize, eight_bit_codes, group_codes, plain
 from quire.models.weights import open_model
 from tests.dense_plan import DensePlan
 from tests.effort import tries
@@ -123,6 +123,22 @@ def test_group_codes_are_within_half_of_their_step(inputs: int, seed: int) -> No
     assert (found[1, : min(64, inputs)] == 0.25).all()
     alone = plain(group_codes(weight[3:4]), torch.float32)
     assert torch.equal(alone, found[3:4])
+
+
+def test_eight_bit_codes_are_those_of_gguf_py(seed: int) -> None:
+    import gguf
+
+    weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(seed))
+    weight[1, :32] = 0
+    blocks = eight_bit_codes(weight)
+    assert blocks.kind == "Q8_0" and blocks.shape == (6, 96)
+    scales = weight.unflatten(1, (3, 32)).abs().amax(2) / 127
+    found = plain(blocks, torch.float32)
+    # Half of a step, and what float16 takes off the scale.
+    assert ((found - weight).abs() <= (scales * (0.5 + 127 * 2**-11)).repeat_interleave(32, 1)).all()
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0),
+                                    gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    assert (found - torch.from_numpy(theirs)).abs().max() <= scales.max() * 1.01
 
 
 def test_a_group_says_nothing_of_its_neighbours() -> None:

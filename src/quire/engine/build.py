@@ -113,9 +113,10 @@ def resolve(
     if backend == "cpu" and shape.tied_embeddings:
         from quire.models.cpu_ops import has_onednn
 
-        embedded = (
-            None if checkpoint is None else held_kind(checkpoint.kind("embed.weight"), config.model.weights, kinds)
-        )
+        embedded = None
+        if checkpoint is not None:
+            size, stored = shape.tensor_shapes["embed.weight"], checkpoint.kind("embed.weight")
+            embedded = held_kind("embed.weight", size, stored, config.model.weights, kinds)
         if embedded is None and has_onednn(torch_dtype(dtype)):
             weight_bytes += math.prod(shape.tensor_shapes["embed.weight"]) * torch_dtype(dtype).itemsize
     available = available_memory(device)

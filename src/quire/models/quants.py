@@ -128,6 +128,17 @@ def group_codes(weight: Tensor) -> Blocks:
     return Blocks(GROUP_CODES, blocks.view(rows, -1), inputs)
 
 
+def eight_bit_codes(weight: Tensor) -> Blocks:
+    """Quantizes a matrix [N, K], K a multiple of 32, to Q8_0: the largest of 32 weights becomes 127 or -127."""
+    rows, inputs = weight.shape
+    x = weight.float().reshape(-1, 32)
+    scale = _to_half(x.abs().amax(-1, keepdim=True) / 127)
+    divisor = torch.where(scale > 0, scale.float(), torch.ones(()))
+    codes = (x / divisor).round_().clamp_(-127, 127).to(torch.int8)
+    blocks = torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), 1)
+    return Blocks("Q8_0", blocks.view(rows, -1), inputs)
+
+
 def _to_half(x: Tensor) -> Tensor:
     return x.clamp(-65504, 65504).half()
 
