@@ -1,4 +1,5 @@
-// The layers of a gated decoder in one call, for weights in panels and rows of bf16: what models/decoder.py does layer by layer, without Python between.
+// The layers of a gated decoder in one call, for weights in panels and rows of bf16: what models/decoder.py does layer by layer, without Python
+// between.
 //
 //     q, k, v = qkv(x);  x = norm(residual += o(attend(q)));  x = norm(residual += down(gated(x)))
 //

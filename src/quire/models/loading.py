@@ -30,7 +30,7 @@ _NOT_MULTIPLIED = "positions.weight"
 
 
 _OUTER = ("embed.weight", "head.weight")
-"""The embedding and the output head. g4 keeps them in 8 bits: in 4 bits SmolLM2's perplexity is 9 % higher."""
+"""The embedding and the output head, which g4 keeps in 8 bits; docs/log.md says what 4 bits cost."""
 
 
 def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Collection[str]) -> str | None:
@@ -54,7 +54,7 @@ class Held:
     """Tensors of a checkpoint with one type in the file and one in memory.
 
     stored     GGUF's name of the type in the file
-    held       the type in memory: that of the file, G4, or the model's dtype
+    held       the type in memory: the file's, G4 or Q8_0 of model.weights g4, or the model's dtype
     tensors    how many
     numbers    of all of them
     num_bytes  of all of them in memory
@@ -68,8 +68,8 @@ class Held:
 
 
 def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[Held]:
-    """Groups a checkpoint's tensors by type; the largest group comes first. Does not count a second copy of a tied
-    output head.
+    """Groups a checkpoint's tensors by type, the largest group first. A second copy of a tied output head is not
+    counted.
     """
     found: dict[tuple[str, str], Held] = {}
     for name, size in weights.shape.tensor_shapes.items():
