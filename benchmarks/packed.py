@@ -128,7 +128,7 @@ def main() -> None:
     with Contest(given, measure) as run:
         run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
         results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
-        print(report(run, results, speed))
+        print(report(run, results, max(speed, reading_speed(given.threads))))
         if given.json:
             for (name, cell), samples in results.items():
                 about = {"benchmark": "packed", "model": given.model.name, **run.about(name), "cell": cell}

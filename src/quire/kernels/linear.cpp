@@ -32,7 +32,7 @@ template <class X, class T>
 struct Product {
     const X* x;
     int lda;                       // numbers from row to row
-    QuantizedRows integers;        // the same rows, where a part is packed
+    PackedRows packed;             // the same rows, where a part is packed
     int64_t rows, inputs, outputs;
     const X* bias;
     bool gated;
@@ -155,10 +155,10 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
 
 // The same of a packed panel.
 template <class X, class T>
-void packed_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height) {
-    const int planes = p.integers.planes;
-    auto* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(BLOCK_ROWS) * planes * PANEL * 4 + PACKED_SCRATCH));
-    packed_sums(static_cast<int>(panel.kind), panel.at, p.inputs, p.integers, at, height, sums, sums + BLOCK_ROWS * planes * PANEL);
+void packed_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
+    const int planes = p.packed.planes, most = (BLOCK_ROWS + 12) * planes;
+    auto* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(most) * PANEL * 4 + PACKED_SCRATCH));
+    packed_sums(static_cast<int>(panel.kind), panel.at, p.inputs, p.packed, at, height, sums, sums + most * PANEL, next);
     if (planes == 2)
         for (int r = 0; r < height; r++)
             for (int n = 0; n < PANEL; n += VL) store(sums + r * PANEL + n, load(sums + 2 * r * PANEL + n) + load(sums + (2 * r + 1) * PANEL + n));
@@ -172,15 +172,13 @@ void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
                     m.gated != 0, out};
     if (p.rows == 0) return;
     int64_t panels = 0;
-    bool packed = false;
+    bool packed = false, minima = false;
     for (int64_t i = 0; i < m.num_parts; i++) {
         panels += (m.parts[i].outputs + p.width() - 1) / p.width();
         packed = packed || is_packed(static_cast<int>(m.parts[i].kind));
+        minima = minima || has_minima(static_cast<int>(m.parts[i].kind));
     }
-    if (packed) {
-        p.integers = quantized_rows(kind, p.rows, p.inputs, rows.scratch);
-        quantize_rows(kind, rows.x, rows.stride, p.rows, p.inputs, p.integers);
-    }
+    if (packed) p.packed = quantize_rows(kind, rows.x, rows.stride, p.rows, p.inputs, minima, rows.scratch);
     const auto panel_at = [&](int64_t i) {
         int64_t first = 0;
         for (const Part* part = m.parts;; part++) {
@@ -199,11 +197,11 @@ void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
         if (at >= p.rows) return;
         const Panel panel = panel_at(i % panels);
         const int count = static_cast<int>(p.rows - at < height ? p.rows - at : height);
-        if (is_packed(static_cast<int>(panel.kind))) return packed_rows(p, panel, at, count);
+        const uint8_t* after = nullptr;
+        if (then >= 0) after = panel_at(then % panels).at;
+        else if (next) after = next->parts->panels + member.id * panel_bytes(static_cast<int>(next->parts->kind), next->inputs);
+        if (is_packed(static_cast<int>(panel.kind))) return packed_rows(p, panel, at, count, after);
         if constexpr (sizeof(X) == 2) {
-            const uint8_t* after = nullptr;
-            if (then >= 0) after = panel_at(then % panels).at;
-            else if (next) after = next->parts->panels + member.id * panel_bytes(static_cast<int>(next->parts->kind), next->inputs);
             if constexpr (std::is_same_v<X, bf16>) pair_rows<MathOfBf16>(p, panel, at, count, after);
             else pair_rows<MathPairs<f16>>(p, panel, at, count, after);
         }

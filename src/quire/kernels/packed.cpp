@@ -4,59 +4,117 @@
 namespace quire {
 namespace {
 
+// Rows that are integers.
+struct MathIntegers {
+    using Sum = vi;
+    static constexpr bool EXACT = true;
+    static constexpr int FEW = 4;                        // rows at most that codes are decoded for in registers, so many at a time ...
+    static constexpr int FEW_BLOCK = 4;
+    static constexpr int BLOCK = VL == 16 ? 12 : 3;      // ... and of more rows those that pass decoded codes together
+    template <class P>
+    struct Codes {
+        vu pair(const typename P::Word& word, int w, int j) const { return P::pair(word, w, j); }
+    };
+    static vi dot(vi acc, vu a, vu b) { return dot_pairs(acc, a, b); }
+};
+
+// Rows of bfloat16 as they are.
+#if defined(__AVX512BF16__)
+struct MathBfloats {
+    using Sum = vf;
+    static constexpr bool EXACT = false;
+    static constexpr int FEW = 48, FEW_BLOCK = 12, BLOCK = 12;
+    template <class P>
+    struct Codes {
+        typename P::Table table = P::table();
+        vu pair(const typename P::Word& word, int w, int j) const { return P::pair(word, w, j, table); }
+    };
+    static vf dot(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+};
+#endif
+
+// What a group of a row is scaled with, and the sum of its numbers, scaled.
+struct Weighing {
+    float scale, sum;
+    int32_t whole;          // the sum of integers
+};
+template <class Math, class P>
+inline Weighing weighing(const PackedRows& x, int64_t row, int64_t k) {
+    const int64_t at = row * (x.inputs / SUMMED) + k / SUMMED;
+    if constexpr (Math::EXACT) {
+        const float scale = x.scales[row * (x.inputs / SCALED) + k / SCALED];
+        const int32_t whole = x.sums[at] + (P::GROUP > SUMMED ? x.sums[at + 1] : 0);
+        return {scale, scale * static_cast<float>(whole), whole};
+    } else {
+        if constexpr (!P::MINS) return {1, 0, 0};
+        const auto* sums = reinterpret_cast<const float*>(x.sums) + at;
+        return {1, sums[0] + (P::GROUP > SUMMED ? sums[1] : 0), 0};
+    }
+}
+
+// y + s (sum of a group) + m (sum of its inputs)
+template <class Math, class P>
+inline vf weighed(vf y, typename Math::Sum acc, vf s, vf m, const Weighing& by) {
+    if constexpr (Math::EXACT) y += __builtin_convertvector(acc, vf) * (s * by.scale);
+    else y += acc * s;
+    if constexpr (P::MINS) y += m * by.sum;
+    return y;
+}
+
+template <class Math, class P>
+inline typename Math::Sum nothing(const Weighing& by) {
+    if constexpr (Math::EXACT) return vi{} - P::OFFSET * by.whole;
+    else return vf{};
+}
+
 // Few rows: codes go from the panel to the registers and are used there, by all rows.
-template <class P, int M>
-void few_rows(const uint8_t* block, int64_t blocks, const QuantizedRows& x, int64_t at, float* out) {
+template <class Math, class P, int M>
+void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, float* out, const uint8_t* next) {
     constexpr int VECTORS = PANEL / VL;
     // Vectors of outputs at a time: as many sums as the registers hold beside words, codes and a pair of a row.
     constexpr int WIDE = VL == 16 || M == 1 ? (VECTORS < 4 ? VECTORS : 4) : 2;
-    constexpr int LEAD = 4096;
-    const int64_t lda = x.inputs / 2, groups = x.inputs / SCALED, summed = x.inputs / SUMMED;
-    const uint32_t* pairs = x.pairs + at * lda;
-    const float* scales = x.scales + at * groups;
-    const int32_t* sums = x.sums + at * summed;
+    constexpr int64_t LEAD = 8192;
+    constexpr int LINES = (P::BLOCK_BYTES / P::GROUPS + 63) / 64;   // of a group, its share of what stands before them included
+    const typename Math::template Codes<P> codes_of{};
+    const uint8_t* end = block + blocks * P::BLOCK_BYTES;
+    const int64_t jump = next ? next - end : 0;
+    const uint32_t* pairs = x.pairs + at * x.lda;
     vf y[M][VECTORS];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < VECTORS; n++) y[m][n] = vf{};
     for (int64_t k = 0; blocks > 0; blocks--, block += P::BLOCK_BYTES)
         for (int g = 0; g < P::GROUPS; g++, k += P::GROUP) {
             const uint32_t* group = P::codes(block, g);
-            for (int i = 0; i < P::ALL_WORDS * PANEL; i += 16) __builtin_prefetch(group + LEAD / 4 + i, 0, 3);
-            float scale[M];
-            int32_t sum[M];
-            for (int m = 0; m < M; m++) {
-                scale[m] = scales[m * groups + k / SCALED];
-                sum[m] = sums[m * summed + k / SUMMED];
-                if constexpr (P::GROUP > SUMMED) sum[m] += sums[m * summed + k / SUMMED + 1];
-            }
+            const uint8_t* ahead = block + g * (P::BLOCK_BYTES / P::GROUPS) + LEAD;
+            if (ahead >= end) ahead += jump;
+            Weighing by[M];
+            for (int m = 0; m < M; m++) by[m] = weighing<Math, P>(x, at + m, k);
             for (int first = 0; first < VECTORS; first += WIDE) {
                 if constexpr (WIDE < VECTORS) asm("" : "+r"(first));   // or pairs of rows are kept for the next vectors, in memory
-                vi acc[M][WIDE];
+                typename Math::Sum acc[M][WIDE];
                 for (int m = 0; m < M; m++)
-                    for (int n = 0; n < WIDE; n++) acc[m][n] = vi{} - P::OFFSET * sum[m];
+                    for (int n = 0; n < WIDE; n++) acc[m][n] = nothing<Math, P>(by[m]);
 #pragma GCC unroll 8
                 for (int w = 0; w < P::WORDS; w++) {
+                    if (first == 0)   // evenly: a burst would be waited for
+                        for (int i = w * LINES / P::WORDS; i < (w + 1) * LINES / P::WORDS; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
                     const uint32_t* a = pairs + k / 2 + w * P::PER_WORD;
                     typename P::Word word[WIDE];
                     for (int n = 0; n < WIDE; n++) word[n] = P::word(group, w, (first + n) * VL);
 #pragma GCC unroll 4
                     for (int j = 0; j < P::PER_WORD; j++) {
                         vu codes[WIDE];
-                        for (int n = 0; n < WIDE; n++) codes[n] = P::pair(word[n], w, j);
+                        for (int n = 0; n < WIDE; n++) codes[n] = codes_of.pair(word[n], w, j);
                         for (int m = 0; m < M; m++) {
-                            const vu row = splat(a[m * lda + j]);
-                            for (int n = 0; n < WIDE; n++) acc[m][n] = dot_pairs(acc[m][n], row, codes[n]);
+                            const vu row = splat(a[m * x.lda + j]);
+                            for (int n = 0; n < WIDE; n++) acc[m][n] = Math::dot(acc[m][n], row, codes[n]);
                         }
                     }
                 }
                 for (int n = 0; n < WIDE; n++) {
                     const int lane = (first + n) * VL;
-                    const vf s = P::scale(block, g, lane);
-                    for (int m = 0; m < M; m++) {
-                        vf& to = y[m][first + n];
-                        to += __builtin_convertvector(acc[m][n], vf) * (s * scale[m]);
-                        if constexpr (P::MINS) to += P::minimum(block, g, lane) * (scale[m] * static_cast<float>(sum[m]));
-                    }
+                    const vf s = P::scale(block, g, lane), minimum = P::MINS ? P::minimum(block, g, lane) : vf{};
+                    for (int m = 0; m < M; m++) y[m][first + n] = weighed<Math, P>(y[m][first + n], acc[m][n], s, minimum, by[m]);
                 }
             }
         }
@@ -64,80 +122,76 @@ void few_rows(const uint8_t* block, int64_t blocks, const QuantizedRows& x, int6
         for (int n = 0; n < VECTORS; n++) store(out + m * PANEL + n * VL, y[m][n]);
 }
 
-template <class P, int M>
-void few_rest(const uint8_t* panel, int64_t blocks, const QuantizedRows& x, int64_t at, int rows, float* out) {
-    if constexpr (M > 0) {
-        if (rows == M) few_rows<P, M>(panel, blocks, x, at, out);
-        else few_rest<P, M - 1>(panel, blocks, x, at, rows, out);
-    }
-}
-
 // A block of decoded groups: pairs of codes [pairs, 32], what each group is scaled with and what it adds.
 struct Decoded {
     uint32_t* pairs;
     float *scales, *minima;
-    int offset;             // what the codes are less
 };
 
 // M rows through `groups` decoded groups, added to sums [M, 32].
-template <int GROUP, bool MINS, int M>
-void decoded_rows(const Decoded& b, int groups, const QuantizedRows& x, int64_t at, int64_t k, float* sums) {
-    constexpr int VECTORS = PANEL / VL, STEPS = GROUP / 2;
-    const int64_t lda = x.inputs / 2, ldg = x.inputs / SCALED, lds = x.inputs / SUMMED;
-    for (int g = 0; g < groups; g++, k += GROUP) {
-        const uint32_t *a = x.pairs + at * lda + k / 2, *columns = b.pairs + g * STEPS * PANEL;
-        float scale[M];
-        int32_t sum[M];
-        for (int m = 0; m < M; m++) {
-            scale[m] = x.scales[(at + m) * ldg + k / SCALED];
-            sum[m] = x.sums[(at + m) * lds + k / SUMMED];
-            if constexpr (GROUP > SUMMED) sum[m] += x.sums[(at + m) * lds + k / SUMMED + 1];
-        }
-        vi acc[M][VECTORS];
+template <class Math, class P, int M>
+void decoded_rows(const Decoded& b, int groups, const PackedRows& x, int64_t at, int64_t k, float* sums) {
+    constexpr int VECTORS = PANEL / VL, STEPS = P::GROUP / 2;
+    for (int g = 0; g < groups; g++, k += P::GROUP) {
+        const uint32_t *a = x.pairs + at * x.lda + k / 2, *columns = b.pairs + g * STEPS * PANEL;
+        Weighing by[M];
+        for (int m = 0; m < M; m++) by[m] = weighing<Math, P>(x, at + m, k);
+        typename Math::Sum acc[M][VECTORS];
         for (int m = 0; m < M; m++)
-            for (int n = 0; n < VECTORS; n++) acc[m][n] = vi{} - b.offset * sum[m];
+            for (int n = 0; n < VECTORS; n++) acc[m][n] = nothing<Math, P>(by[m]);
         for (int i = 0; i < STEPS; i++) {
             if constexpr (VL < 16) {   // sixteen registers: the sums, a pair of a row, and a column
                 for (int n = 0; n < VECTORS; n++) {
                     const vu column = *reinterpret_cast<const vu_loose*>(columns + i * PANEL + n * VL);
-                    for (int m = 0; m < M; m++) acc[m][n] = dot_pairs(acc[m][n], splat(a[m * lda + i]), column);
+                    for (int m = 0; m < M; m++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * x.lda + i]), column);
                 }
             } else {
                 vu column[VECTORS];
                 for (int n = 0; n < VECTORS; n++) column[n] = *reinterpret_cast<const vu_loose*>(columns + i * PANEL + n * VL);
                 for (int m = 0; m < M; m++)
-                    for (int n = 0; n < VECTORS; n++) acc[m][n] = dot_pairs(acc[m][n], splat(a[m * lda + i]), column[n]);
+                    for (int n = 0; n < VECTORS; n++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * x.lda + i]), column[n]);
             }
         }
         for (int n = 0; n < VECTORS; n++) {
-            const vf s = load(b.scales + g * PANEL + n * VL);
+            const vf s = load(b.scales + g * PANEL + n * VL), minimum = P::MINS ? load(b.minima + g * PANEL + n * VL) : vf{};
             for (int m = 0; m < M; m++) {
                 float* to = sums + m * PANEL + n * VL;
-                vf y = load(to) + __builtin_convertvector(acc[m][n], vf) * (s * scale[m]);
-                if constexpr (MINS) y += load(b.minima + g * PANEL + n * VL) * (scale[m] * static_cast<float>(sum[m]));
-                store(to, y);
+                store(to, weighed<Math, P>(load(to), acc[m][n], s, minimum, by[m]));
             }
         }
     }
 }
 
-template <int GROUP, bool MINS, int M>
-void decoded_rest(const Decoded& b, int groups, const QuantizedRows& x, int64_t at, int64_t k, int rows, float* sums) {
-    if constexpr (M > 0) {
-        if (rows == M) decoded_rows<GROUP, MINS, M>(b, groups, x, at, k, sums);
-        else decoded_rest<GROUP, MINS, M - 1>(b, groups, x, at, k, rows, sums);
+// Rows are multiplied in blocks of a few heights, the least of which that is enough is taken.
+constexpr int enough(int rows) { return rows <= 4 ? rows : rows <= 6 ? 6 : rows <= 8 ? 8 : 12; }
+
+// Calls use(enough(rows)), up to MOST.
+template <int MOST, class Use>
+void with_rows(int rows, const Use& use) {
+    const auto height = [&](auto count) {
+        if constexpr (count <= MOST) use(count);
+    };
+    switch (enough(rows)) {
+        case 1: return height(std::integral_constant<int, 1>{});
+        case 2: return height(std::integral_constant<int, 2>{});
+        case 3: return height(std::integral_constant<int, 3>{});
+        case 4: return height(std::integral_constant<int, 4>{});
+        case 6: return height(std::integral_constant<int, 6>{});
+        case 8: return height(std::integral_constant<int, 8>{});
+        default: return height(std::integral_constant<int, 12>{});
     }
 }
 
 // Many rows: a few groups at a time are decoded once, and all rows pass them in the first-level cache.
-template <class P>
-void many_rows(const uint8_t* block, int64_t blocks, const QuantizedRows& x, int64_t at, int rows, float* sums, void* scratch) {
-    constexpr int M = VL == 16 ? 12 : 3, VECTORS = PANEL / VL;
+template <class Math, class P>
+void many_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, int rows, float* sums, void* scratch) {
+    constexpr int M = Math::BLOCK, VECTORS = PANEL / VL;
     constexpr int DEEP = 256 / P::BLOCK;    // blocks decoded at a time
     constexpr int GROUPS = DEEP * P::GROUPS;
+    const typename Math::template Codes<P> codes_of{};
     auto* pairs = static_cast<uint32_t*>(scratch);
     auto* scales = reinterpret_cast<float*>(pairs + GROUPS * P::GROUP / 2 * PANEL);
-    const Decoded decoded{pairs, scales, scales + GROUPS * PANEL, P::OFFSET};
+    const Decoded decoded{pairs, scales, scales + GROUPS * PANEL};
     std::memset(sums, 0, static_cast<size_t>(rows) * PANEL * 4);
     for (int64_t k = 0; blocks > 0; k += DEEP * P::BLOCK, blocks -= DEEP) {
         int groups = 0;
@@ -148,15 +202,25 @@ void many_rows(const uint8_t* block, int64_t blocks, const QuantizedRows& x, int
 #pragma GCC unroll 8
                     for (int w = 0; w < P::WORDS; w++) {
                         const typename P::Word word = P::word(P::codes(block, g), w, n * VL);
-                        for (int j = 0; j < P::PER_WORD; j++) *reinterpret_cast<vu_loose*>(to + (w * P::PER_WORD + j) * PANEL) = P::pair(word, w, j);
+                        for (int j = 0; j < P::PER_WORD; j++)
+                            *reinterpret_cast<vu_loose*>(to + (w * P::PER_WORD + j) * PANEL) = codes_of.pair(word, w, j);
                     }
                     store(decoded.scales + groups * PANEL + n * VL, P::scale(block, g, n * VL));
                     if constexpr (P::MINS) store(decoded.minima + groups * PANEL + n * VL, P::minimum(block, g, n * VL));
                 }
-        int m = 0;
-        for (; m + M <= rows; m += M) decoded_rows<P::GROUP, P::MINS, M>(decoded, groups, x, at + m, k, sums + m * PANEL);
-        decoded_rest<P::GROUP, P::MINS, M - 1>(decoded, groups, x, at + m, k, rows - m, sums + m * PANEL);
+        for (int m = 0; m < rows; m += M)
+            with_rows<M>(rows - m < M ? rows - m : M,
+                         [&](auto count) { decoded_rows<Math, P, count>(decoded, groups, x, at + m, k, sums + m * PANEL); });
     }
+}
+
+template <class Math, class P>
+void panel_sums(const uint8_t* panel, int64_t inputs, const PackedRows& x, int64_t at, int rows, float* sums, void* scratch, const uint8_t* next) {
+    const int64_t blocks = (inputs + P::BLOCK - 1) / P::BLOCK;
+    if (rows > Math::FEW) return many_rows<Math, P>(panel, blocks, x, at, rows, sums, scratch);
+    for (int m = 0; m < rows; m += Math::FEW_BLOCK)
+        with_rows<Math::FEW_BLOCK>(rows - m < Math::FEW_BLOCK ? rows - m : Math::FEW_BLOCK,
+                                   [&](auto count) { few_rows<Math, P, count>(panel, blocks, x, at + m, sums + m * PANEL, next); });
 }
 
 // One row as integers, in one plane or two.
@@ -206,6 +270,27 @@ void quantize_row(const T* x, int64_t inputs, uint32_t* pairs, float* scales, in
         }
     }
 }
+
+// One row of bfloat16, padded with zeros, unless pairs is null, and sums of its numbers.
+void take_row(const bf16* x, int64_t inputs, uint32_t* pairs, float* sums, int64_t padded) {
+    for (int64_t k = 0; k < padded; k += SUMMED) {
+        float row[SUMMED];
+        const int64_t count = inputs - k < SUMMED ? inputs - k : SUMMED;
+        if (count == SUMMED) {
+            for (int i = 0; i < SUMMED; i += VL) store(row + i, load(x + k + i));
+        } else {
+            for (int i = 0; i < SUMMED; i++) row[i] = i < count ? widen(x[k + i]) : 0.0f;
+        }
+        float total = 0;
+        for (int i = 0; i < SUMMED; i += VL) total += sum(load(row + i));
+        sums[k / SUMMED] = total;
+        if (!pairs) continue;
+        if (count > 0) std::memcpy(pairs + k / 2, x + k, (count < SUMMED ? count : SUMMED) * 2);
+        if (count < SUMMED) std::memset(reinterpret_cast<bf16*>(pairs) + k + (count > 0 ? count : 0), 0, (SUMMED - (count > 0 ? count : 0)) * 2);
+    }
+}
+
+constexpr int SPARE_ROWS = 12;   // more than are read beside a last few rows, and ignored
 
 int planes_of(int kind) { return kind == DENSE_F32 ? 2 : 1; }
 
@@ -305,39 +390,57 @@ int64_t panel_bytes(int kind, int64_t inputs) {
     return bytes;
 }
 
+bool has_minima(int kind) {
+    bool found = false;
+    with_packed(kind, [&](auto packed) { found = packed.MINS; });
+    return found;
+}
+
 int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs) {
     const int64_t padded = padded_inputs(inputs);
-    return rows * planes_of(kind) * (padded * 2 + padded / SCALED * 4 + padded / SUMMED * 4);
+    return (rows + SPARE_ROWS) * planes_of(kind) * (padded * 2 + padded / SCALED * 4 + padded / SUMMED * 4);
 }
 
-QuantizedRows quantized_rows(int kind, int64_t rows, int64_t inputs, void* scratch) {
-    const int64_t padded = padded_inputs(inputs), count = rows * planes_of(kind);
+PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch) {
+    const int64_t padded = padded_inputs(inputs), lda = padded / 2, ldg = padded / SCALED, lds = padded / SUMMED;
+    const int planes = planes_of(kind);
+    const int64_t count = (rows + SPARE_ROWS) * planes;
     auto* pairs = static_cast<uint32_t*>(scratch);
-    auto* scales = reinterpret_cast<float*>(pairs + count * padded / 2);
-    return {pairs, scales, reinterpret_cast<int32_t*>(scales + count * padded / SCALED), padded, planes_of(kind)};
-}
-
-void quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const QuantizedRows& to) {
-    const int64_t lda = to.inputs / 2, ldg = to.inputs / SCALED, lds = to.inputs / SUMMED;
+    auto* scales = reinterpret_cast<float*>(pairs + count * lda);
+    auto* totals = reinterpret_cast<int32_t*>(scales + count * ldg);
+#if defined(__AVX512BF16__)
+    if (kind == DENSE_BF16) {
+        const auto* from = static_cast<const bf16*>(x);
+        // Rows are read where they are if no more of them are.
+        const int last = static_cast<int>(rows % MathBfloats::BLOCK);
+        const bool whole = padded == inputs && x_stride % 2 == 0 && enough(last) == last;
+        if (sums || !whole)
+            parallel_for(rows, 1, [&](int64_t r) {
+                take_row(from + r * x_stride, inputs, whole ? nullptr : pairs + r * lda, reinterpret_cast<float*>(totals) + r * lds, padded);
+            });
+        return {whole ? static_cast<const uint32_t*>(x) : pairs, nullptr, totals, whole ? x_stride / 2 : lda, padded, 1};
+    }
+#endif
     parallel_for(rows, 1, [&](int64_t r) {
-        const int64_t row = r * to.planes;
+        const int64_t row = r * planes;
         const auto all = [&](const auto* from) {
-            quantize_row(from + r * x_stride, inputs, to.pairs + row * lda, to.scales + row * ldg, to.sums + row * lds, to.inputs, to.planes);
+            quantize_row(from + r * x_stride, inputs, pairs + row * lda, scales + row * ldg, totals + row * lds, padded, planes);
         };
         if (kind == DENSE_BF16) all(static_cast<const bf16*>(x));
         else if (kind == DENSE_F16) all(static_cast<const f16*>(x));
         else all(static_cast<const float*>(x));
     });
+    return {pairs, scales, totals, lda, padded, planes};
 }
 
-void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const QuantizedRows& x, int64_t at, int height, float* sums, void* scratch) {
-    constexpr int FEW = 4;
+void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const PackedRows& x, int64_t at, int height, float* sums, void* scratch,
+                 const uint8_t* next) {
     with_packed(kind, [&](auto packed) {
         using P = decltype(packed);
-        const int64_t blocks = (inputs + P::BLOCK - 1) / P::BLOCK;
-        const int rows = height * x.planes;
-        if (rows <= FEW) few_rest<P, FEW>(panel, blocks, x, at * x.planes, rows, sums);
-        else many_rows<P>(panel, blocks, x, at * x.planes, rows, sums, scratch);
+#if defined(__AVX512BF16__)
+        if (!x.scales) return panel_sums<MathBfloats, P>(panel, inputs, x, at, height, sums, scratch, next);
+#endif
+        panel_sums<MathIntegers, P>(panel, inputs, x, at * x.planes, height * x.planes, sums, scratch, next);
     });
 }
 

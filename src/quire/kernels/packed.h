@@ -2,9 +2,10 @@
 //
 //     y[n] = sum over groups g of  s[g, n] * (sum over k in g of x[k] c[k, n])  +  m[g, n] * (sum over k in g of x[k])
 //
-// Codes are small integers, and the rows become integers of 16 bits with a power of two for every 32 inputs, so that the inner sums are exact:
-// pairs of 16 bits are multiplied and added in one instruction on every x86, twice as many as float multiply-adds take. A number of 8 significant
-// bits (bfloat16) keeps all of them if it is within 2^-7 of the largest of its 32; smaller ones are rounded to 2^-15 of that.
+// Codes are small integers. Where there are dot products of bfloat16, rows of it are multiplied as they are: a code is a bfloat16, and a table in a
+// register has them. Elsewhere, and for other rows, these become integers of 16 bits with a power of two for every 32 inputs, so that the inner sums
+// are exact: pairs of 16 bits are multiplied and added in one instruction on every x86, twice as many as float multiply-adds take. A number of 8
+// significant bits (bfloat16) keeps all of them if it is within 2^-7 of the largest of its 32; smaller ones are rounded to 2^-15 of that.
 //
 // A panel is one stream of blocks of all 32 outputs; per block
 //
@@ -111,6 +112,35 @@ struct Packed {
         return codes | ((at < 4 ? (vu)(high << (4 - at)) : (vu)(high >> (at - 4))) & splat(EXTRA == 1 ? 0x00100010u : 0x00300030u));
     }
 
+#if defined(__AVX512BF16__)
+    // Codes less the offset as bfloat16, by code: 32 to a vector. Four bits need no mask, as every code has two entries.
+    static constexpr int TABLE = BITS == 6 ? 64 : 32;
+    struct Table {
+        vu at[TABLE / 32];
+    };
+    static Table table() {
+        Table found{};
+        if constexpr (BITS < 8) {
+            alignas(64) uint16_t values[TABLE];
+            for (int i = 0; i < TABLE; i++) values[i] = round_bf16(static_cast<float>((BITS == 4 ? i % 16 : i) - OFFSET));
+            for (int i = 0; i < TABLE / 32; i++) std::memcpy(&found.at[i], values + 32 * i, 64);
+        }
+        return found;
+    }
+
+    // Pair j of word w, as bfloat16.
+    static vu pair(const Word& word, int w, int j, const Table& table) {
+        if constexpr (BITS == 8) {
+            const vu codes = pair(word, w, j);
+            const vf low = __builtin_convertvector((vi)(codes << 16) >> 16, vf), high = __builtin_convertvector((vi)codes >> 16, vf);
+            return (vu)low >> 16 | ((vu)high & 0xffff0000u);
+        }
+        const __m512i code = (__m512i)(BITS == 4 ? (vu)((vpair)word.low >> 4 * j) : pair(word, w, j));
+        if constexpr (TABLE == 32) return (vu)_mm512_permutexvar_epi16(code, (__m512i)table.at[0]);
+        else return (vu)_mm512_permutex2var_epi16((__m512i)table.at[0], code, (__m512i)table.at[TABLE / 32 - 1]);
+    }
+#endif
+
     // The code of one input of a group and one output, less the offset.
     static int code(const uint32_t* group, int input, int lane) {
         const int pair = input / 2, half = input % 2 * 16;
@@ -169,24 +199,29 @@ void with_packed(int kind, const Use& use) {
 
 inline bool is_packed(int kind) { return kind > PAIRS_F16; }
 
-// Rows as integers. A row of float32 takes two, the second what the first leaves: `planes` of them follow each other.
-struct QuantizedRows {
-    uint32_t* pairs;        // int16 pairs [rows * planes, inputs / 2], inputs padded
-    float* scales;          // [rows * planes, inputs / SCALED]: NaN where an input is not finite
-    int32_t* sums;          // [rows * planes, inputs / SUMMED]
+// Rows as packed panels are multiplied with: integers, of which a row of float32 takes two, the second what the first leaves (`planes` of them follow
+// each other), or bfloat16 as it is.
+struct PackedRows {
+    const uint32_t* pairs;  // pairs of 16 bits [rows * planes, inputs / 2], inputs padded
+    const float* scales;    // [rows * planes, inputs / SCALED]: NaN where an input is not finite; of bfloat16 null
+    const int32_t* sums;    // [rows * planes, inputs / SUMMED]; of bfloat16 they are floats
+    int64_t lda;            // pairs from row to row
     int64_t inputs;         // padded to whole groups
     int planes;
 };
 
 int64_t padded_inputs(int64_t inputs);
 int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // of the scratch for rows of a kind of number
-QuantizedRows quantized_rows(int kind, int64_t rows, int64_t inputs, void* scratch);
-void quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const QuantizedRows& to);
+// In a loop over rows, if there is anything to do. sums: whether they are read.
+PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch);
 
-// sums [height * planes, 32] of one panel and the rows from `at`; scratch: PACKED_SCRATCH bytes.
+// sums [height * planes, 32] of one panel and the rows from `at`, with room for 12 rows more; scratch: PACKED_SCRATCH bytes. next: the panel that this
+// thread reads afterwards, or null.
 constexpr int PACKED_SCRATCH = 256 * PANEL * 2 + 2 * 16 * PANEL * 4;
-void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const QuantizedRows& x, int64_t at, int height, float* sums, void* scratch);
+void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const PackedRows& x, int64_t at, int height, float* sums, void* scratch,
+                 const uint8_t* next);
 
+bool has_minima(int kind);
 int64_t panel_bytes(int kind, int64_t inputs);
 
 }  // namespace quire

@@ -41,6 +41,18 @@ inline __m512i _mm512_dpwssd_epi32(__m512i sums, __m512i a, __m512i b) {
     return (__m512i)found;
 }
 
+inline __m512i _mm512_permutexvar_epi16(__m512i index, __m512i table) {
+    const auto at = (emulated::pairs)index, from = (emulated::pairs)table;
+    emulated::pairs found;
+    for (int i = 0; i < 32; i++) found[i] = from[at[i] & 31];
+    return (__m512i)found;
+}
+inline __m512i _mm512_permutex2var_epi16(__m512i low, __m512i index, __m512i high) {
+    const auto at = (emulated::pairs)index, first = (emulated::pairs)low, second = (emulated::pairs)high;
+    emulated::pairs found;
+    for (int i = 0; i < 32; i++) found[i] = at[i] & 32 ? second[at[i] & 31] : first[at[i] & 31];
+    return (__m512i)found;
+}
 inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) { return _mm512_dpwssd_epi32(__m512i{}, a, b); }
 
 inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
