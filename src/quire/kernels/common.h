@@ -1,8 +1,6 @@
-// Vectors, number formats and the parallel loop shared by the CPU kernels.
+// Vectors and number formats shared by the CPU kernels.
 //
 // The same source is compiled once per CPU level; VL follows from the instruction set, and everything else is written in vectors of VL lanes.
-// No OpenMP is linked: the process already holds torch's pool of threads, and a second pool would fight it for the cores. The loader passes
-// torch's own GOMP_parallel in as a function pointer.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +9,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "team.h"
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
 
@@ -188,126 +188,6 @@ inline vf exp2(vf x) {
 inline vf silu(vf x) {
     const vf y = x / (1.0f + exp2(x * -1.4426950408889634f));
     return x < splat(-87.0f) ? splat(0.0f) : y;
-}
-
-// GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
-extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
-extern int (*omp_team_size)();
-extern int num_threads;
-
-// Threads that run the same code side by side and share its loops: a whole stack of layers in one parallel region. Entering and leaving one
-// costs a microsecond or two, and a decode step has more than two hundred loops.
-struct Team {
-    int size;
-    alignas(64) int arrived;
-    alignas(64) int phase;
-    alignas(64) int64_t taken[64];   // items of each loop handed out beyond every member's first; used in turn
-
-    // Until all have come. Whoever comes last clears the counter that is two loops ahead: no one can be there yet, and no one is where it was.
-    void wait(int64_t loop) {
-        const int now = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
-        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
-            taken[(loop + 2) % 64] = 0;
-            arrived = 0;
-            __atomic_store_n(&phase, now + 1, __ATOMIC_RELEASE);
-            return;
-        }
-        for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
-    }
-    static void rest(int spins);
-};
-
-// The calling thread's place in a team, if it is in one, and how many loops it has begun there.
-struct Member {
-    Team* team;
-    int id;
-    int64_t loop;
-};
-extern thread_local Member member;
-
-// Runs work() on every thread of a team; loops inside it are shared.
-template <class Work>
-inline void run_team(const Work& work) {
-    struct Task {
-        const Work* work;
-        Team team;
-        int joined;
-    } task{&work, {}, 0};
-    if (gomp_parallel == nullptr || omp_team_size == nullptr || num_threads == 1) return work();
-    gomp_parallel([](void* p) {
-        Task& t = *static_cast<Task*>(p);
-        const int id = __atomic_fetch_add(&t.joined, 1, __ATOMIC_RELAXED);
-        // Every member finds the same size; the runtime may have given fewer threads than were asked for.
-        __atomic_store_n(&t.team.size, omp_team_size(), __ATOMIC_RELAXED);
-        member = {&t.team, id, 0};
-        (*t.work)();
-        member = {};
-    }, &task, static_cast<unsigned>(num_threads), 0);
-}
-
-// Hands out the items 0, ..., count - 1 of one loop to the calling thread and those beside it: next() gives one, or a number past the end.
-struct Items {
-    int64_t* taken;
-    int64_t first, step;
-    bool begun;
-    int64_t next() {
-        if (!begun) {
-            begun = true;
-            if (step) return first;
-        }
-        return step + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
-    }
-};
-
-// Threads that share the loops of the calling thread: its team's, or as many as the pool may give.
-inline int sharing_threads() { return member.team ? member.team->size : num_threads; }
-
-// Runs share(items) on the pool, or on the team the thread is in; each takes items until there are no more.
-// In a team every member must come here with the same count: it may depend on the data and on sharing_threads(), never on num_threads, which another
-// engine may change meanwhile.
-template <class Share>
-inline void share_items(int64_t count, const Share& share) {
-    if (count <= 0) return;
-    if (Team* team = member.team) {
-        const int64_t loop = member.loop++;
-        share(Items{&team->taken[loop % 64], member.id, team->size, false});
-        team->wait(loop);
-        return;
-    }
-    struct Task {
-        const Share* share;
-        int64_t taken;
-    } task{&share, 0};
-    const auto run = [](void* p) {
-        Task& t = *static_cast<Task*>(p);
-        (*t.share)(Items{&t.taken, 0, 0, false});
-    };
-    if (gomp_parallel == nullptr || num_threads == 1 || count <= 1) run(&task);
-    else gomp_parallel(run, &task, static_cast<unsigned>(count < num_threads ? count : num_threads), 0);
-}
-
-// Runs body(i) for every i in [0, count), handing out `grain` items at a time.
-template <class Body>
-inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
-    const int64_t blocks = count > 0 ? (count + grain - 1) / grain : 0;
-    share_items(blocks, [&](Items items) {
-        for (int64_t block; (block = items.next()) < blocks;) {
-            const int64_t end = (block + 1) * grain < count ? (block + 1) * grain : count;
-            for (int64_t i = block * grain; i < end; i++) body(i);
-        }
-    });
-}
-
-// Runs body(i, then) for every i in [0, count); `then` is the item the same thread does next, or -1.
-template <class Body>
-inline void parallel_pairs(int64_t count, const Body& body) {
-    share_items(count, [&](Items items) {
-        for (int64_t i = items.next(); i < count;) {
-            const int64_t then = items.next();
-            body(i, then < count ? then : -1);
-            i = then;
-        }
-    });
 }
 
 // A buffer of the calling thread that only grows, 64-byte aligned. Holds one kernel's scratch at a time.

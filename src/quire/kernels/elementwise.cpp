@@ -4,41 +4,9 @@
 //     gated:     y = silu(gate) * up
 //
 // Defined by models.layers.TorchOps; tests/kernels/test_elementwise.py holds the two together.
-#include <sched.h>
-
-#include <cstdlib>
-
 #include "common.h"
 
 namespace quire {
-
-void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-int (*omp_team_size)() = nullptr;
-int num_threads = 1;
-thread_local Member member{};
-
-void Team::rest(int spins) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-    // On a busy machine the thread waited for may need this core.
-    if (spins >= 1000) sched_yield();
-}
-
-void* thread_scratch(size_t bytes) {
-    struct Owner {
-        void* data = nullptr;
-        size_t size = 0;
-        ~Owner() { std::free(data); }
-    };
-    static thread_local Owner owner;
-    if (bytes > owner.size) {
-        std::free(owner.data);
-        owner.size = (bytes + 4095) / 4096 * 4096;
-        owner.data = std::aligned_alloc(64, owner.size);
-    }
-    return owner.data;
-}
 
 namespace {
 
@@ -147,13 +115,6 @@ void argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64
 }  // namespace quire
 
 using namespace quire;
-
-// parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.
-QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {
-    omp_team_size = reinterpret_cast<int (*)()>(team_size);
-    gomp_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
-    num_threads = count;
-}
 
 // x: `rows` rows x_stride apart, each of `heads` adjacent vectors of `width`, normalised one by one. residual, dense like out, may be null: then y
 // is the norm of x alone.

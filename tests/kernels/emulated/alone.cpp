@@ -7,9 +7,10 @@ namespace quire {
 thread_local Member member;
 void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 int (*omp_team_size)();
-int num_threads = 1;
 
 void Team::rest(int) {}
+int crew_size() { return 1; }
+void crew_went(int, bool) {}
 
 void* thread_scratch(size_t bytes) {
     static void* data = nullptr;

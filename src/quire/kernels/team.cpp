@@ -1,0 +1,82 @@
+// How many threads share a loop; see team.h.
+#include <sched.h>
+
+#include <cstdlib>
+
+#include "common.h"
+
+namespace quire {
+
+void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+int (*omp_team_size)() = nullptr;
+thread_local Member member{};
+
+namespace {
+
+int num_threads = 1, setting = 0;
+
+constexpr int64_t TRIAL = 40000000;                          // ticks that a thread must not be late for to be back: 10 to 30 ms
+constexpr int64_t LEAST_PAUSE = TRIAL, MOST_PAUSE = 16 * TRIAL;
+
+// Of the calling thread's loops: how many threads are left out, when one more is tried, and how long the pause before that was.
+struct Crew {
+    int setting, left_out;
+    int64_t again, pause;
+};
+thread_local Crew crew{};
+
+}  // namespace
+
+int crew_size() {
+    if (gomp_parallel == nullptr || omp_team_size == nullptr || num_threads == 1) return 1;
+    if (crew.setting != setting) crew = {setting, 0, 0, LEAST_PAUSE};
+    return num_threads - crew.left_out + (crew.left_out > 0 && ticks() >= crew.again);
+}
+
+void crew_went(int threads, bool late) {
+    const bool trial = threads > num_threads - crew.left_out;
+    if (late) {
+        crew.pause = !trial ? LEAST_PAUSE : crew.pause < MOST_PAUSE ? 2 * crew.pause : MOST_PAUSE;
+        if (!trial && crew.left_out < num_threads - 1) crew.left_out++;
+        crew.again = ticks() + crew.pause;
+    } else if (trial && ticks() > crew.again + TRIAL) {
+        crew.left_out--;
+        crew.pause = LEAST_PAUSE;
+        crew.again = ticks();
+    }
+}
+
+void Team::rest(int spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    // On a busy machine the thread waited for may need this core.
+    if (spins >= 1000) sched_yield();
+}
+
+void* thread_scratch(size_t bytes) {
+    struct Owner {
+        void* data = nullptr;
+        size_t size = 0;
+        ~Owner() { std::free(data); }
+    };
+    static thread_local Owner owner;
+    if (bytes > owner.size) {
+        std::free(owner.data);
+        owner.size = (bytes + 4095) / 4096 * 4096;
+        owner.data = std::aligned_alloc(64, owner.size);
+    }
+    return owner.data;
+}
+
+}  // namespace quire
+
+using namespace quire;
+
+// parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.
+QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {
+    omp_team_size = reinterpret_cast<int (*)()>(team_size);
+    gomp_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
+    num_threads = count;
+    setting++;
+}

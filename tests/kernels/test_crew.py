@@ -1,0 +1,101 @@
+"""How many threads share a loop, where some come late: a pool of threads is played, and its calls are counted."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire.kernels import runtime
+
+pytestmark = pytest.mark.alone
+
+PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+TEAM_SIZE = ctypes.CFUNCTYPE(ctypes.c_int)
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+LATE = 0.02
+"""Seconds that a thread is waited for, on any machine more than the kernels bear."""
+
+
+class Pool:
+    """Runs what it is given on the calling thread, and waits as if for others."""
+
+    def __init__(self, threads: int) -> None:
+        self.asked: list[int] = []
+        self.late_from = threads + 1
+        self._functions = PARALLEL(self._parallel), TEAM_SIZE(lambda: 1)
+        addresses = [ctypes.cast(function, ctypes.c_void_p) for function in self._functions]
+        runtime.kernels().quire_threads(*addresses, threads)
+
+    def _parallel(self, run: int, data: int, threads: int, _: int) -> None:
+        self.asked.append(threads)
+        RUN(run)(data)
+        if threads >= self.late_from:
+            time.sleep(LATE)
+
+    def loop(self, rows: int = 8) -> int:
+        """Runs one loop; how many threads it was given."""
+        x, out, before = torch.rand(rows, 64), torch.empty(rows, dtype=torch.int64), len(self.asked)
+        runtime.kernels().quire_argmax(x.data_ptr(), 64, rows, 64, out.data_ptr())
+        assert torch.equal(out, x.argmax(1))
+        return self.asked[-1] if len(self.asked) > before else 1
+
+    def most(self, seconds: float) -> int:
+        """The most threads that loops were given for so long."""
+        end, found = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            found = max(found, self.loop())
+            time.sleep(0.0005)
+        return found
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The real pool, afterwards."""
+    threads = runtime.num_threads()
+    yield
+    runtime.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("restored")
+def test_nobody_is_left_out_while_all_come_in_time() -> None:
+    pool = Pool(4)
+    assert {pool.loop() for _ in range(1000)} == {4}
+    assert pool.loop(3) == 3 and pool.loop(1) == 1
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_thread_that_comes_late_is_left_out_and_tried_again() -> None:
+    """One core of four is held, and later it is free."""
+    pool = Pool(4)
+    pool.late_from = 4
+    pool.loop()
+    assert [pool.loop() for _ in range(5)] == [3] * 5
+    pool.asked.clear()
+    assert pool.most(1.5) == 4
+    assert pool.asked.count(3) > 20 * pool.asked.count(4) > 0
+    pool.late_from = 5
+    pool.most(0.5)
+    assert pool.most(0.3) == 4 and set(pool.asked[-50:]) == {4}
+
+
+@pytest.mark.usefixtures("restored")
+def test_more_threads_are_left_out_down_to_one() -> None:
+    pool = Pool(3)
+    pool.late_from = 2
+    assert [pool.loop() for _ in range(3)] == [3, 2, 1]
+    pool.late_from = 4
+    pool.most(0.5)
+    assert {pool.loop() for _ in range(5)} == {3}
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_new_number_of_threads_begins_with_all_of_them() -> None:
+    pool = Pool(2)
+    pool.late_from = 2
+    assert [pool.loop() for _ in range(2)] == [2, 1]
+    assert Pool(2).loop() == 2
