@@ -10,6 +10,7 @@ struct MathIntegers {
     static constexpr bool EXACT = true;
     static constexpr int FEW = 4;                        // rows at most that codes are decoded for in registers, so many at a time ...
     static constexpr int FEW_BLOCK = 4;
+    template <class P>
     static constexpr int BLOCK = VL == 16 ? 12 : 3;      // ... and of more rows those that pass decoded codes together
     template <class P>
     struct Codes {
@@ -23,7 +24,9 @@ struct MathIntegers {
 struct MathBfloats {
     using Sum = vf;
     static constexpr bool EXACT = false;
-    static constexpr int FEW = 48, FEW_BLOCK = 12, BLOCK = 12;
+    static constexpr int FEW = 48, FEW_BLOCK = 12;
+    template <class P>
+    static constexpr int BLOCK = P::MINS ? 12 : 8;
     template <class P>
     struct Codes {
         typename P::Table table = P::table();
@@ -185,7 +188,7 @@ void with_rows(int rows, const Use& use) {
 // Many rows: a few groups at a time are decoded once, and all rows pass them in the first-level cache.
 template <class Math, class P>
 void many_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, int rows, float* sums, void* scratch) {
-    constexpr int M = Math::BLOCK, VECTORS = PANEL / VL;
+    constexpr int M = Math::template BLOCK<P>, VECTORS = PANEL / VL;
     constexpr int DEEP = 256 / P::BLOCK;    // blocks decoded at a time
     constexpr int GROUPS = DEEP * P::GROUPS;
     const typename Math::template Codes<P> codes_of{};
@@ -411,9 +414,8 @@ PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows
 #if defined(__AVX512BF16__)
     if (kind == DENSE_BF16) {
         const auto* from = static_cast<const bf16*>(x);
-        // Rows are read where they are if no more of them are.
-        const int last = static_cast<int>(rows % MathBfloats::BLOCK);
-        const bool whole = padded == inputs && x_stride % 2 == 0 && enough(last) == last;
+        // Rows are read where they are if no more of them are: blocks of 4, 8 and 12 rows.
+        const bool whole = padded == inputs && x_stride % 2 == 0 && (rows < 4 || rows % 4 == 0);
         if (sums || !whole)
             parallel_for(rows, 1, [&](int64_t r) {
                 take_row(from + r * x_stride, inputs, whole ? nullptr : pairs + r * lda, reinterpret_cast<float*>(totals) + r * lds, padded);
