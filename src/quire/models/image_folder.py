@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -141,8 +142,8 @@ def read_image(path: Path) -> Image:
             if magic != _MAGIC or version != _VERSION or start + length != end or length > _MAX_TABLE_BYTES:
                 raise ImageError("it is cut short, or of another version of Quire")
             table = os.pread(file.fileno(), length, start)
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except OSError as error:
         raise ImageError(f"it cannot be read ({error.strerror or error})") from None
     if len(table) != length or zlib.crc32(table) != checksum:
@@ -180,6 +181,15 @@ def _check_places(sections: Sequence[Section], end: int) -> None:
             raise ImageError("its table is damaged")
     if at > end:
         raise ImageError("its table is damaged")
+
+
+def find_image(origin: Origin) -> Image | None:
+    """The image from which a model of this origin would run."""
+    with contextlib.suppress(ImageError, FileNotFoundError):
+        found = read_image(image_path(origin))
+        if found.origin == origin:
+            return found
+    return None
 
 
 def list_images() -> list[Image]:
@@ -228,6 +238,10 @@ def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ImageError("another process is writing it") from None
+            except OSError:
+                if create:
+                    path.unlink(missing_ok=True)
+                raise
             # It may have been renamed or removed between the two calls.
             if not _is_at(descriptor, path):
                 continue
