@@ -102,6 +102,7 @@ def logits(path: Path, case: Case = CASES["dequantized"], *, with_image: bool = 
             return build_model(checkpoint.shape, checkpoint, CpuOps(memory), case.dtype, form=case.form)
 
         model = images.load(wanted, build)
+    published()
     plan = DensePlan(model.shape)
     with torch.inference_mode():
         found: torch.Tensor = model.head(model.hidden(torch.arange(20), plan.step([(0, 20)]), plan))
