@@ -15,9 +15,9 @@ from pathlib import Path
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    "version", "errors", "interrupt", "habits", "options", "config", "kernels", "models", "cache", "attention", "tiers",
-    "offload", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation", "cluster", "server", "cli",
-    "__main__",
+    "version", "errors", "interrupt", "collecting", "habits", "options", "config", "kernels", "models", "cache",
+    "attention", "tiers", "offload", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
+    "cluster", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

@@ -34,6 +34,9 @@ class ModelConfig(Group):
     weights: Literal["native", "dequantized", "g4"] = "native"
     """How matrices are held. native: as packed as the file has them; dequantized: expanded to `model.dtype`; g4: in
     4.5 bits, quantized while loading, whatever the file has; embedding and output head stay packed or take 8.5."""
+    images: bool = True
+    """Whether the packed layers of a model of 384 MiB or more are written into the user's cache folder once, and run
+    from there by later starts on a CPU; `quire cache` lists and removes them. false: they are packed at each start."""
     max_context: Count | None = None
     """Longest prompt plus output in tokens. auto: what the model was made for."""
     tokenizer: str | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.cache.calibration import Calibration
 from quire.cache.sizes import Sizes
 from quire.check import check_codec
+from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.engine import Engine
@@ -43,6 +45,7 @@ class Loaded:
     asked_for: str
 
 
+@uncollected()
 def load_engine(
     model: str,
     config: EngineConfig,
@@ -70,9 +73,12 @@ def load_engine(
             calibration = _calibrated(path, config, show_progress, unwanted)
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         _ask(unwanted)
-        engine_model = load_model(checkpoint, resolved)
+        # Beside the weights: packing leaves Python free, and a chat template is parsed by another process.
+        with ThreadPoolExecutor(1, "quire-tokenizer") as beside:
+            loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
+            engine_model = load_model(checkpoint, resolved)
+            tokenizer = loading.result()
         shape = checkpoint.shape
-    tokenizer = load_tokenizer(path, resolved.model.tokenizer, resolved.model.chat_template)
     name = resolved.model.name or model
     model_id = fingerprint(path)
     if resolved.cache.check and resolved.cache.codec != "dense":

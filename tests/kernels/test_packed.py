@@ -194,5 +194,5 @@ def test_panels_take_the_bytes_that_are_announced() -> None:
     for kind in KINDS:
         blocks = random_blocks(kind, 320, 512)
         product = Panels([blocks], None, torch.bfloat16, Carver())
-        (panels,) = product._carved
+        (panels,) = product._panels
         assert blocks.raw.numel() <= len(panels) == 320 * held_bytes(kind, 512) <= 1.03 * blocks.raw.numel()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.models.layers import TorchOps
+from quire.models.quants import read
 
 if TYPE_CHECKING:
     from quire.models.layers import Linear
@@ -65,9 +66,11 @@ class GradientOps(TorchOps):
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """In float32 on CPUs that have no products of 16 bits: without AVX-512 bfloat16 takes four times as long."""
-        weight = parts[0]
-        if len(parts) > 1 or not isinstance(weight, Tensor) or _multiplies(weight):
+        if len(parts) > 1:
             return super().linear(parts, bias, dtype)
+        weight = read(parts[0])
+        if not isinstance(weight, Tensor) or _multiplies(weight):
+            return super().linear([weight], bias, dtype)
         apply: Callable[..., Tensor] = _Widened.apply
         return lambda x: apply(x, weight, bias)
 

@@ -22,7 +22,7 @@ from quire.habits import flag_answer
 from quire.interrupt import install, leave, remove
 from quire.version import __version__
 
-COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull")
+COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull", "cache")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 """What the system says of a disk that takes no more. Any other error that no command foresaw is a defect of ours."""

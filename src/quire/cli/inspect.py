@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.cache.sizes import Sizes
     from quire.models.loading import Held
     from quire.models.shape import ModelShape
+    from quire.models.weights import Checkpoint
 
 LENGTHS = (512, 2048, 8192)
 HELP = "show what a model needs and what fits, or what a server's cache holds"
@@ -78,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
         config, sizes = resolve(given, shape, checkpoint, calibration)
         kinds = ops_type(config.attention.backend).kinds
         weights = held(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
+        image = _image(checkpoint, config)
     lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
-        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights), indent=2))
+        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights, image), indent=2))
     else:
-        _print_table(args.model, shape, given, config, sizes, lengths, calibration, weights)
+        _print_table(args.model, shape, given, config, sizes, lengths, calibration, weights, image)
     return 0
 
 
@@ -99,6 +101,22 @@ def _show_tree(args: argparse.Namespace) -> int:
     return 0
 
 
+def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
+    """The layer image that this configuration runs from, its bytes, and whether it is written; None if it has none."""
+    from quire.models.image_folder import find_image, image_path
+    from quire.models.images import image_of
+    from quire.models.layers import torch_dtype
+
+    if config.attention.backend != "cpu" or not config.model.images:
+        return None
+    wanted = image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
+    if wanted is None:
+        return None
+    found = find_image(wanted.origin)
+    num_bytes = wanted.num_bytes if found is None else found.num_bytes
+    return {"path": str(image_path(wanted.origin)), "num_bytes": num_bytes, "written": found is not None}
+
+
 def _facts(
     shape: ModelShape,
     config: EngineConfig,
@@ -106,10 +124,12 @@ def _facts(
     lengths: list[int],
     calibration: Calibration | None,
     weights: list[Held],
+    image: dict[str, Any] | None,
 ) -> dict[str, Any]:
     return {
         **asdict(sizes),
         "weights": [asdict(part) for part in weights],
+        "image": image,
         "architecture": shape.architecture,
         "num_parameters": shape.num_parameters,
         "dtype": config.model.dtype,
@@ -136,6 +156,7 @@ def _print_table(
     lengths: list[int],
     calibration: Calibration | None,
     weights: list[Held],
+    image: dict[str, Any] | None,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -159,6 +180,9 @@ def _print_table(
         ("tokens that fit", f"{sizes.tokens:,}", ""),
         ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {sizes.model_context:,}"),
     ]
+    if image is not None:
+        note = "written; see quire cache ls" if image["written"] else "the first start writes it"
+        rows.insert(1 + len(weights), ("layer image", format_bytes(image["num_bytes"]), note))
     if config.cache.is_calibrated:
         known = "none yet" if calibration is None else calibration.hash[:12]
         rows.insert(2, ("calibration", known, "" if calibration else "the first engine makes it; sizes are its goals"))

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from quire.cli import shared
+from quire.collecting import uncollected
 from quire.config import ServeConfig, options_from
 from quire.errors import ConfigError
 
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = ServeConfig.from_options(options_from(args, ("serve",)), args.config)
     try:
-        from quire.server.run import Listener, serve
+        with uncollected():
+            from quire.server.run import Listener, serve
     except ImportError as error:
         raise ConfigError(
             f"quire serve needs a package that is not installed ({error.name}): pip install 'quire[serve]'"

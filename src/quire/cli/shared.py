@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.collecting import uncollected
 from quire.config import EngineConfig, ServeConfig, add_flags, describe, options_from, sources
 from quire.errors import ConfigError, RequestError
 
@@ -156,8 +157,10 @@ def runner() -> asyncio.Runner:
     """Runs coroutines with an engine, on uvloop where it is installed. An interrupt cancels them."""
     import asyncio
 
-    import quire.async_llm  # noqa: F401  # while Ctrl-C still ends imports
     from quire.interrupt import remove
+
+    with uncollected():
+        import quire.async_llm  # noqa: F401  # while Ctrl-C still ends imports
 
     remove()  # asyncio puts its handler only in the place of Python's own
     try:

@@ -51,6 +51,7 @@ from quire.tiers.tier import ArenaTier
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
+    from quire.models.layers import Ops
     from quire.models.triton_ops import TritonOps
 
 log = logging.getLogger("quire")
@@ -260,14 +261,18 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
         assert config.runtime.threads is not None
         runtime.set_level(config.runtime.level)
         runtime.set_num_threads(config.runtime.threads)
-    return build_model(
-        checkpoint.shape,
-        checkpoint,
-        ops_type(config.attention.backend)(),
-        torch_dtype(config.model.dtype),
-        device,
-        config.model.weights,
-    )
+    dtype, form = torch_dtype(config.model.dtype), config.model.weights
+
+    def build(ops: Ops) -> Model:
+        return build_model(checkpoint.shape, checkpoint, ops, dtype, device, form)
+
+    if config.attention.backend != "cpu":
+        return build(ops_type(config.attention.backend)())
+    from quire.models import images
+    from quire.models.cpu_ops import CpuOps
+
+    image = images.image_of(checkpoint, dtype, form) if config.model.images else None
+    return images.load(image, lambda memory: build(CpuOps(memory)))
 
 
 def assemble(

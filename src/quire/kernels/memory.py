@@ -7,6 +7,8 @@ mappings: shared ones are shmem, for which huge pages are off by default.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -16,6 +18,18 @@ BLOCK_BYTES = 32 << 20
 """What `Carver` maps at a time; what is never written costs nothing."""
 
 ALIGNMENT = 128
+
+Fill = Callable[[torch.Tensor], None]
+"""Writes the contents of memory that is zeroed, uint8 [num_bytes]."""
+
+
+class Memory(Protocol):
+    """Where packed weights lie."""
+
+    def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
+        """uint8 [num_bytes], aligned to 128 bytes, with what `fill` writes. Memory that has it already does not call
+        `fill`. name: what the bytes are; each comes once.
+        """
 
 
 def huge_pages(num_bytes: int) -> torch.Tensor:
@@ -45,4 +59,10 @@ class Carver:
         if len(self._block) < whole:
             self._block = huge_pages(max(whole, BLOCK_BYTES))
         taken, self._block = self._block[:num_bytes], self._block[whole:]
+        return taken
+
+    def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
+        """See Memory.place."""
+        taken = self.take(num_bytes)
+        fill(taken)
         return taken

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import embedding
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
+from quire.kernels.memory import Carver, Memory
 from quire.models.cpu_panels import KINDS, Panels, has_panels
 from quire.models.cpu_stack import PanelStack
 from quire.models.layers import Embedding, Gated, GatedLayer, Joined, Linear, TorchHead, TorchLinear
-from quire.models.quants import Blocks, Weight
+from quire.models.quants import Blocks, Weight, kind_of, read
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
 """(up to so many rows, in steps of so many); above 256 in steps of 64."""
@@ -56,30 +56,33 @@ class PackedLinear:
 
 
 class CpuOps:
-    """See `models.layers.Ops`."""
+    """See `models.layers.Ops`.
+
+    memory  where panels lie
+    """
 
     kinds = KINDS
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         kernels = runtime.kernels()
         self._add_norm = kernels.quire_add_norm
         self._gated = kernels.quire_gated
-        self._carver = Carver()
+        self._memory = Carver() if memory is None else memory
 
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """Panels for 16 bits and packed blocks, oneDNN's layout for float32. The caller may drop the plain copies."""
         if all(has_panels(weight, dtype) for weight in parts):
-            return Panels(parts, bias, dtype, self._carver)
+            return Panels(parts, bias, dtype, self._memory)
         if len(parts) > 1:
             return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
-        (weight,) = parts
+        weight = read(parts[0])
         assert not isinstance(weight, Blocks), f"there are no panels of {weight.kind}"
         return PackedLinear(weight, bias) if has_onednn(dtype) else TorchLinear(weight, bias)
 
     def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """One type: panels gate the sums in registers. Several types: a pass of its own gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
-            return Panels(parts, bias, dtype, self._carver, gated=True)
+            return Panels(parts, bias, dtype, self._memory, gated=True)
         return Gated(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
@@ -89,18 +92,22 @@ class CpuOps:
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Panels, or oneDNN's layout for float32."""
         if has_panels(weight, dtype):
-            return Panels([weight], None, dtype, self._carver, wide=True)
+            return Panels([weight], None, dtype, self._memory, wide=True)
+        weight = read(weight)
         assert not isinstance(weight, Blocks), f"there are no panels of {weight.kind}"
         return self.linear([weight], None, dtype) if dtype == torch.float32 else TorchHead(weight)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Panels for packed blocks; a plain tensor stays as it is."""
-        if isinstance(weight, Blocks):
-            return Panels([weight], None, dtype, self._carver).rows
-        return functools.partial(embedding, weight=weight)
+        if kind_of(weight) in KINDS:
+            return Panels([weight], None, dtype, self._memory).rows
+        found = read(weight)
+        assert not isinstance(found, Blocks), f"there are no panels of {found.kind}"
+        return functools.partial(embedding, weight=found)
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """Panels serve both. oneDNN's layout of float32 cannot be read by rows, so there are two copies."""
+        weight = weight if has_panels(weight, dtype) else read(weight)
         head = self.head(weight, dtype)
         return (head.rows if isinstance(head, Panels) else self.embedding(weight, dtype)), head
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.memory import Carver
-from quire.models.quants import GROUP_CODES, Blocks, Weight
+from quire.kernels.memory import Memory
+from quire.models.quants import GROUP_CODES, Blocks, Unread, Weight, kind_of, read
 
 _PTR, _I64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -27,6 +27,12 @@ _PACKED = {
 
 KINDS = frozenset(_PACKED)
 """Block types that products read as they are."""
+
+DTYPES = frozenset(_PAIRS)
+"""Of plain matrices that have panels."""
+
+LAYOUT = 1
+"""Version of the bytes that packing makes; files of packed weights with another one are made again."""
 
 
 class Part(ctypes.Structure):
@@ -54,15 +60,14 @@ class _Rows(ctypes.Structure):
 
 def has_panels(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether a weight can be in panels for rows of the dtype."""
-    if isinstance(weight, Blocks):
-        return weight.kind in KINDS
-    return weight.dtype == dtype and dtype in _PAIRS and weight.shape[1] % 2 == 0
+    kind = kind_of(weight)
+    return kind in KINDS or (kind == dtype and dtype in _PAIRS and weight.shape[1] % 2 == 0)
 
 
 class Panels:
     """A product y = x W^T + bias. W consists of parts [N, K], one below the other, each of a type of its own.
 
-    Few rows are bound by reading the weights, which pages of 2 MiB spare misses of the TLB; `carver` has them. One
+    Few rows are bound by reading the weights, which pages of 2 MiB spare misses of the TLB; `memory` has them. One
     foreign call costs 3 us, oneDNN's inside torch 10, and it takes no bfloat16 where there is no AVX-512.
     `benchmarks/linear_cpu.py` prints both side by side: with dot products of bfloat16 7.5 against 8.5 ms at 1 row, 12.4
     against 16.3 at 32, 120 against 120 at 512.
@@ -74,9 +79,9 @@ class Panels:
 
     __slots__ = (
         "_apply",
-        "_carved",
         "_dtype",
         "_kind",
+        "_panels",
         "_parts",
         "_step",
         "bias",
@@ -91,7 +96,7 @@ class Panels:
         parts: Sequence[Weight],
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        carver: Carver,
+        memory: Memory,
         *,
         gated: bool = False,
         wide: bool = False,
@@ -99,12 +104,12 @@ class Panels:
         assert not gated or len(parts) == 1, "gates and what they let through lie in one panel"
         inputs = parts[0].shape[1]
         counts = [weight.shape[0] // (2 if gated else 1) for weight in parts]
-        self._carved = [_pack(weight, count, gated, carver) for weight, count in zip(parts, counts, strict=True)]
+        self._panels = [_place(weight, count, gated, memory) for weight, count in zip(parts, counts, strict=True)]
         kinds = [_kind(weight) for weight in parts]
         self._parts = (Part * len(parts))(
             *(
                 Part(panels.data_ptr(), kind, count)
-                for panels, kind, count in zip(self._carved, kinds, counts, strict=True)
+                for panels, kind, count in zip(self._panels, kinds, counts, strict=True)
             )
         )
         self.is_packed = any(kind in _PACKED.values() for kind in kinds)
@@ -145,25 +150,38 @@ class Panels:
         """Rows of the one part, as `functional.embedding`: index int64 [R], below N, -> [R, K] of the rows' dtype."""
         assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
         out = torch.empty(len(index), self.shape[1], dtype=self._dtype)
-        (panels,), (part,) = self._carved, self._parts
+        (panels,), (part,) = self._panels, self._parts
         runtime.kernels().quire_panel_rows(
             part.kind, panels.data_ptr(), self.shape[1], index.data_ptr(), len(index), self._kind, out.data_ptr()
         )
         return out
 
 
-def _kind(weight: Weight) -> int:
-    return _PACKED[weight.kind] if isinstance(weight, Blocks) else _PAIRS[weight.dtype]
-
-
-def _pack(weight: Weight, outputs: int, gated: bool, carver: Carver) -> torch.Tensor:
-    kernels = runtime.kernels()
-    inputs = weight.shape[1]
+def panel_bytes(kind: str | torch.dtype, outputs: int, inputs: int, *, gated: bool = False) -> int:
+    """Bytes of a matrix [outputs, inputs] in panels; gated: of 2 * outputs rows."""
     count = -(-outputs // (16 if gated else 32))
-    panels = carver.take(count * kernels.quire_panel_bytes(_kind(weight), inputs))
+    return count * int(runtime.kernels().quire_panel_bytes(_number(kind), inputs))
+
+
+def _kind(weight: Weight) -> int:
+    return _number(kind_of(weight))
+
+
+def _number(kind: str | torch.dtype) -> int:
+    return _PACKED[kind] if isinstance(kind, str) else _PAIRS[kind]
+
+
+def _place(weight: Weight, outputs: int, gated: bool, memory: Memory) -> torch.Tensor:
+    name = f"{weight.name if isinstance(weight, Unread) else ''} {kind_of(weight)}{' gated' * gated}"
+    num_bytes = panel_bytes(kind_of(weight), outputs, weight.shape[1], gated=gated)
+    return memory.place(name, num_bytes, lambda panels: _pack(read(weight), outputs, gated, panels))
+
+
+def _pack(weight: torch.Tensor | Blocks, outputs: int, gated: bool, panels: torch.Tensor) -> None:
+    """Into zeroed memory."""
+    kernels, inputs = runtime.kernels(), weight.shape[1]
     source = (weight.raw if isinstance(weight, Blocks) else weight).contiguous()
     if isinstance(weight, Blocks):
         kernels.quire_pack_blocks(_kind(weight), source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
     else:
         kernels.quire_pack_linear(source.data_ptr(), outputs, inputs, gated, panels.data_ptr())
-    return panels

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch.nn import functional
 
-from quire.models.quants import BLOCK_KINDS, Blocks, Weight, plain
+from quire.models.quants import BLOCK_KINDS, Blocks, Weight, plain, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,8 @@ class Ops(Protocol):
         """Types of blocks that the products take. Matrices of other types come as plain tensors."""
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Pack weights [N, K], one below the other, and bias [N] once. The caller keeps no reference, so a packed copy
-        is the only one. dtype: of rows, bias and plain weights.
+        """Pack weights [N, K], one below the other, and bias [N] once. Weights in a file are read only if need be. The
+        caller keeps no reference, so a packed copy is the only one. dtype: of rows, bias and plain weights.
         """
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
@@ -196,21 +196,24 @@ class TorchOps:
         """Keeps the tensors themselves."""
         if len(parts) > 1:
             return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
-        (weight,) = parts
+        weight = read(parts[0])
         return BlockLinear(weight, bias, dtype) if isinstance(weight, Blocks) else TorchLinear(weight, bias)
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Keeps the tensor itself."""
+        weight = read(weight)
         return BlockLinear(weight, None, torch.float32) if isinstance(weight, Blocks) else TorchHead(weight)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Keeps the tensor itself."""
+        weight = read(weight)
         if isinstance(weight, Blocks):
             return block_rows(weight, dtype)
         return functools.partial(functional.embedding, weight=weight)
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """One tensor serves both."""
+        weight = read(weight)
         return self.embedding(weight, dtype), self.head(weight, dtype)
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from quire.models.quants import GROUP_CODES, PLAIN, Blocks, eight_bit_codes, group_codes, held_bytes
+from quire.models.quants import GROUP_CODES, PLAIN, Blocks, Unread, eight_bit_codes, group_codes, held_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.models.layers import Embedding, Linear, Ops
-    from quire.models.quants import Weight
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
@@ -49,7 +48,7 @@ def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Co
     return "Q8_0" if form == "g4" and size[1] % 32 == 0 else None
 
 
-@dataclass
+@dataclasses.dataclass
 class Held:
     """Tensors of a checkpoint with one type in the file and one in memory.
 
@@ -132,25 +131,29 @@ class WeightSource:
         two the first may gate the second.
         """
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        parts = _merged([self._weight(name) for name in names])
         make = self._ops.gated_linear if gated else self._ops.linear
-        return make(parts, offset, self._dtype)
+        return make(_merged([self._weight(name) for name in names]), offset, self._dtype)
 
-    def _weight(self, name: str) -> Weight:
+    def _weight(self, name: str) -> Unread:
         """One matrix, in blocks or plain."""
         self._matrices += 1
         stored = f"{name}.weight"
         kind = self._weights.kind(stored)
-        size = self._weights.shape.tensor_shapes[stored]
-        held = held_kind(stored, size, kind, self._form, self._ops.kinds)
-        if held is None:
-            if self._form == "native" and kind not in PLAIN:
-                self._dequantized[stored] = kind
-            return self.tensor(stored)
-        blocks = self._weights.blocks(stored) if held == kind else None
+        outputs, inputs = self._weights.shape.tensor_shapes[stored]
+        held = held_kind(stored, (outputs, inputs), kind, self._form, self._ops.kinds)
+        if held is None and self._form == "native" and kind not in PLAIN:
+            self._dequantized[stored] = kind
+
+        def read() -> Tensor | Blocks:
+            return self.tensor(stored) if held is None else self._blocks(stored, held)
+
+        return Unread(stored, held, self._dtype, (outputs, inputs), read)
+
+    def _blocks(self, name: str, held: str) -> Blocks:
+        blocks = self._weights.blocks(name) if held == self._weights.kind(name) else None
         if blocks is None:
             quantize = group_codes if held == GROUP_CODES else eight_bit_codes
-            blocks = quantize(self._weights.tensor(stored, torch.float32))
+            blocks = quantize(self._weights.tensor(name, torch.float32))
         return Blocks(blocks.kind, blocks.raw.to(self._device), blocks.inputs)
 
     def conclude(self) -> None:
@@ -167,15 +170,19 @@ class WeightSource:
             )
 
 
-def _merged(parts: Sequence[Weight]) -> list[Weight]:
+def _merged(parts: Sequence[Unread]) -> list[Unread]:
     """Joins neighbouring parts of one type."""
-    merged: list[Weight] = []
-    for kind, group in itertools.groupby(parts, lambda part: part.kind if isinstance(part, Blocks) else None):
-        same = list(group)
-        if kind is None:
-            plain = [part for part in same if isinstance(part, torch.Tensor)]
-            merged.append(plain[0] if len(plain) == 1 else torch.cat(plain))
-        else:
-            blocks = [part for part in same if isinstance(part, Blocks)]
-            merged.append(Blocks(kind, torch.cat([part.raw for part in blocks]), blocks[0].inputs))
-    return merged
+    groups = (list(group) for _, group in itertools.groupby(parts, lambda part: part.kind))
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _joined(parts: list[Unread]) -> Unread:
+    def read() -> Tensor | Blocks:
+        found = [part.read() for part in parts]
+        blocks = [part for part in found if isinstance(part, Blocks)]
+        if blocks:
+            return dataclasses.replace(blocks[0], raw=torch.cat([part.raw for part in blocks]))
+        return torch.cat([part for part in found if isinstance(part, torch.Tensor)])
+
+    shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    return dataclasses.replace(parts[0], name="+".join(part.name for part in parts), shape=shape, read=read)

@@ -56,8 +56,38 @@ class Blocks:
         return dataclasses.replace(self, raw=self.raw[index])
 
 
-Weight = torch.Tensor | Blocks
-"""A matrix in the model's dtype, or in blocks."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unread:
+    """A matrix of a checkpoint that nobody has read yet.
+
+    name   the checkpoint's, or those of several with `+` between them
+    kind   type of its blocks; None: plain numbers of the model's dtype
+    dtype  of plain numbers
+    shape  [N, K]
+    read   reads it, joins it, quantizes it: whatever the model needs done
+    """
+
+    name: str
+    kind: str | None
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    read: Callable[[], Tensor | Blocks]
+
+
+Weight = torch.Tensor | Blocks | Unread
+"""A matrix in the model's dtype or in blocks, here or still in the file."""
+
+
+def read(weight: Weight) -> Tensor | Blocks:
+    """The matrix itself."""
+    return weight.read() if isinstance(weight, Unread) else weight
+
+
+def kind_of(weight: Weight) -> str | torch.dtype:
+    """The type of a matrix's blocks, or the dtype of its numbers. Reads nothing."""
+    if isinstance(weight, torch.Tensor):
+        return weight.dtype
+    return weight.kind if weight.kind is not None else weight.dtype
 
 
 def block_bytes(kind: str, inputs: int) -> int:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from quire.models import triton_packed
 from quire.models.layers import Gated, TorchHead, TorchLinear
-from quire.models.quants import Blocks
+from quire.models.quants import Blocks, read
 from quire.models.triton_packed import PackedMatrix, unit_sums
 
 if TYPE_CHECKING:
@@ -194,10 +194,11 @@ class TritonOps:
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Keeps a single tensor itself; repacks blocks."""
-        weights = [weight for weight in parts if isinstance(weight, Tensor)]
+        matrices = [read(weight) for weight in parts]
+        weights = [weight for weight in matrices if isinstance(weight, Tensor)]
         assert all(weight.dtype == dtype for weight in weights), f"plain weights must be {dtype}"
-        if len(weights) < len(parts):
-            packed = [PackedMatrix(weight) if isinstance(weight, Blocks) else weight for weight in parts]
+        if len(weights) < len(matrices):
+            packed = [PackedMatrix(weight) if isinstance(weight, Blocks) else weight for weight in matrices]
             return PackedLinear(packed, bias, self._vector)
         return TritonLinear(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self._vector)
 
@@ -210,6 +211,7 @@ class TritonOps:
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
         """Keeps the tensor itself; repacks blocks."""
+        weight = read(weight)
         if isinstance(weight, Blocks):
             return PackedLinear([PackedMatrix(weight)], None, self._vector, wide=True)
         assert weight.dtype == dtype, f"{weight.dtype}, not {dtype}"
@@ -217,6 +219,7 @@ class TritonOps:
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Keeps the tensor itself; repacks blocks."""
+        weight = read(weight)
         if isinstance(weight, Blocks):
             return functools.partial(PackedMatrix(weight).rows, dtype=dtype)
         assert weight.dtype == dtype, f"{weight.dtype}, not {dtype}"
@@ -224,6 +227,7 @@ class TritonOps:
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """One matrix serves both."""
+        weight = read(weight)
         if isinstance(weight, Blocks):
             packed = PackedMatrix(weight)
             head = PackedLinear([packed], None, self._vector, wide=True)

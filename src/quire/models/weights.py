@@ -42,6 +42,10 @@ class Checkpoint(ABC):
     """The tensors of one model under canonical names (`ModelShape.tensor_shapes`); a context manager."""
 
     shape: ModelShape
+    path: Path | None = None
+    """The folder or file; None for a checkpoint that is on no disk."""
+    files: tuple[Path, ...] = ()
+    """Those that hold the tensors."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -97,7 +101,8 @@ class SafetensorsCheckpoint(Checkpoint):
             self.shape = shape_from_config(config, generation)
         self._files: dict[str, _File] = {}
         stored: dict[str, tuple[int, ...]] = {}
-        for path in _weight_files(folder):
+        self.path, self.files = folder, tuple(_weight_files(folder))
+        for path in self.files:
             file = _File(path)
             for name, size in file.shapes.items():
                 stored[name] = size
@@ -179,6 +184,7 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file of llama, qwen2 or qwen3 architecture."""
 
     def __init__(self, path: Path) -> None:
+        self.path, self.files = path, (path,)
         self._file = GgufFile(path)
         tensors = self._file.header.tensors
         if "token_embd.weight" not in tensors:

@@ -1,0 +1,99 @@
+"""List or remove the packed layers of models that earlier starts left in the user's cache folder.
+
+quire cache ls                   a line for each model: what it is, its bytes, its last use
+quire cache clear                removes all of them
+quire cache clear NAME ...       removes those of a model, by its name, its path, or the name of the file
+
+A model of 384 MiB or more leaves its packed layers there when it is loaded on a CPU for the first time, unless
+--model.images is false. A model that runs keeps what it has mapped; the next start writes it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from quire.cli import shared
+from quire.config import format_bytes
+from quire.errors import ConfigError, QuireError
+from quire.models import image_folder
+from quire.models.image_folder import Image
+
+HELP = "list or remove packed layers that earlier starts left"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("action", choices=("ls", "clear"), metavar="ls|clear", help="what to do")
+    parser.add_argument(
+        "names", nargs="*", default=[], metavar="NAME", help="with clear: a model's name or path, or a file's name"
+    )
+    parser.add_argument("--json", action="store_true", help="with ls: print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the images, or remove them."""
+    if args.action == "ls":
+        if args.names:
+            raise ConfigError(f"quire cache ls takes no names, and was given {args.names[0]!r}")
+        _show(image_folder.list_images(), as_json=args.json)
+        return 0
+    if args.json:
+        raise ConfigError("--json is for quire cache ls")
+    chosen = _chosen(args.names) if args.names else None
+    try:
+        freed = image_folder.clear(chosen)
+    except OSError as error:
+        raise QuireError(f"{error.filename}: cannot be removed ({error.strerror})") from error
+    print(f"freed {format_bytes(freed)}")
+    return 0
+
+
+def _chosen(names: list[str]) -> list[Image]:
+    images = image_folder.list_images()
+    found = {image.path: image for name in names for image in images if name in _names(image)}
+    for name in names:
+        if not any(name in _names(image) for image in found.values()):
+            known = ", ".join(sorted({image.origin.model for image in images})) or "none"
+            raise ConfigError(f"no packed layers of {name!r}; there are those of: {known}")
+    return list(found.values())
+
+
+def _names(image: Image) -> tuple[str, ...]:
+    return image.origin.model, image.origin.path, image.origin.key, image.path.name, str(image.path)
+
+
+def _show(images: list[Image], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_facts(image) for image in images], indent=2))
+        return
+    if not images:
+        print(f"no packed layers in {image_folder.image_folder()}")
+        return
+    rows = [
+        (
+            image.origin.model,
+            image.origin.form,
+            image.origin.dtype,
+            format_bytes(image.num_bytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(image.used)),
+            str(image.path),
+        )
+        for image in images
+    ]
+    shared.print_table(("model", "form", "dtype", "size", "last used", "path"), rows, ("form", "dtype", "path"))
+    print(f"{format_bytes(sum(image.num_bytes for image in images))} in all")
+
+
+def _facts(image: Image) -> dict[str, object]:
+    return {
+        "model": image.origin.model,
+        "checkpoint": image.origin.path,
+        "form": image.origin.form,
+        "dtype": image.origin.dtype,
+        "num_bytes": image.num_bytes,
+        "last_used": image.used,
+        "path": str(image.path),
+        "key": image.origin.key,
+    }

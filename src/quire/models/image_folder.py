@@ -1,0 +1,265 @@
+"""The folder of layer images: where an image lies, what its table says, and how it is listed and removed.
+
+An image is a model's packed matrices as a CPU multiplies them, in one file:
+
+    section | section | ... | table | footer
+
+A section is a layer, or the matrices outside of the layers that follow each other. It begins at a multiple of 4,096
+bytes, and each of its matrices at a multiple of 128. The table is JSON: the origin, and the sections with what they
+hold. The footer has the table's place and checksum. Files appear under their final name only when all of their bytes
+are on the disk, so a complete table vouches for the rest.
+
+Knows files and bytes, no tensors; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECTION_ALIGNMENT = 4096
+ENTRY_ALIGNMENT = 128
+
+_FOOTER = struct.Struct("<8sIIQQ")  # magic, version, CRC-32 of the table, its first byte, its length
+_MAGIC, _VERSION = b"QuireImg", 1
+_MAX_TABLE_BYTES = 64 << 20
+
+SUFFIX, DRAFT_SUFFIX = ".image", ".draft"
+
+
+class ImageError(Exception):
+    """An image that cannot be used or written. The message says why, for a log."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an image is made from. Equal origins give equal bytes.
+
+    model        a name for people: the file, the folder, or the hub id
+    path         the checkpoint
+    fingerprint  of its contents; see models.fingerprint
+    files        path, bytes and time of change in ns of each file with tensors
+    form         model.weights
+    dtype        of rows, and of matrices that are not in blocks
+    layout       version of the packing
+    """
+
+    model: str
+    path: str
+    fingerprint: str
+    files: tuple[tuple[str, int, int], ...]
+    form: str
+    dtype: str
+    layout: int
+    byte_order: str = sys.byteorder
+
+    @property
+    def key(self) -> str:
+        """The image's name: the same for a checkpoint that was moved or touched, whose image is written again."""
+        parts = (self.fingerprint, self.form, self.dtype, self.layout, self.byte_order)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A matrix of an image."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """Matrices that are read together: those of a layer."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A complete file.
+
+    num_bytes  of all of it
+    used       when a model was loaded from it last, in seconds since the epoch
+    """
+
+    path: Path
+    origin: Origin
+    sections: tuple[Section, ...]
+    num_bytes: int
+    used: float
+
+
+def image_folder() -> Path:
+    """Where images lie: quire/images under XDG_CACHE_HOME, or under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire" / "images"
+
+
+def image_path(origin: Origin) -> Path:
+    """Where the image of an origin lies, if there is one."""
+    return image_folder() / (origin.key + SUFFIX)
+
+
+def aligned(offset: int, alignment: int) -> int:
+    """The next multiple."""
+    return -(-offset // alignment) * alignment
+
+
+def table_bytes(origin: Origin, sections: Sequence[Section], offset: int) -> bytes:
+    """Table and footer of an image, to be written at the offset."""
+    fields = {"origin": dataclasses.asdict(origin), "sections": [dataclasses.asdict(section) for section in sections]}
+    table = json.dumps(fields).encode()
+    return table + _FOOTER.pack(_MAGIC, _VERSION, zlib.crc32(table), offset, len(table))
+
+
+def read_image(path: Path) -> Image:
+    """What a file's table says. Raises FileNotFoundError, and ImageError for what is no whole image."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            end = status.st_size - _FOOTER.size
+            if end < 0:
+                raise ImageError("it is cut short")
+            footer = os.pread(file.fileno(), _FOOTER.size, end)
+            magic, version, checksum, start, length = _FOOTER.unpack(footer)
+            if magic != _MAGIC or version != _VERSION or start + length != end or length > _MAX_TABLE_BYTES:
+                raise ImageError("it is cut short, or of another version of Quire")
+            table = os.pread(file.fileno(), length, start)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    except OSError as error:
+        raise ImageError(f"it cannot be read ({error.strerror or error})") from None
+    if len(table) != length or zlib.crc32(table) != checksum:
+        raise ImageError("its table is damaged")
+    try:
+        fields = json.loads(table)
+        origin, sections = _origin(fields["origin"]), tuple(map(_section, fields["sections"]))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ImageError("its table is damaged") from None
+    _check_places(sections, start)
+    return Image(path, origin, sections, status.st_size, status.st_mtime)
+
+
+def _origin(fields: Any) -> Origin:
+    files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields["files"])
+    return Origin(**{**fields, "files": files})
+
+
+def _section(fields: Any) -> Section:
+    entries = tuple(Entry(str(each["name"]), int(each["offset"]), int(each["num_bytes"])) for each in fields["entries"])
+    return Section(str(fields["name"]), int(fields["offset"]), int(fields["num_bytes"]), entries)
+
+
+def _check_places(sections: Sequence[Section], end: int) -> None:
+    """Raises ImageError unless every matrix lies where the writer puts it."""
+    at = 0
+    for section in sections:
+        at = start = aligned(at, SECTION_ALIGNMENT)
+        for entry in section.entries:
+            at = aligned(at, ENTRY_ALIGNMENT)
+            if entry.offset != at or entry.num_bytes <= 0:
+                raise ImageError("its table is damaged")
+            at += entry.num_bytes
+        if (section.offset, section.num_bytes) != (start, at - start):
+            raise ImageError("its table is damaged")
+    if at > end:
+        raise ImageError("its table is damaged")
+
+
+def find_image(origin: Origin) -> Image | None:
+    """The image from which a model of this origin would run."""
+    with contextlib.suppress(ImageError, FileNotFoundError):
+        found = read_image(image_path(origin))
+        if found.origin == origin:
+            return found
+    return None
+
+
+def list_images() -> list[Image]:
+    """All complete images, the last used first."""
+    found = []
+    for path in _files(SUFFIX):
+        with contextlib.suppress(ImageError, FileNotFoundError):
+            found.append(read_image(path))
+    return sorted(found, key=lambda image: -image.used)
+
+
+def clear(images: Sequence[Image] | None = None) -> int:
+    """Removes images, or without an argument all of them, damaged ones too; in any case what killed processes left.
+    Returns the bytes. A model that runs from an image keeps it until it ends.
+
+    Raises OSError for a file that cannot be removed.
+    """
+    freed = remove_leftovers()
+    for path in _files(SUFFIX) if images is None else [image.path for image in images]:
+        with contextlib.suppress(FileNotFoundError):
+            freed += path.stat().st_size
+            path.unlink()
+    return freed
+
+
+def remove_leftovers() -> int:
+    """Removes drafts that no process writes any more. Returns the bytes."""
+    freed = 0
+    for path in _files(DRAFT_SUFFIX):
+        with contextlib.suppress(ImageError, OSError), lock_draft(path, create=False) as draft:
+            freed += os.fstat(draft).st_blocks * 512
+            path.unlink()
+    return freed
+
+
+@contextlib.contextmanager
+def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
+    """A file descriptor of a draft that this process alone has; the lock ends with the process or the context.
+
+    Raises ImageError if another process writes it, OSError if it cannot be opened.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ImageError("another process is writing it") from None
+            except OSError:
+                if create:
+                    path.unlink(missing_ok=True)
+                raise
+            # It may have been renamed or removed between the two calls.
+            if not _is_at(descriptor, path):
+                continue
+            yield descriptor
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _files(suffix: str) -> list[Path]:
+    try:
+        return sorted(path for path in image_folder().iterdir() if path.name.endswith(suffix))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

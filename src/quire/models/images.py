@@ -1,0 +1,302 @@
+"""Layer images: packed weights that the first start writes and later ones map, so that they neither read the checkpoint
+nor pack it.
+
+The pages of an image are the page cache's: one copy in memory, whichever process maps it. `models.image_folder` has the
+format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import torch
+
+from quire.config import format_bytes
+from quire.kernels.memory import Carver, Fill, Memory, huge_pages
+from quire.models.cpu_panels import DTYPES, KINDS, LAYOUT
+from quire.models.fingerprint import fingerprint
+from quire.models.image_folder import (
+    DRAFT_SUFFIX,
+    ENTRY_ALIGNMENT,
+    SECTION_ALIGNMENT,
+    Entry,
+    ImageError,
+    Origin,
+    Section,
+    aligned,
+    image_path,
+    lock_draft,
+    read_image,
+    remove_leftovers,
+    table_bytes,
+)
+from quire.models.loading import held_kind
+from quire.models.quants import held_bytes
+
+if TYPE_CHECKING:
+    from quire.models.loading import Form
+    from quire.models.weights import Checkpoint
+
+log = logging.getLogger("quire")
+
+LEAST_BYTES = 384 << 20
+"""Packed weights of less have no image: they are packed in a fraction of a second, the embedded model in every form."""
+
+SPARE = 0.05
+"""Share of an image's bytes that must be free beside it."""
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The image that a model would run from. num_bytes: at most, of its matrices."""
+
+    origin: Origin
+    num_bytes: int
+
+
+def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted | None:
+    """The image of a checkpoint, held in a form by the CPU backend; None if it is to have none."""
+    num_bytes = _packed_bytes(checkpoint, dtype, form)
+    if checkpoint.path is None or num_bytes < LEAST_BYTES:
+        return None
+    files = []
+    for file in checkpoint.files:
+        status = file.stat()
+        files.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    path = checkpoint.path.absolute()
+    origin = Origin(
+        model=_name_of(path),
+        path=str(path),
+        fingerprint=fingerprint(path),
+        files=tuple(files),
+        form=form,
+        dtype=str(dtype).removeprefix("torch."),
+        layout=LAYOUT,
+    )
+    return Wanted(origin, num_bytes)
+
+
+def _name_of(path: Path) -> str:
+    """The hub id of a model in the hub's cache (`models--owner--name/snapshots/...`), else the last part of a path."""
+    hub = next((part for part in path.parts if part.startswith("models--")), None)
+    return path.name if hub is None else hub.removeprefix("models--").replace("--", "/")
+
+
+def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> int:
+    """At most so many bytes of a checkpoint are in panels: as if no two of its matrices shared one."""
+    shape, total = checkpoint.shape, 0
+    for name, size in shape.tensor_shapes.items():
+        if len(size) != 2 or name == "positions.weight":
+            continue
+        outputs, inputs = size
+        kind = held_kind(name, size, checkpoint.kind(name), form, KINDS)
+        is_plain_embedding = kind is None and name == "embed.weight" and not shape.tied_embeddings
+        if kind is None and (dtype not in DTYPES or inputs % 2 or is_plain_embedding):
+            continue
+        total += aligned(outputs, 32) * (dtype.itemsize * inputs if kind is None else held_bytes(kind, inputs))
+    return total
+
+
+def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
+    """What `make` makes of packed weights: those of the image; else those that become the image; else those in plain
+    memory, with a line in the log that says why. `make` may be called several times.
+    """
+    if wanted is None:
+        return make(Carver())
+    path = image_path(wanted.origin)
+    try:
+        reader = Reader(path, wanted.origin)
+        made = make(reader)
+        reader.finish()
+        return made
+    except FileNotFoundError:
+        pass
+    except ImageError as error:
+        log.info("the layer image %s is written again: %s", path, error)
+    try:
+        with Writer(path, wanted) as writer:
+            made = make(writer)
+            writer.finish()
+        log.info("wrote the packed layers, %s, to %s; quire cache ls", format_bytes(writer.num_bytes), path)
+        return made
+    except ImageError as error:
+        log.warning("the weights are packed in memory, not in the layer image %s: %s", path, error)
+    return make(Carver())
+
+
+class Reader:
+    """A complete image, mapped."""
+
+    def __init__(self, path: Path, origin: Origin) -> None:
+        """Raises FileNotFoundError, and ImageError for an image that is damaged or of another origin."""
+        image = read_image(path)
+        if image.origin != origin:
+            raise ImageError("the checkpoint has changed or was moved")
+        self._path = path
+        self._entries = iter([entry for section in image.sections for entry in section.entries])
+        try:
+            with path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size != image.num_bytes:
+                    raise ImageError("it was replaced")
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                self._map = _mapped(file.fileno(), image.num_bytes)
+        except OSError as error:
+            raise ImageError(f"it cannot be mapped ({error.strerror or error})") from None
+
+    def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
+        """See Memory.place. Raises ImageError if the image goes on with something else."""
+        entry = next(self._entries, None)
+        if entry is None or (entry.name, entry.num_bytes) != (name, num_bytes):
+            raise ImageError(f"it does not hold {name} where this model has it")
+        return _view(self._map, entry)
+
+    def finish(self) -> None:
+        """To be called after the last matrix. Raises ImageError if the image holds more."""
+        entry = next(self._entries, None)
+        if entry is not None:
+            raise ImageError(f"it holds {entry.name}, which this model does not have")
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+
+
+class Writer:
+    """An image that is being written, as a context: left without `finish`, it leaves no file.
+
+    Each matrix is packed beside the file, appended to it by one plain write, and read through a mapping of the file. So
+    a full disk is an error of that write, and never a signal.
+    """
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Raises ImageError if there is no room, or another process writes this image."""
+        self._path = path
+        self._draft = path.with_suffix(DRAFT_SUFFIX)
+        self._origin = wanted.origin
+        self._sections: list[Section] = []
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._is_finished = self._is_named = False
+        self.num_bytes = 0
+        with contextlib.ExitStack() as stack, _told():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            remove_leftovers()
+            self._check_room(wanted.num_bytes)
+            self._file = stack.enter_context(lock_draft(self._draft, create=True))
+            stack.callback(self._leave)
+            # Bytes that the disk has given before they are written: written faster, and never too few.
+            self._room = aligned(int(wanted.num_bytes * (1 + SPARE)), SECTION_ALIGNMENT) + (16 << 20)
+            os.ftruncate(self._file, 0)
+            os.posix_fallocate(self._file, 0, self._room)
+            self._map = _mapped(self._file, self._room)
+            self._open = stack.pop_all()
+
+    def _check_room(self, num_bytes: int) -> None:
+        status = os.statvfs(self._path.parent)
+        free, needed = status.f_bavail * status.f_frsize, int(num_bytes * (1 + SPARE))
+        if free < needed:
+            raise ImageError(f"{self._path.parent} has {format_bytes(free)} free, and it needs {format_bytes(needed)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_finished:
+            self._open.close()
+
+    def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
+        """See Memory.place. Raises ImageError if the file cannot grow."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = huge_pages(num_bytes)
+        packed = self._scratch[:num_bytes].zero_()
+        fill(packed)
+        entry = self._append(name, num_bytes)
+        with _told():
+            _write(self._file, packed.numpy().data, entry.offset)
+        return _view(self._map, entry)
+
+    def _append(self, name: str, num_bytes: int) -> Entry:
+        of = section_of(name)
+        if not self._sections or self._sections[-1].name != of:
+            self._sections.append(Section(of, aligned(self.num_bytes, SECTION_ALIGNMENT), 0, ()))
+        section = self._sections[-1]
+        entry = Entry(name, aligned(section.offset + section.num_bytes, ENTRY_ALIGNMENT), num_bytes)
+        self.num_bytes = entry.offset + num_bytes
+        if self.num_bytes > self._room:
+            raise ImageError("it is larger than was expected")
+        self._sections[-1] = Section(of, section.offset, self.num_bytes - section.offset, (*section.entries, entry))
+        return entry
+
+    def finish(self) -> None:
+        """To be called after the last matrix. The file gets its name as soon as the disk has it: a thread waits for
+        that, and the process for the thread.
+        """
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        table = table_bytes(self._origin, self._sections, self.num_bytes)
+        with _told():
+            os.ftruncate(self._file, self.num_bytes + len(table))
+            _write(self._file, table, self.num_bytes)
+        self._is_finished = True
+        self.published = threading.Thread(target=self._publish, name="quire-image")
+        self.published.start()
+
+    def _publish(self) -> None:
+        with self._open:
+            try:
+                os.fdatasync(self._file)
+                os.replace(self._draft, self._path)
+                self._is_named = True
+            except OSError as error:
+                log.warning("no layer image %s: %s", self._path, error.strerror or error)
+
+    def _leave(self) -> None:
+        if not self._is_named:
+            with contextlib.suppress(OSError):
+                self._draft.unlink()
+
+
+def section_of(name: str) -> str:
+    """The section of a matrix: `layers.3` for `layers.3.q.weight+layers.3.k.weight Q4_K`, `head` for `head.weight`."""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "layers" else 1])
+
+
+def _mapped(file: int, num_bytes: int) -> mmap.mmap:
+    """A file's pages, in large ones where the system has them."""
+    # Private and writable, because torch warns about buffers it may not write; nothing writes.
+    found = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return found
+
+
+def _view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset)
+
+
+def _write(file: int, data: bytes | memoryview, offset: int) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Makes what the system refuses an ImageError."""
+    try:
+        yield
+    except OSError as error:
+        raise ImageError(f"it cannot be written ({error.strerror or error})") from error
