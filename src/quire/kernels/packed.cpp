@@ -43,15 +43,14 @@ struct Weighing {
 };
 template <class Math, class P>
 inline Weighing weighing(const PackedRows& x, int64_t row, int64_t k) {
-    const int64_t at = row * (x.inputs / SUMMED) + k / SUMMED;
     if constexpr (Math::EXACT) {
+        const int64_t at = row * (x.inputs / SUMMED) + k / SUMMED;
         const float scale = x.scales[row * (x.inputs / SCALED) + k / SCALED];
         const int32_t whole = x.sums[at] + (P::GROUP > SUMMED ? x.sums[at + 1] : 0);
         return {scale, scale * static_cast<float>(whole), whole};
     } else {
-        if constexpr (!P::MINS) return {1, 0, 0};
-        const auto* sums = reinterpret_cast<const float*>(x.sums) + at;
-        return {1, sums[0] + (P::GROUP > SUMMED ? sums[1] : 0), 0};
+        static_assert(!P::MINS || P::GROUP == SCALED);
+        return {1, P::MINS ? reinterpret_cast<const float*>(x.sums)[row * (x.inputs / SCALED) + k / SCALED] : 0, 0};
     }
 }
 
@@ -274,22 +273,19 @@ void quantize_row(const T* x, int64_t inputs, uint32_t* pairs, float* scales, in
     }
 }
 
-// One row of bfloat16, padded with zeros, unless pairs is null, and sums of its numbers.
+// One row of bfloat16, padded with zeros, unless pairs is null, and sums of 32 of its numbers.
 void take_row(const bf16* x, int64_t inputs, uint32_t* pairs, float* sums, int64_t padded) {
-    for (int64_t k = 0; k < padded; k += SUMMED) {
-        float row[SUMMED];
-        const int64_t count = inputs - k < SUMMED ? inputs - k : SUMMED;
-        if (count == SUMMED) {
-            for (int i = 0; i < SUMMED; i += VL) store(row + i, load(x + k + i));
-        } else {
-            for (int i = 0; i < SUMMED; i++) row[i] = i < count ? widen(x[k + i]) : 0.0f;
+    for (int64_t k = 0; k < padded; k += SCALED) {
+        bf16 row[SCALED] = {};
+        const bf16* from = x + k;
+        if (inputs - k < SCALED) {
+            if (inputs > k) std::memcpy(row, from, static_cast<size_t>(inputs - k) * sizeof(bf16));
+            from = row;
         }
-        float total = 0;
-        for (int i = 0; i < SUMMED; i += VL) total += sum(load(row + i));
-        sums[k / SUMMED] = total;
-        if (!pairs) continue;
-        if (count > 0) std::memcpy(pairs + k / 2, x + k, (count < SUMMED ? count : SUMMED) * 2);
-        if (count < SUMMED) std::memset(reinterpret_cast<bf16*>(pairs) + k + (count > 0 ? count : 0), 0, (SUMMED - (count > 0 ? count : 0)) * 2);
+        vf total{};
+        for (int i = 0; i < SCALED; i += VL) total += load(from + i);
+        sums[k / SCALED] = sum(total);
+        if (pairs) std::memcpy(pairs + k / 2, from, SCALED * sizeof(bf16));
     }
 }
 
@@ -418,7 +414,7 @@ PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows
         const bool whole = padded == inputs && x_stride % 2 == 0 && (rows < 4 || rows % 4 == 0);
         if (sums || !whole)
             parallel_for(rows, 1, [&](int64_t r) {
-                take_row(from + r * x_stride, inputs, whole ? nullptr : pairs + r * lda, reinterpret_cast<float*>(totals) + r * lds, padded);
+                take_row(from + r * x_stride, inputs, whole ? nullptr : pairs + r * lda, reinterpret_cast<float*>(totals) + r * ldg, padded);
             });
         return {whole ? static_cast<const uint32_t*>(x) : pairs, nullptr, totals, whole ? x_stride / 2 : lda, padded, 1};
     }

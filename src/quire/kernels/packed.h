@@ -204,7 +204,7 @@ inline bool is_packed(int kind) { return kind > PAIRS_F16; }
 struct PackedRows {
     const uint32_t* pairs;  // pairs of 16 bits [rows * planes, inputs / 2], inputs padded
     const float* scales;    // [rows * planes, inputs / SCALED]: NaN where an input is not finite; of bfloat16 null
-    const int32_t* sums;    // [rows * planes, inputs / SUMMED]; of bfloat16 they are floats
+    const int32_t* sums;    // [rows * planes, inputs / SUMMED]; of bfloat16 they are floats [rows, inputs / SCALED]
     int64_t lda;            // pairs from row to row
     int64_t inputs;         // padded to whole groups
     int planes;
