@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from quire.kernels import runtime
 
-pytestmark = pytest.mark.alone
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system does not count lost cores"),
+]
 
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 TEAM_SIZE = ctypes.CFUNCTYPE(ctypes.c_int)
@@ -20,13 +27,17 @@ RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 LATE = 0.02
 """Seconds that a thread is waited for, on any machine more than the kernels bear."""
 
+RIVAL = "import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+
 
 class Pool:
-    """Runs what it is given on the calling thread, and waits as if for others."""
+    """Runs what it is given on the calling thread and, where one is to be late, then on another, whose core is held."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, core: int) -> None:
         self.asked: list[int] = []
         self.late_from = threads + 1
+        self.loses_its_core = True
+        self._core = core
         self._functions = PARALLEL(self._parallel), TEAM_SIZE(lambda: 1)
         addresses = [ctypes.cast(function, ctypes.c_void_p) for function in self._functions]
         runtime.kernels().quire_threads(*addresses, threads)
@@ -35,7 +46,19 @@ class Pool:
         self.asked.append(threads)
         RUN(run)(data)
         if threads >= self.late_from:
+            late = threading.Thread(target=self._come_late, args=(run, data))
+            late.start()
+            late.join()
+
+    def _come_late(self, run: int, data: int) -> None:
+        if self.loses_its_core:
+            os.sched_setaffinity(0, [self._core])
+            end = time.monotonic() + LATE
+            while time.monotonic() < end:
+                pass
+        else:
             time.sleep(LATE)
+        RUN(run)(data)
 
     def loop(self, rows: int = 8) -> int:
         """Runs one loop; how many threads it was given."""
@@ -53,25 +76,37 @@ class Pool:
         return found
 
 
+@pytest.fixture(scope="module")
+def held_core() -> Iterator[int]:
+    """A core that another program keeps busy."""
+    core = max(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", RIVAL.format(core=core)], stdout=subprocess.PIPE) as rival:
+        assert rival.stdout is not None
+        rival.stdout.readline()
+        yield core
+        rival.kill()
+
+
 @pytest.fixture
-def restored() -> Iterator[None]:
-    """The real pool, afterwards."""
+def make_pool(held_core: int) -> Iterator[Callable[[int], Pool]]:
+    """Pools in place of the real one."""
     threads = runtime.num_threads()
-    yield
+    yield lambda count: Pool(count, held_core)
     runtime.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("restored")
-def test_nobody_is_left_out_while_all_come_in_time() -> None:
-    pool = Pool(4)
+MakePool = Callable[[int], Pool]
+
+
+def test_nobody_is_left_out_while_all_come_in_time(make_pool: MakePool) -> None:
+    pool = make_pool(4)
     assert {pool.loop() for _ in range(1000)} == {4}
     assert pool.loop(3) == 3 and pool.loop(1) == 1
 
 
-@pytest.mark.usefixtures("restored")
-def test_a_thread_that_comes_late_is_left_out_and_tried_again() -> None:
+def test_a_thread_that_comes_late_is_left_out_and_tried_again(make_pool: MakePool) -> None:
     """One core of four is held, and later it is free."""
-    pool = Pool(4)
+    pool = make_pool(4)
     pool.late_from = 4
     pool.loop()
     assert [pool.loop() for _ in range(5)] == [3] * 5
@@ -83,9 +118,14 @@ def test_a_thread_that_comes_late_is_left_out_and_tried_again() -> None:
     assert pool.most(0.3) == 4 and set(pool.asked[-50:]) == {4}
 
 
-@pytest.mark.usefixtures("restored")
-def test_more_threads_are_left_out_down_to_one() -> None:
-    pool = Pool(3)
+def test_one_that_takes_long_but_keeps_its_core_is_waited_for(make_pool: MakePool) -> None:
+    pool = make_pool(4)
+    pool.late_from, pool.loses_its_core = 4, False
+    assert [pool.loop() for _ in range(5)] == [4] * 5
+
+
+def test_more_threads_are_left_out_down_to_one(make_pool: MakePool) -> None:
+    pool = make_pool(3)
     pool.late_from = 2
     assert [pool.loop() for _ in range(3)] == [3, 2, 1]
     pool.late_from = 4
@@ -93,9 +133,8 @@ def test_more_threads_are_left_out_down_to_one() -> None:
     assert {pool.loop() for _ in range(5)} == {3}
 
 
-@pytest.mark.usefixtures("restored")
-def test_a_new_number_of_threads_begins_with_all_of_them() -> None:
-    pool = Pool(2)
+def test_a_new_number_of_threads_begins_with_all_of_them(make_pool: MakePool) -> None:
+    pool = make_pool(2)
     pool.late_from = 2
     assert [pool.loop() for _ in range(2)] == [2, 1]
-    assert Pool(2).loop() == 2
+    assert make_pool(2).loop() == 2

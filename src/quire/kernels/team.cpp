@@ -1,5 +1,6 @@
 // How many threads share a loop; see team.h.
 #include <sched.h>
+#include <sys/resource.h>
 
 #include <cstdlib>
 
@@ -44,6 +45,19 @@ void crew_went(int threads, bool late) {
         crew.pause = LEAST_PAUSE;
         crew.again = ticks();
     }
+}
+
+bool was_preempted() {
+#if defined(RUSAGE_THREAD)
+    static thread_local int64_t before = 0;
+    rusage used;
+    if (getrusage(RUSAGE_THREAD, &used) != 0) return false;
+    const bool more = used.ru_nivcsw != before;
+    before = used.ru_nivcsw;
+    return more;
+#else
+    return false;
+#endif
 }
 
 void Team::rest(int spins) {

@@ -4,7 +4,8 @@
 // torch's own GOMP_parallel in as a function pointer.
 //
 // A loop ends when all its items are done, so a thread whose core another program holds makes the others wait, a few milliseconds at a time, where
-// a whole decode step takes no longer. After such a wait there is one thread fewer for a while.
+// a whole decode step takes no longer. After a wait like that there is one thread fewer for a while: a long wait, and one of the threads lost its core
+// meanwhile, as the system counts (Linux).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -31,24 +32,26 @@ inline int64_t ticks() {
 #endif
 }
 
-constexpr int64_t LATE = 2000000;   // about a millisecond: no thread that runs is waited for so long, and one that does not run is, at least
+constexpr int64_t LATE = 2000000;   // about a millisecond; a thread that does not run is waited for longer
 
-// Threads for the calling thread's next loop; then, how many there were, and whether it waited for one that was late.
+// Threads for the calling thread's next loop; then, how many there were, and whether one was late.
 int crew_size();
 void crew_went(int threads, bool late);
+
+// Whether the calling thread lost its core to another one since it was last asked.
+bool was_preempted();
 
 // Threads that run the same code side by side and share its loops: a whole stack of layers in one parallel region. Entering and leaving one
 // costs a microsecond or two, and a decode step has more than two hundred loops.
 struct Team {
     int size;
-    int late;                        // whether anyone was waited for so long
+    int64_t late;                    // ticks of all waits that were so long
     alignas(64) int arrived;
     alignas(64) int phase;
     alignas(64) int64_t taken[64];   // items of each loop handed out beyond every member's first; used in turn
 
-    // Until all have come; began: when this member came to the loop. Whoever comes last clears the counter that is two loops ahead: no one can be
-    // there yet, and no one is where it was.
-    void wait(int64_t loop, int64_t began) {
+    // Until all have come. Whoever comes last clears the counter that is two loops ahead: no one can be there yet, and no one is where it was.
+    void wait(int64_t loop) {
         const int now = __atomic_load_n(&phase, __ATOMIC_ACQUIRE);
         if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
             taken[(loop + 2) % 64] = 0;
@@ -58,10 +61,9 @@ struct Team {
         }
         const int64_t came = ticks();
         for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
-        if (was_late(came - began, ticks() - came)) __atomic_store_n(&late, 1, __ATOMIC_RELAXED);
+        const int64_t waited = ticks() - came;
+        if (waited > LATE) __atomic_fetch_add(&late, waited, __ATOMIC_RELAXED);
     }
-    // Others have as much to do in a loop as this thread had, give or take an item.
-    static bool was_late(int64_t worked, int64_t waited) { return waited > LATE && waited > worked; }
     static void rest(int spins);
 };
 
@@ -73,12 +75,19 @@ struct Member {
 };
 extern thread_local Member member;
 
-// Runs run(data) on so many threads of the pool, the calling one among them; late: whether others kept it waiting, or were waited for meanwhile.
-template <class Late>
-inline void run_parallel(void (*run)(void*), void* data, int threads, const Late& late) {
+// Runs run(data) on so many threads of the pool, the calling one among them. late, preempted: what these leave there, ticks of long waits inside, and
+// whether one lost its core. What is waited for in a prompt of half a second is no reason for doing the next one alone.
+inline void run_parallel(void (*run)(void*), void* data, int threads, const int64_t& late, const int& preempted) {
     const int64_t began = ticks();
     gomp_parallel(run, data, static_cast<unsigned>(threads), 0);
-    crew_went(threads, Team::was_late(member.done - began, ticks() - member.done) || late());
+    const int64_t now = ticks(), last = now - member.done;
+    crew_went(threads, preempted && late / threads + (last > LATE ? last : 0) > (now - began) / 16);
+}
+
+// To be called by every thread at the end of a region.
+inline void leave_region(int& preempted) {
+    if (was_preempted()) __atomic_store_n(&preempted, 1, __ATOMIC_RELAXED);
+    member = {nullptr, 0, 0, ticks()};
 }
 
 // Runs work() on every thread of a team; loops inside it are shared.
@@ -87,21 +96,21 @@ inline void run_team(const Work& work) {
     struct Task {
         const Work* work;
         Team team;
-        int joined;
+        int joined, preempted;
         static void join(void* p) {
             Task& t = *static_cast<Task*>(p);
             member = {&t.team, __atomic_fetch_add(&t.joined, 1, __ATOMIC_RELAXED), 0, 0};
             (*t.work)();
-            member = {nullptr, 0, 0, ticks()};
+            leave_region(t.preempted);
         }
         static void join_others(void* p) {
             // Every member finds the same size; the runtime may have given fewer threads than were asked for.
             __atomic_store_n(&static_cast<Task*>(p)->team.size, omp_team_size(), __ATOMIC_RELAXED);
             join(p);
         }
-    } task{&work, {}, 0};
+    } task{&work, {}, 0, 0};
     const int threads = crew_size();
-    if (threads > 1) return run_parallel(Task::join_others, &task, threads, [&] { return task.team.late != 0; });
+    if (threads > 1) return run_parallel(Task::join_others, &task, threads, task.team.late, task.preempted);
     task.team.size = 1;
     Task::join(&task);
 }
@@ -130,23 +139,24 @@ template <class Share>
 inline void share_items(int64_t count, const Share& share) {
     if (count <= 0) return;
     if (Team* team = member.team) {
-        const int64_t loop = member.loop++, began = ticks();
+        const int64_t loop = member.loop++;
         share(Items{&team->taken[loop % 64], member.id, team->size, false});
-        team->wait(loop, began);
+        team->wait(loop);
         return;
     }
     struct Task {
         const Share* share;
         int64_t taken;
-    } task{&share, 0};
+        int preempted;
+    } task{&share, 0, 0};
     const auto run = [](void* p) {
         Task& t = *static_cast<Task*>(p);
         (*t.share)(Items{&t.taken, 0, 0, false});
-        member.done = ticks();
+        leave_region(t.preempted);
     };
     const int threads = count < 2 ? 1 : crew_size();
     if (threads == 1) run(&task);
-    else run_parallel(run, &task, count < threads ? static_cast<int>(count) : threads, [] { return false; });
+    else run_parallel(run, &task, count < threads ? static_cast<int>(count) : threads, 0, task.preempted);
 }
 
 // Runs body(i) for every i in [0, count), handing out `grain` items at a time.

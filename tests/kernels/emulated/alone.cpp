@@ -11,6 +11,7 @@ int (*omp_team_size)();
 void Team::rest(int) {}
 int crew_size() { return 1; }
 void crew_went(int, bool) {}
+bool was_preempted() { return false; }
 
 void* thread_scratch(size_t bytes) {
     static void* data = nullptr;
