@@ -41,7 +41,7 @@ ENGINES = [PACKED, PLAIN, PEER]
 
 
 def reading_speed(threads: int, rounds: int = 5) -> float:
-    """Bytes a second that so many threads read from memory, at best: sums of 256 MiB each."""
+    """Bytes a second that threads read from memory, at best: sums of 256 MiB each."""
     parts = [np.ones(1 << 25, np.int64) for _ in range(threads)]
 
     def once() -> float:

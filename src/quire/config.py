@@ -354,7 +354,7 @@ One tree of settings, three ways to give them, the first one that does so wins:
 An unknown key is refused with the nearest one that exists. `--print-config` prints every value and where it came from,
 as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Three things are
 set elsewhere, in the environment: the log level (`QUIRE_LOG=debug`), the key that `quire inspect --tree` sends
-(`QUIRE_API_KEY`), and the folder that holds `quire/` with models, calibrations and compiled kernels
+(`QUIRE_API_KEY`), and the folder that holds `quire/` with models, calibrations, layer images and compiled kernels
 (`XDG_CACHE_HOME`, `~/.cache` by default).
 """
 

@@ -18,7 +18,7 @@ from quire.engine.build import assemble, load_model, resolve
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
 from quire.errors import ConfigError, UnwantedError
-from quire.kernels.levels import LEVELS, supported_levels
+from quire.kernels.levels import LEVELS
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
@@ -45,7 +45,6 @@ class Loaded:
     asked_for: str
 
 
-@uncollected()
 def load_engine(
     model: str,
     config: EngineConfig,
@@ -74,7 +73,7 @@ def load_engine(
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         _ask(unwanted)
         # Beside the weights: packing leaves Python free, and a chat template is parsed by another process.
-        with ThreadPoolExecutor(1, "quire-tokenizer") as beside:
+        with uncollected(), ThreadPoolExecutor(1, "quire-tokenizer") as beside:
             loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
             engine_model = load_model(checkpoint, resolved)
             tokenizer = loading.result()
@@ -108,7 +107,9 @@ def _machine(resolved: EngineConfig) -> str:
     """The device, and of a CPU which kernels it has and what is slower with them."""
     if resolved.attention.backend != "cpu":
         return resolved.runtime.device
-    level = resolved.runtime.level or supported_levels()[0]
+    from quire.kernels import runtime
+
+    level = runtime.level()
     slower = LEVELS[level].slower
     return f"{resolved.runtime.device} ({level}{slower and ': ' + slower})"
 

@@ -50,7 +50,11 @@ def test_every_type_that_is_decoded_is_multiplied() -> None:
 
 
 @combine(
-    kind=KINDS, dtype=DTYPES, level=supported_levels(), rows=[1, 2, 3, 4, 5, 13, 40, 200], size=[(70, 512), (33, 1280)]
+    kind=KINDS,
+    dtype=DTYPES,
+    level=supported_levels(),
+    rows=[1, 2, 3, 4, 5, 13, 40, 50, 97, 193, 200],
+    size=[(70, 512), (33, 1280)],
 )
 def test_products_are_those_of_the_file_s_numbers(
     kind: str, size: tuple[int, int], rows: int, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.errors import RequestError
+from quire.errors import ModelError, RequestError
 from quire.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 from tests.effort import examples
 from tests.real_model import embedded_gguf
@@ -112,6 +112,14 @@ def test_half_a_surrogate_pair_is_a_bad_request(ours: Tokenizer) -> None:
         ours.encode("a\ud800b")
     with pytest.raises(RequestError, match="not valid UTF-8: byte 0xe9 behind 3 characters"):
         ours.encode(b"caf\xe9".decode(errors="surrogateescape"))
+
+
+@pytest.mark.parametrize("name", ["no\nsuch\x1b[31m", "x" * 100_000])
+def test_a_tokenizer_that_is_not_there_is_refused_in_one_short_line(name: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        load_tokenizer(embedded_gguf(), tokenizer=name)
+    text = str(refusal.value)
+    assert text.isprintable() and len(text) < 2000
 
 
 def test_a_tokenizer_alone_needs_no_torch() -> None:

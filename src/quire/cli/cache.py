@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
 from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
-from quire.models.image_folder import Image
+from quire.models.image_folder import Image, ImageError
 
 HELP = "list or remove packed layers that earlier starts left"
 
@@ -34,34 +35,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the images, or remove them."""
-    if args.action == "ls":
-        if args.names:
-            raise ConfigError(f"quire cache ls takes no names, and was given {args.names[0]!r}")
-        _show(image_folder.list_images(), as_json=args.json)
-        return 0
-    if args.json:
+    if args.action == "ls" and args.names:
+        raise ConfigError(f"quire cache ls takes no names, and was given {args.names[0]!r}")
+    if args.action == "clear" and args.json:
         raise ConfigError("--json is for quire cache ls")
-    chosen = _chosen(args.names) if args.names else None
     try:
-        freed = image_folder.clear(chosen)
+        if args.action == "ls":
+            _show(image_folder.list_images(), as_json=args.json)
+        else:
+            freed = image_folder.clear(_chosen(args.names) if args.names else None)
+            print(f"freed {format_bytes(freed)}")
+    except ImageError as error:
+        raise QuireError(f"packed layers: {error}") from None
     except OSError as error:
-        raise QuireError(f"{error.filename}: cannot be removed ({error.strerror})") from error
-    print(f"freed {format_bytes(freed)}")
+        what = "read" if args.action == "ls" else "removed"
+        raise QuireError(f"{error.filename}: cannot be {what} ({error.strerror})") from error
     return 0
 
 
 def _chosen(names: list[str]) -> list[Image]:
     images = image_folder.list_images()
-    found = {image.path: image for name in names for image in images if name in _names(image)}
+    found = {image.path: image for name in names for image in images if _is_called(image, name)}
     for name in names:
-        if not any(name in _names(image) for image in found.values()):
+        if not any(_is_called(image, name) for image in found.values()):
             known = ", ".join(sorted({image.origin.model for image in images})) or "none"
             raise ConfigError(f"no packed layers of {name!r}; there are those of: {known}")
     return list(found.values())
 
 
-def _names(image: Image) -> tuple[str, ...]:
-    return image.origin.model, image.origin.path, image.origin.key, image.path.name, str(image.path)
+def _is_called(image: Image, name: str) -> bool:
+    path = str(Path(name).resolve())
+    return name in (image.origin.model, image.origin.key, image.path.name) or path in (
+        image.origin.path,
+        str(image.path),
+    )
 
 
 def _show(images: list[Image], *, as_json: bool) -> None:

@@ -103,7 +103,7 @@ def _show_tree(args: argparse.Namespace) -> int:
 
 def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
     """The layer image that this configuration runs from, its bytes, and whether it is written; None if it has none."""
-    from quire.models.image_folder import find_image, image_path
+    from quire.models.image_folder import ImageError, image_path, open_image
     from quire.models.images import image_of
     from quire.models.layers import torch_dtype
 
@@ -112,9 +112,13 @@ def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | Non
     wanted = image_of(checkpoint, torch_dtype(config.model.dtype), config.model.weights)
     if wanted is None:
         return None
-    found = find_image(wanted.origin)
-    num_bytes = wanted.num_bytes if found is None else found.num_bytes
-    return {"path": str(image_path(wanted.origin)), "num_bytes": num_bytes, "written": found is not None}
+    try:
+        found = open_image(wanted.origin)
+    except FileNotFoundError:
+        return {"path": str(image_path(wanted.origin)), "num_bytes": wanted.num_bytes, "written": False}
+    except ImageError:
+        return {"path": None, "num_bytes": wanted.num_bytes, "written": False}
+    return {"path": str(found.path), "num_bytes": found.num_bytes, "written": True}
 
 
 def _facts(

@@ -8,10 +8,10 @@ namespace {
 struct MathIntegers {
     using Sum = vi;
     static constexpr bool EXACT = true;
-    static constexpr int FEW = 4;                        // rows at most that codes are decoded for in registers, so many at a time ...
-    static constexpr int FEW_BLOCK = 4;
+    static constexpr int FEW = 4;                        // the most rows that codes are decoded for in registers ...
+    static constexpr int FEW_BLOCK = 4;                  // ... and how many of them at a time
     template <class P>
-    static constexpr int BLOCK = VL == 16 ? 12 : 3;      // ... and of more rows those that pass decoded codes together
+    static constexpr int BLOCK = VL == 16 ? 12 : 3;      // of more rows, those that pass decoded codes together
     template <class P>
     struct Codes {
         vu pair(const typename P::Word& word, int w, int j) const { return P::pair(word, w, j); }

@@ -22,7 +22,7 @@ constexpr int PANEL = 32;          // outputs of a panel: two vectors of 16, and
 constexpr int SUMMED = 16;         // inputs whose sum a quantized row keeps
 constexpr int SCALED = 32;         // inputs that share a power of two
 
-// How a part of a matrix is stored; models/packed.py has the same numbers.
+// How a part of a matrix is stored; models/cpu_panels.py has the same numbers.
 enum Weights : int32_t { PAIRS_BF16 = 0, PAIRS_F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, G4, NUM_WEIGHTS };
 
 // acc + a.low b.low + a.high b.high for pairs of int16. The barrier keeps the sum in its register: the compiler would make all products of a

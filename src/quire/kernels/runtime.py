@@ -76,6 +76,11 @@ def set_level(level: str | None) -> None:
     _level = level
 
 
+def level() -> str:
+    """The level of the kernels that are called: this CPU's best may be missing."""
+    return Path(kernels()._name).stem.rpartition("_")[2]
+
+
 def num_threads() -> int:
     """Threads the kernels run on: as many as torch uses."""
     return torch.get_num_threads()

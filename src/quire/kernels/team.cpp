@@ -14,14 +14,14 @@ thread_local Member member{};
 
 namespace {
 
-int num_threads = 1, setting = 0;
+int num_threads = 1, setting = 1;
 
 constexpr int64_t TRIAL = 40000000;                          // ticks that a thread must not be late for to be back: 10 to 30 ms
 constexpr int64_t LEAST_PAUSE = TRIAL, MOST_PAUSE = 16 * TRIAL;
 
-// Of the calling thread's loops: how many threads are left out, when one more is tried, and how long the pause before that was.
+// Of the calling thread's loops: how many threads there are, how many are left out, when one more is tried, and how long the pause before that was.
 struct Crew {
-    int setting, left_out;
+    int setting, threads, left_out;
     int64_t again, pause;
 };
 thread_local Crew crew{};
@@ -29,16 +29,17 @@ thread_local Crew crew{};
 }  // namespace
 
 int crew_size() {
-    if (gomp_parallel == nullptr || omp_team_size == nullptr || num_threads == 1) return 1;
-    if (crew.setting != setting) crew = {setting, 0, 0, LEAST_PAUSE};
-    return num_threads - crew.left_out + (crew.left_out > 0 && ticks() >= crew.again);
+    if (gomp_parallel == nullptr || omp_team_size == nullptr) return 1;
+    const int now = __atomic_load_n(&setting, __ATOMIC_ACQUIRE);
+    if (crew.setting != now) crew = {now, __atomic_load_n(&num_threads, __ATOMIC_RELAXED), 0, 0, LEAST_PAUSE};
+    return crew.threads - crew.left_out + (crew.left_out > 0 && ticks() >= crew.again);
 }
 
 void crew_went(int threads, bool late) {
-    const bool trial = threads > num_threads - crew.left_out;
+    const bool trial = threads > crew.threads - crew.left_out;
     if (late) {
         crew.pause = !trial ? LEAST_PAUSE : crew.pause < MOST_PAUSE ? 2 * crew.pause : MOST_PAUSE;
-        if (!trial && crew.left_out < num_threads - 1) crew.left_out++;
+        if (!trial && crew.left_out < crew.threads - 1) crew.left_out++;
         crew.again = ticks() + crew.pause;
     } else if (trial && ticks() > crew.again + TRIAL) {
         crew.left_out--;
@@ -49,10 +50,10 @@ void crew_went(int threads, bool late) {
 
 bool was_preempted() {
 #if defined(RUSAGE_THREAD)
-    static thread_local int64_t before = 0;
+    static thread_local int64_t before = -1;
     rusage used;
     if (getrusage(RUSAGE_THREAD, &used) != 0) return false;
-    const bool more = used.ru_nivcsw != before;
+    const bool more = before >= 0 && used.ru_nivcsw != before;
     before = used.ru_nivcsw;
     return more;
 #else
@@ -91,6 +92,6 @@ using namespace quire;
 QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {
     omp_team_size = reinterpret_cast<int (*)()>(team_size);
     gomp_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
-    num_threads = count;
-    setting++;
+    __atomic_store_n(&num_threads, count, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&setting, 1, __ATOMIC_RELEASE);
 }

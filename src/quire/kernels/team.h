@@ -75,7 +75,7 @@ struct Member {
 };
 extern thread_local Member member;
 
-// Runs run(data) on so many threads of the pool, the calling one among them. late, preempted: what these leave there, ticks of long waits inside, and
+// Runs run(data) on threads of the pool, the calling one among them. late, preempted: what these leave there, ticks of long waits inside, and
 // whether one lost its core. What is waited for in a prompt of half a second is no reason for doing the next one alone.
 inline void run_parallel(void (*run)(void*), void* data, int threads, const int64_t& late, const int& preempted) {
     const int64_t began = ticks();

@@ -32,7 +32,8 @@ DTYPES = frozenset(_PAIRS)
 """Of plain matrices that have panels."""
 
 LAYOUT = 1
-"""Version of the bytes that packing makes; files of packed weights with another one are made again."""
+"""Version of the bytes that packing makes; files of packed weights with another one are made again. It is raised, too,
+where what is packed changes: `quants.group_codes`, `quants.eight_bit_codes`, the order of rows in `weights`."""
 
 
 class Part(ctypes.Structure):

@@ -43,10 +43,9 @@ class PanelStack:
         self._eps = eps
         first, kernels = self._array[0], runtime.kernels()
         qkv, inner = first.qkv.outputs, first.down.inputs
-        most = max(first.qkv.inputs, first.o.inputs, inner)
-        integers = kernels.quire_quantized_bytes(runtime.DTYPE_IDS[torch.bfloat16], 1, most)
+        self._most_inputs = max(first.qkv.inputs, first.o.inputs, inner)
         widths = (qkv, qkv, qkv, first.o.inputs, 2 * inner, inner, first.o.outputs)
-        self._row_bytes = (*(2 * width for width in widths), integers)
+        self._row_bytes = tuple(2 * width for width in widths)
         self._rows = _Rows()
         self._capacity = 0
         self._scratch: list[torch.Tensor] = []
@@ -73,7 +72,11 @@ class PanelStack:
     def _grow(self, rows: int) -> None:
         self._capacity = max(rows, 2 * self._capacity)
         carver = Carver()
-        self._scratch = [carver.take(self._capacity * num_bytes) for num_bytes in self._row_bytes]
+        packed_rows = runtime.kernels().quire_quantized_bytes(
+            runtime.DTYPE_IDS[torch.bfloat16], self._capacity, self._most_inputs
+        )
+        sizes = (*(self._capacity * num_bytes for num_bytes in self._row_bytes), packed_rows)
+        self._scratch = [carver.take(num_bytes) for num_bytes in sizes]
         for name, tensor in zip(_SCRATCH, self._scratch, strict=True):
             setattr(self._rows, name, tensor.data_ptr())
 

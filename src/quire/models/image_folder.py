@@ -25,7 +25,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,18 @@ class Origin:
     """What an image is made from. Equal origins give equal bytes.
 
     model        a name for people: the file, the folder, or the hub id
-    path         the checkpoint
+    path         the checkpoint, links resolved
     fingerprint  of its contents; see models.fingerprint
-    files        path, bytes and time of change in ns of each file with tensors
+    files        bytes and time of change in ns of each file with tensors
     form         model.weights
     dtype        of rows, and of matrices that are not in blocks
     layout       version of the packing
     """
 
-    model: str
-    path: str
+    model: str = field(compare=False)
+    path: str = field(compare=False)
     fingerprint: str
-    files: tuple[tuple[str, int, int], ...]
+    files: tuple[tuple[int, int], ...]
     form: str
     dtype: str
     layout: int
@@ -67,8 +67,8 @@ class Origin:
 
     @property
     def key(self) -> str:
-        """The image's name: the same for a checkpoint that was moved or touched, whose image is written again."""
-        parts = (self.fingerprint, self.form, self.dtype, self.layout, self.byte_order)
+        """The image's name, the same for every layout and byte order: an image of another one is written again."""
+        parts = (self.fingerprint, self.files, self.form, self.dtype)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -107,9 +107,12 @@ class Image:
 
 
 def image_folder() -> Path:
-    """Where images lie: quire/images under XDG_CACHE_HOME, or under ~/.cache."""
+    """Where images lie: quire/images under XDG_CACHE_HOME, or under ~/.cache. Raises ImageError without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quire" / "images"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "quire" / "images"
+    except RuntimeError as error:
+        raise ImageError(f"there is no folder for it ({error}); set XDG_CACHE_HOME") from None
 
 
 def image_path(origin: Origin) -> Path:
@@ -158,7 +161,7 @@ def read_image(path: Path) -> Image:
 
 
 def _origin(fields: Any) -> Origin:
-    files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields["files"])
+    files = tuple((int(size), int(changed)) for size, changed in fields["files"])
     return Origin(**{**fields, "files": files})
 
 
@@ -183,17 +186,28 @@ def _check_places(sections: Sequence[Section], end: int) -> None:
         raise ImageError("its table is damaged")
 
 
-def find_image(origin: Origin) -> Image | None:
-    """The image from which a model of this origin would run."""
-    with contextlib.suppress(ImageError, FileNotFoundError):
-        found = read_image(image_path(origin))
-        if found.origin == origin:
-            return found
-    return None
+def open_image(origin: Origin) -> Image:
+    """The image from which a model of this origin runs. Raises FileNotFoundError, and ImageError for one that is
+    damaged, of another layout, or of a checkpoint that has moved away: then it is written again, with its new path.
+    """
+    found = read_image(image_path(origin))
+    if found.origin != origin:
+        raise ImageError("it is of another layout")
+    if found.origin.path != origin.path and not Path(found.origin.path).exists():
+        raise ImageError("the checkpoint has moved")
+    return found
+
+
+def remove_older(origin: Origin) -> None:
+    """Removes images that the checkpoint at this path left in this form and dtype before it changed."""
+    for image in list_images():
+        same = (image.origin.path, image.origin.form, image.origin.dtype) == (origin.path, origin.form, origin.dtype)
+        if same and image.origin.key != origin.key:
+            image.path.unlink(missing_ok=True)
 
 
 def list_images() -> list[Image]:
-    """All complete images, the last used first."""
+    """All complete images, the last used first. Raises ImageError and OSError for a folder that cannot be read."""
     found = []
     for path in _files(SUFFIX):
         with contextlib.suppress(ImageError, FileNotFoundError):
@@ -237,7 +251,7 @@ def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ImageError("another process is writing it") from None
+                raise ImageError("it is being written") from None
             except OSError:
                 if create:
                     path.unlink(missing_ok=True)

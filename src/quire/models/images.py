@@ -35,8 +35,9 @@ from quire.models.image_folder import (
     aligned,
     image_path,
     lock_draft,
-    read_image,
+    open_image,
     remove_leftovers,
+    remove_older,
     table_bytes,
 )
 from quire.models.loading import held_kind
@@ -70,16 +71,13 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
     num_bytes = _packed_bytes(checkpoint, dtype, form)
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
-    files = []
-    for file in checkpoint.files:
-        status = file.stat()
-        files.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
-    path = checkpoint.path.absolute()
+    statuses = [file.stat() for file in checkpoint.files]
+    path = checkpoint.path.resolve()
     origin = Origin(
-        model=_name_of(path),
+        model=_name_of(checkpoint.path.absolute()),
         path=str(path),
         fingerprint=fingerprint(path),
-        files=tuple(files),
+        files=tuple((status.st_size, status.st_mtime_ns) for status in statuses),
         form=form,
         dtype=str(dtype).removeprefix("torch."),
         layout=LAYOUT,
@@ -114,9 +112,10 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
     """
     if wanted is None:
         return make(Carver())
-    path = image_path(wanted.origin)
+    path: Path | str = ""
     try:
-        reader = Reader(path, wanted.origin)
+        path = image_path(wanted.origin)
+        reader = Reader(wanted.origin)
         made = make(reader)
         reader.finish()
         return made
@@ -125,10 +124,9 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
     except ImageError as error:
         log.info("the layer image %s is written again: %s", path, error)
     try:
-        with Writer(path, wanted) as writer:
+        with Writer(wanted) as writer:
             made = make(writer)
             writer.finish()
-        log.info("wrote the packed layers, %s, to %s; quire cache ls", format_bytes(writer.num_bytes), path)
         return made
     except ImageError as error:
         log.warning("the weights are packed in memory, not in the layer image %s: %s", path, error)
@@ -138,12 +136,10 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
 class Reader:
     """A complete image, mapped."""
 
-    def __init__(self, path: Path, origin: Origin) -> None:
-        """Raises FileNotFoundError, and ImageError for an image that is damaged or of another origin."""
-        image = read_image(path)
-        if image.origin != origin:
-            raise ImageError("the checkpoint has changed or was moved")
-        self._path = path
+    def __init__(self, origin: Origin) -> None:
+        """Raises what open_image raises."""
+        image = open_image(origin)
+        self._path = path = image.path
         self._entries = iter([entry for section in image.sections for entry in section.entries])
         try:
             with path.open("rb") as file:
@@ -178,9 +174,9 @@ class Writer:
     a full disk is an error of that write, and never a signal.
     """
 
-    def __init__(self, path: Path, wanted: Wanted) -> None:
-        """Raises ImageError if there is no room, or another process writes this image."""
-        self._path = path
+    def __init__(self, wanted: Wanted) -> None:
+        """Raises ImageError if there is no room, or somebody else writes this image."""
+        self._path = path = image_path(wanted.origin)
         self._draft = path.with_suffix(DRAFT_SUFFIX)
         self._origin = wanted.origin
         self._sections: list[Section] = []
@@ -248,8 +244,10 @@ class Writer:
             os.ftruncate(self._file, self.num_bytes + len(table))
             _write(self._file, table, self.num_bytes)
         self._is_finished = True
-        self.published = threading.Thread(target=self._publish, name="quire-image")
-        self.published.start()
+        try:
+            threading.Thread(target=self._publish, name="quire-image").start()
+        except RuntimeError:  # no more threads
+            self._publish()
 
     def _publish(self) -> None:
         with self._open:
@@ -257,8 +255,11 @@ class Writer:
                 os.fdatasync(self._file)
                 os.replace(self._draft, self._path)
                 self._is_named = True
+                log.info("wrote packed layers, %s, to %s; quire cache ls", format_bytes(self.num_bytes), self._path)
+                remove_older(self._origin)
             except OSError as error:
-                log.warning("no layer image %s: %s", self._path, error.strerror or error)
+                # What this process runs from may be lost, too.
+                log.error("no layer image %s: %s; start again", self._path, error.strerror or error)
 
     def _leave(self) -> None:
         if not self._is_named:

@@ -143,15 +143,18 @@ class Tokenizer:
         return self._chat_template.render(messages, add_generation_prompt, variables)
 
 
-@one_line()
 def _no_unicode(text: str) -> str:
     """Why a text cannot be encoded: Python stands halves of surrogate pairs for bytes that it could not decode."""
-    place, half = next((place, ord(char)) for place, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+    halves = ((place, ord(char)) for place, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+    place, half = next(halves, (0, 0))
+    if not half:
+        return "the text cannot be encoded"
     if 0xDC80 <= half <= 0xDCFF:
         return f"the text is not valid UTF-8: byte 0x{half - 0xDC00:02x} behind {place} characters"
     return f"the text is not valid Unicode: half of a surrogate pair behind {place} characters"
 
 
+@one_line()
 def load_tokenizer(
     path: str | Path, tokenizer: str | Path | None = None, chat_template: str | Path | None = None
 ) -> Tokenizer:
