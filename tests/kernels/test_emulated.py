@@ -37,7 +37,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("needs a compiler for x86-64")
     out = tmp_path_factory.mktemp("emulated") / "kernels.so"
     macros = [f"-D__AVX512{name}__" for name in MACROS[request.param].split()]
-    sources = [SOURCE_DIR / "linear.cpp", SOURCE_DIR / "packed.cpp", HERE / "alone.cpp"]
+    sources = [*(SOURCE_DIR / f"{name}.cpp" for name in ("linear", "packed", "packing")), HERE / "alone.cpp"]
     # The barrier that keeps a sum in its register names one that this processor may lack.
     command = [*compiler.command, *FLAGS, *macros, "-Dasm(...)=", f"-I{HERE}", f"-I{SOURCE_DIR}", *map(str, sources)]
     subprocess.run([*command, "-o", str(out)], check=True)
