@@ -29,7 +29,7 @@ from turns import Worker
 
 SHAPES = [cell for cell in CELLS if cell.name.startswith("decode")]
 
-ENGINES = [dataclasses.replace(engine, native=False) for engine in (PACKED, PLAIN, PEER)]
+ENGINES = [PACKED, PLAIN, PEER]
 
 
 @contextlib.contextmanager

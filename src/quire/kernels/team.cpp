@@ -16,8 +16,8 @@ namespace {
 
 int num_threads = 1, setting = 1;
 
-constexpr int64_t TRIAL = 40000000;                          // ticks that a thread must not be late for to be back: 10 to 30 ms
-constexpr int64_t LEAST_PAUSE = TRIAL, MOST_PAUSE = 16 * TRIAL;
+constexpr int64_t LEAST_PAUSE = 40000000, MOST_PAUSE = 16 * LEAST_PAUSE;   // ticks without a thread: 10 to 30 ms, and up to half a second
+constexpr int64_t TRIAL = MOST_PAUSE;   // ticks that it must not be late for then: one that slept has its core for a few slices on end
 
 // Of the calling thread's loops: how many threads there are, how many are left out, when one more is tried, and how long the pause before that was.
 struct Crew {
