@@ -171,35 +171,33 @@ void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
     Product<X, T> p{static_cast<const X*>(rows.x), static_cast<int>(rows.stride), {}, rows.count, m.inputs, m.outputs, static_cast<const X*>(m.bias),
                     m.gated != 0, out};
     if (p.rows == 0) return;
+    // Panels are a microsecond's work each where rows are few: what their parts need is found once.
+    struct {
+        int64_t panels, bytes;
+    } runs[MOST_PARTS];
     int64_t panels = 0;
     bool packed = false, minima = false;
     for (int64_t i = 0; i < m.num_parts; i++) {
-        panels += (m.parts[i].outputs + p.width() - 1) / p.width();
+        runs[i] = {(m.parts[i].outputs + p.width() - 1) / p.width(), panel_bytes(static_cast<int>(m.parts[i].kind), p.inputs)};
+        panels += runs[i].panels;
         packed = packed || is_packed(static_cast<int>(m.parts[i].kind));
         minima = minima || has_minima(static_cast<int>(m.parts[i].kind));
     }
     if (packed) p.packed = quantize_rows(kind, rows.x, rows.stride, p.rows, p.inputs, minima, rows.scratch);
     const auto panel_at = [&](int64_t i) {
-        int64_t first = 0;
-        for (const Part* part = m.parts;; part++) {
-            const int64_t count = (part->outputs + p.width() - 1) / p.width();
-            if (i < count) {
-                const int64_t before = i * p.width(), left = part->outputs - before;
-                return Panel{part->kind, part->panels + i * panel_bytes(static_cast<int>(part->kind), p.inputs), first + before,
-                             left < p.width() ? left : p.width()};
-            }
-            i -= count, first += part->outputs;
-        }
+        int64_t first = 0, part = 0;
+        for (; i >= runs[part].panels; part++) i -= runs[part].panels, first += m.parts[part].outputs;
+        const int64_t before = i * p.width(), left = m.parts[part].outputs - before;
+        return Panel{m.parts[part].kind, m.parts[part].panels + i * runs[part].bytes, first + before, left < p.width() ? left : p.width()};
     };
+    const uint8_t* following = next ? next->parts->panels + member.id * panel_bytes(static_cast<int>(next->parts->kind), next->inputs) : nullptr;
     const int64_t chunks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, height = ((p.rows + chunks - 1) / chunks + MR - 1) / MR * MR;
     parallel_pairs(panels * chunks, [&](int64_t i, int64_t then) {
-        const int64_t at = i / panels * height;
+        const int64_t chunk = chunks == 1 ? 0 : i / panels, at = chunk * height;
         if (at >= p.rows) return;
-        const Panel panel = panel_at(i % panels);
+        const Panel panel = panel_at(i - chunk * panels);
         const int count = static_cast<int>(p.rows - at < height ? p.rows - at : height);
-        const uint8_t* after = nullptr;
-        if (then >= 0) after = panel_at(then % panels).at;
-        else if (next) after = next->parts->panels + member.id * panel_bytes(static_cast<int>(next->parts->kind), next->inputs);
+        const uint8_t* after = then < 0 ? following : panel_at(chunks == 1 ? then : then % panels).at;
         if (is_packed(static_cast<int>(panel.kind))) return packed_rows(p, panel, at, count, after);
         if constexpr (sizeof(X) == 2) {
             if constexpr (std::is_same_v<X, bf16>) pair_rows<MathOfBf16>(p, panel, at, count, after);

@@ -11,7 +11,9 @@ struct Part {
     int64_t outputs;           // gated: as many as there are gates
 };
 
-// Parts one below the other, their inputs the same; a gated one has one part.
+constexpr int MOST_PARTS = 4;
+
+// Parts one below the other, their inputs the same, MOST_PARTS of them at most; a gated one has one part.
 struct Matrix {
     const Part* parts;
     int64_t num_parts;

@@ -36,6 +36,10 @@ LAYOUT = 1
 where what is packed changes: `quants.group_codes`, `quants.eight_bit_codes`, the order of rows in `weights`."""
 
 
+MOST_PARTS = 4
+"""Of a product, as linear.h has it."""
+
+
 class Part(ctypes.Structure):
     """Outputs of one type; see linear.h."""
 
@@ -103,6 +107,7 @@ class Panels:
         wide: bool = False,
     ) -> None:
         assert not gated or len(parts) == 1, "gates and what they let through lie in one panel"
+        assert len(parts) <= MOST_PARTS, f"{len(parts)} parts"
         inputs = parts[0].shape[1]
         counts = [weight.shape[0] // (2 if gated else 1) for weight in parts]
         self._panels = [_place(weight, count, gated, memory) for weight, count in zip(parts, counts, strict=True)]
