@@ -5,7 +5,7 @@
 //
 // A loop ends when all its items are done, so a thread whose core another program holds makes the others wait, a few milliseconds at a time, where
 // a whole decode step takes no longer. After a wait like that there is one thread fewer for a while: a long wait, and one of the threads lost its core
-// meanwhile, as the system counts (Linux).
+// meanwhile, as the system counts (Linux). Two threads that share a core wait for each other in turns, for shorter times but always.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +32,7 @@ inline int64_t ticks() {
 #endif
 }
 
-constexpr int64_t LATE = 2000000;   // about a millisecond; a thread that does not run is waited for longer
+constexpr int64_t USUAL = 50000;   // ticks, 10 to 30 us, that a thread waits for others at the end of any loop
 
 // Threads for the calling thread's next loop; then, how many there were, and whether one was late.
 int crew_size();
@@ -45,7 +45,7 @@ bool was_preempted();
 // costs a microsecond or two, and a decode step has more than two hundred loops.
 struct Team {
     int size;
-    int64_t late;                    // ticks of all waits that were so long
+    int64_t late;                    // ticks of all longer waits
     alignas(64) int arrived;
     alignas(64) int phase;
     alignas(64) int64_t taken[64];   // items of each loop handed out beyond every member's first; used in turn
@@ -62,7 +62,7 @@ struct Team {
         const int64_t came = ticks();
         for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
         const int64_t waited = ticks() - came;
-        if (waited > LATE) __atomic_fetch_add(&late, waited, __ATOMIC_RELAXED);
+        if (waited > USUAL) __atomic_fetch_add(&late, waited, __ATOMIC_RELAXED);
     }
     static void rest(int spins);
 };
@@ -81,7 +81,7 @@ inline void run_parallel(void (*run)(void*), void* data, int threads, const int6
     const int64_t began = ticks();
     gomp_parallel(run, data, static_cast<unsigned>(threads), 0);
     const int64_t now = ticks(), last = now - member.done;
-    crew_went(threads, preempted && late / threads + (last > LATE ? last : 0) > (now - began) / 16);
+    crew_went(threads, preempted && late / threads + (last > USUAL ? last : 0) > (now - began) / 8);
 }
 
 // To be called by every thread at the end of a region.
