@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No passes of the collector within, which are a quarter of the time that importing torch takes: 0.9 s without."""
+    """No passes of the collector within: they would look through ever more modules that all stay."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -156,7 +156,7 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
 // The same of a packed panel.
 template <class X, class T>
 void packed_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
-    const int planes = p.packed.planes, most = (BLOCK_ROWS + 12) * planes;
+    const int planes = p.packed.planes, most = (BLOCK_ROWS + SPARE_ROWS) * planes;
     auto* sums = static_cast<float*>(thread_scratch(static_cast<size_t>(most) * PANEL * 4 + PACKED_SCRATCH));
     packed_sums(static_cast<int>(panel.kind), panel.at, p.inputs, p.packed, at, height, sums, sums + most * PANEL, next);
     if (planes == 2)

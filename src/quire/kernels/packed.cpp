@@ -289,7 +289,6 @@ void take_row(const bf16* x, int64_t inputs, uint32_t* pairs, float* sums, int64
     }
 }
 
-constexpr int SPARE_ROWS = 12;   // more than are read beside a last few rows, and ignored
 
 int planes_of(int kind) { return kind == DENSE_F32 ? 2 : 1; }
 
@@ -342,7 +341,7 @@ PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows
 #if defined(__AVX512BF16__)
     if (kind == DENSE_BF16) {
         const auto* from = static_cast<const bf16*>(x);
-        // Rows are read where they are if no more of them are: blocks of 4, 8 and 12 rows.
+        // Rows stay where they are if none beyond the last is read: then the last block has 4, 8 or 12 of them.
         const bool whole = padded == inputs && x_stride % 2 == 0 && (rows < 4 || rows % 4 == 0);
         if (sums || !whole)
             parallel_for(rows, 1, [&](int64_t r) {

@@ -113,7 +113,7 @@ struct Packed {
     }
 
 #if defined(__AVX512BF16__)
-    // Codes less the offset as bfloat16, by code: 32 to a vector. Four bits need no mask, as every code has two entries.
+    // What each code stands for, as bfloat16, 32 of them in a vector. Four bits need no mask: every code has two entries.
     static constexpr int TABLE = BITS == 6 ? 64 : 32;
     struct Table {
         vu at[TABLE / 32];
@@ -215,7 +215,9 @@ int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                
 // In a loop over rows, if there is anything to do. sums: whether they are read.
 PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch);
 
-// sums [height * planes, 32] of one panel and the rows from `at`, with room for 12 rows more; scratch: PACKED_SCRATCH bytes. next: the panel that this
+constexpr int SPARE_ROWS = 12;   // rows beyond the last that a block may read; their sums are written, and ignored
+
+// sums [(height + SPARE_ROWS) * planes, 32] of one panel and the rows from `at`; scratch: PACKED_SCRATCH bytes. next: the panel that this
 // thread reads afterwards, or null.
 constexpr int PACKED_SCRATCH = 256 * PANEL * 2 + 2 * 16 * PANEL * 4;
 void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const PackedRows& x, int64_t at, int height, float* sums, void* scratch,
