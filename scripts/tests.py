@@ -15,7 +15,9 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,17 +42,38 @@ def main() -> int:
         # Only their files: importing all others takes as long as these tests do.
         alone += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.alone" in file.read_text()]
     groups = (["--alone=without", f"--numprocesses={cores}", "--dist=worksteal"], alone)
-    codes = []
+    codes, failed = [], []
     for group, share in zip(groups, (1 - ALONE_SHARE, 1), strict=True):
         if given.seconds is not None:
             group.append(f"--seconds={max(0.0, given.seconds * share - (time.monotonic() - begun)):.0f}")
-        codes.append(subprocess.run([*pytest, *arguments, *group], cwd=ROOT).returncode)
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder, "record.xml")
+            group.append(f"--junitxml={record}")
+            codes.append(subprocess.run([*pytest, *arguments, *group], cwd=ROOT).returncode)
+            failed += failures(record)
+    for name in failed:
+        print(f"failed: {name}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{os.environ.get('QUIRE_EFFORT', 'quick')} suite: {time.monotonic() - begun:.0f} s,"
         f" {used.ru_utime + used.ru_stime:.0f} s of processor time, load {os.getloadavg()[0]:.1f}"
     )
     return exit_status(codes)
+
+
+def failures(record: Path) -> list[str]:
+    """The tests that failed, of the JUnit record of a run; without one, as after a crash, none.
+
+    Printed last, because a service that runs the suite may keep no more than the last lines.
+    """
+    if not record.exists():
+        return []
+    cases = ElementTree.parse(record).iter("testcase")
+    return [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
 
 
 def exit_status(codes: Sequence[int]) -> int:

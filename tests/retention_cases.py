@@ -29,6 +29,12 @@ HEAVY = frozenset(range(ord("a"), ord("e")))
 LOST = ord("Q")
 """A token whose rows look everywhere alike, whatever the head is told."""
 
+MOST = 1e-4
+"""By how much a logit of the engine may differ from the oracle's."""
+
+ROUNDING = 5e-7
+"""By how much keys and values of the engine may differ from the oracle's, of the largest one."""
+
 _CONSTANT, _SPECIAL, _PUNCTUATION, _HEAVY = range(4)
 _NUM_FEATURES = 4
 
@@ -182,6 +188,7 @@ class Bench:
         rules = replace(self.rules, page_bytes=page_bytes[0])
         self.oracle = Oracle(self.shape, self.weights, rules, self._stored if table.encodes else None)
         self.runs: dict[Sequence, Run] = {}
+        self.nudges: torch.Generator | None = None
 
     def engine(self, **options: Any) -> Engine:
         """An engine of the model; options come on top of those that retain."""
@@ -209,6 +216,9 @@ class Bench:
         exact = table.sinks.num_tokens if table.sinks is not None and chunk == 0 else 0
         parts = keys.clone(), values.clone()
         for part in parts:
+            if self.nudges is not None:
+                signs = torch.randint(0, 2, part.shape, generator=self.nudges) * 2 - 1
+                part += signs * part.abs().amax() * ROUNDING
             part[:, :exact] = 0.0
         decoded = [
             table.sealed_codec.decode(layer, head, table.sealed_codec.encode(layer, head, k[None], v[None]))
@@ -240,11 +250,28 @@ class Bench:
         if sequence in self.witness.is_changed:
             assert run.num_ties, "computed again, it keeps something else"
             return run
-        differ = (torch.stack(logits) - run.logits).abs().amax(-1)
-        # With codes, one in a million numbers stands at an edge, and may get another one here than there.
-        most = 1e-4 if self.oracle.stored is None else 5e-3
-        assert float(differ.max()) < most, f"logits differ by {differ.tolist()}"
+        answered = torch.stack(logits)
+        differ = (answered - run.logits).abs().amax(-1)
+        if self.oracle.stored is not None and float(differ.max()) >= MOST:
+            run, differ = self._with_other_edges(sequence, answered, seen)
+        assert float(differ.max()) < MOST, f"logits differ by {differ.tolist()}"
         if sequence.request.params.greedy:
             chosen = run.logits.gather(1, torch.tensor(tokens[n:])[:, None])[:, 0]
             assert (chosen >= run.logits.amax(-1) - 2 * float(differ.max()) - 1e-4).all()
         return run
+
+    def _with_other_edges(self, sequence: Sequence, answered: Tensor, seen: dict[int, Seen]) -> tuple[Run, Tensor]:
+        """The oracle's run that is nearest to the engine's, of several whose keys and values are rounded otherwise.
+
+        About one number in a million stands so near the edge between two codes that rounding decides, here one way and
+        there the other. Then the engine's answers are those of one of these runs, and still within `MOST`.
+        """
+        found: list[tuple[Run, Tensor]] = []
+        for seed in range(64):
+            self.nudges = torch.Generator().manual_seed(seed)
+            run = self.oracle.run(sequence.token_ids, sequence.num_prompt, seen)
+            found.append((run, (answered - run.logits).abs().amax(-1)))
+            if float(found[-1][1].max()) < MOST:
+                break
+        self.nudges = None
+        return min(found, key=lambda each: float(each[1].max()))

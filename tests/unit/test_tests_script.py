@@ -34,6 +34,25 @@ def test_a_group_that_failed_or_was_killed_is_a_failure_and_an_empty_one_is_not(
     assert script.exit_status(codes) == status
 
 
+def test_the_last_lines_name_what_failed(script: ModuleType, tmp_path: Path) -> None:
+    record = tmp_path / "record.xml"
+    assert script.failures(record) == []
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import pytest\n\n"
+        "@pytest.fixture\n"
+        "def broken():\n"
+        "    raise ValueError\n\n"
+        "def test_good(): pass\n"
+        "@pytest.mark.parametrize('number', [1, 2])\n"
+        "def test_bad(number): assert number == 1\n"
+        "def test_error(broken): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", "/dev/null"]
+    subprocess.run([*command, f"--junitxml={record}", str(tests)], cwd=tmp_path, capture_output=True, text=True)
+    assert script.failures(record) == ["test_some::test_bad[2]", "test_some::test_error"]
+
+
 def test_both_groups_share_the_seconds(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     now, commands = [1000.0], []
 
