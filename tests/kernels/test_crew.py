@@ -9,11 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from quire.kernels import runtime
+from quire.kernels.memory import Carver
+from quire.models.cpu_panels import Panels
+from tests.kernels.test_stack import answers
+from tests.tiny_models import tiny_shape
 
 pytestmark = [
     pytest.mark.alone,
@@ -144,3 +149,81 @@ def test_a_new_number_of_threads_begins_with_all_of_them(make_pool: MakePool) ->
     pool.late_from = 2
     assert [pool.loop() for _ in range(2)] == [2, 1]
     assert make_pool(2).loop() == 2
+
+
+def helper_seconds() -> float:
+    """Processor time of the kernels' own thread; 0 where it has not been needed yet."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "quire-helper":
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+needs_two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="the helper takes no core of its caller's"
+)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("rows, inputs", [(4, 64), (192, 65536)])
+def test_who_is_left_alone_is_helped_and_gets_the_same(make_pool: MakePool, rows: int, inputs: int) -> None:
+    """In short items, and in such that a helper's turn and its nap pass within one."""
+    rng = torch.Generator().manual_seed(rows)
+    weight, x = (torch.randn(count, inputs, generator=rng).bfloat16() for count in (32 * 7, rows))
+    linear = Panels([weight], None, torch.bfloat16, Carver())
+    make_pool(1)
+    expected = linear(x)
+    pool = make_pool(2)
+    pool.late_from = 2
+    pool.loop()
+    before, end = helper_seconds(), time.monotonic() + 4
+    while time.monotonic() < end:
+        assert torch.equal(linear(x), expected)
+    assert helper_seconds() > before + 0.2
+    assert 2 in pool.asked, "never tried again"
+
+
+@needs_two_cores
+def test_layers_are_shared_with_a_helper(held_core: int) -> None:
+    """With torch's own pool, one of whose threads has half a core."""
+    shape = tiny_shape("llama", head_dim=16, hidden_size=512, ffn_size=40)
+    threads, before, end = runtime.num_threads(), helper_seconds(), time.monotonic() + 10
+    try:
+        runtime.set_num_threads(1)
+        expected = answers(shape, stacked=True)
+        runtime.set_num_threads(2)
+        while helper_seconds() < before + 0.1:
+            assert answers(shape, stacked=True) == expected
+            assert time.monotonic() < end, "no help in ten seconds"
+    finally:
+        runtime.set_num_threads(threads)
+
+
+@needs_two_cores
+def test_the_helper_sleeps_when_nobody_is_alone(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    pool.late_from = 2
+    pool.loop()
+    pool.most(0.2)
+    pool = make_pool(2)
+    time.sleep(0.05)
+    before = helper_seconds()
+    pool.most(0.5)
+    assert helper_seconds() == before
+
+
+def test_torch_waits_for_no_one_who_is_left_out(make_pool: MakePool) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        pool = make_pool(2)
+        with runtime.punctual():
+            assert torch.get_num_threads() == 2
+        pool.late_from = 2
+        pool.loop()
+        with runtime.punctual():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

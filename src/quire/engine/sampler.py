@@ -7,6 +7,7 @@ kernel takes each row by itself; on other devices the last bit of a sum may depe
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 from quire.engine.candidates import BLOCK_ROWS, Floats, Ints, at_least, best_ids, falling, lane_maxima, num_above
 from quire.engine.outputs import Logprob
 from quire.engine.params import SamplingParams
+from quire.kernels import runtime
 
 # Float32 probabilities of a row sum to 1 within 2e-6; sets of candidates hold this much more than the mass they must.
 MASS_SLACK = 1e-5
@@ -86,6 +88,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.eos_token_ids = tuple(eos_token_ids)
+        self._punctual = runtime.punctual if self.device.type == "cpu" else contextlib.nullcontext
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
@@ -112,17 +115,20 @@ class Sampler:
         else:
             chosen = torch.empty(len(rows), dtype=torch.int64)
             others = list(range(len(rows)))
-        for block in _blocks(others):
-            chosen[block] = self._choose(_copy_rows(logits, block), [rows[index] for index in block])
-        errors = dict.fromkeys((chosen < 0).nonzero()[:, 0].tolist(), _NO_TOKEN)
-        logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
-        wanting = [index for index, row in enumerate(rows) if row.params.logprobs is not None and index not in errors]
-        for block in _blocks(wanting):
-            found = _logprobs(
-                _rows(logits, block), chosen[block], [rows[index].params.logprobs or 0 for index in block]
-            )
-            for index, entry in zip(block, found, strict=True):
-                logprobs[index] = entry
+        with self._punctual():
+            for block in _blocks(others):
+                chosen[block] = self._choose(_copy_rows(logits, block), [rows[index] for index in block])
+            errors = dict.fromkeys((chosen < 0).nonzero()[:, 0].tolist(), _NO_TOKEN)
+            logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
+            wanting = [
+                index for index, row in enumerate(rows) if row.params.logprobs is not None and index not in errors
+            ]
+            for block in _blocks(wanting):
+                found = _logprobs(
+                    _rows(logits, block), chosen[block], [rows[index].params.logprobs or 0 for index in block]
+                )
+                for index, entry in zip(block, found, strict=True):
+                    logprobs[index] = entry
         return Sampled(chosen, logprobs, errors)
 
     @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
     library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
     library.quire_nuq_bytes.restype = _I64
+    library.quire_crew_size.restype = _I32
     library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
     library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64
     library.quire_threads(*_openmp(), num_threads())
@@ -90,6 +93,24 @@ def set_num_threads(count: int) -> None:
     """Sets torch's and the kernels' thread count together."""
     torch.set_num_threads(count)
     kernels().quire_threads(*_openmp(), count)
+
+
+@contextlib.contextmanager
+def punctual() -> Iterator[None]:
+    """Inside, torch's own operations run on no more threads than the kernels' loops have at the moment.
+
+    Where another program holds a core, torch waits for the thread there, milliseconds for each operation. The kernels
+    leave a thread out that came late (`team.h`), so they know.
+    """
+    threads, crew = num_threads(), kernels().quire_crew_size()
+    if crew >= threads:
+        yield
+        return
+    torch.set_num_threads(crew)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @functools.cache

@@ -1,8 +1,12 @@
-// How many threads share a loop; see team.h.
+// How many threads share a loop, and the helper; see team.h.
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/resource.h>
+#include <time.h>
 
 #include <cstdlib>
+#include <cstring>
 
 #include "common.h"
 
@@ -26,6 +30,63 @@ struct Crew {
 };
 thread_local Crew crew{};
 
+#if defined(__linux__)
+constexpr int64_t TURN = 3000000;     // ticks that the helper works for, about a millisecond
+constexpr int64_t IDLE = TURN / 8;    // and of waiting for the next region, after which its turn ends early
+constexpr timespec NAP{0, 500000};    // what it sleeps then. Longer turns or shorter naps, and it is interrupted in the midst of items
+
+struct Help {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t asked = PTHREAD_COND_INITIALIZER;
+    bool started, inside;             // whether the thread is there; whether it is in run(data)
+    void (*run)(void*);               // null: nobody needs help
+    void* data;
+    cpu_set_t cores;                  // all that the caller may use but the one it runs on
+} help{};
+
+// Takes what is to be done, if there is anything.
+void help_once(int64_t until) {
+    pthread_mutex_lock(&help.lock);
+    void (*const run)(void*) = help.run;
+    void* const data = help.data;
+    __atomic_store_n(&help.inside, run != nullptr, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&help.lock);
+    if (!run) return;
+    member.until = until;
+    run(data);
+    __atomic_store_n(&help.inside, false, __ATOMIC_RELEASE);
+}
+
+void* help_out(void*) {
+    cpu_set_t mine;
+    CPU_ZERO(&mine);
+    for (;; nanosleep(&NAP, nullptr)) {
+        pthread_mutex_lock(&help.lock);
+        while (!help.run) pthread_cond_wait(&help.asked, &help.lock);
+        const cpu_set_t cores = help.cores;
+        pthread_mutex_unlock(&help.lock);
+        if (!CPU_EQUAL(&mine, &cores)) sched_setaffinity(0, sizeof(cores), &cores), mine = cores;
+        const int64_t until = ticks() + TURN;
+        for (int64_t now = ticks(), last = now; now < until && now < last + IDLE; now = ticks()) {
+            if (!__atomic_load_n(&help.run, __ATOMIC_RELAXED)) Team::rest(0);
+            else help_once(until), last = ticks();
+        }
+    }
+}
+
+bool start_helper() {
+    // No signal of the process is this thread's.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const bool started = pthread_create(&thread, nullptr, help_out, nullptr) == 0;
+    if (started) pthread_setname_np(thread, "quire-helper"), pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return started;
+}
+#endif
+
 }  // namespace
 
 int crew_size() {
@@ -48,6 +109,52 @@ void crew_went(int threads, bool late) {
     }
 }
 
+bool crew_is_short() { return crew.left_out > 0 && crew.left_out == crew.threads - 1; }
+
+bool helper_enters(int64_t loop) {
+    Team& team = *member.team;
+    while (member.role != Role::DONE) {
+        uint64_t state = __atomic_load_n(&team.state, __ATOMIC_ACQUIRE);
+        if (static_cast<int64_t>(state >> 16) > loop) return false;
+        if (member.role == Role::HELPS) return true;
+        // One more whom the others wait for, unless all have come.
+        if ((state & 0xffff) == 0) continue;
+        if (!__atomic_compare_exchange_n(&team.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+        member.role = Role::HELPS;
+        return team.helping = true;
+    }
+    return false;
+}
+
+#if defined(__linux__)
+bool ask_for_help(void (*run)(void*), void* data) {
+    cpu_set_t cores;
+    const int core = sched_getcpu();
+    if (core < 0 || sched_getaffinity(0, sizeof(cores), &cores) != 0) return false;
+    CPU_CLR(core, &cores);
+    if (CPU_COUNT(&cores) == 0) return false;
+    pthread_mutex_lock(&help.lock);
+    const bool is_free = help.run == nullptr && (help.started || (help.started = start_helper()));
+    if (is_free) {
+        help.data = data, help.cores = cores;
+        __atomic_store_n(&help.run, run, __ATOMIC_RELAXED);
+        pthread_cond_signal(&help.asked);
+    }
+    pthread_mutex_unlock(&help.lock);
+    return is_free;
+}
+
+void end_help() {
+    pthread_mutex_lock(&help.lock);
+    __atomic_store_n(&help.run, nullptr, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&help.lock);
+    for (int spins = 0; __atomic_load_n(&help.inside, __ATOMIC_ACQUIRE); spins++) Team::rest(spins);
+}
+#else
+bool ask_for_help(void (*)(void*), void*) { return false; }
+void end_help() {}
+#endif
+
 bool was_preempted() {
 #if defined(RUSAGE_THREAD)
     static thread_local int64_t before = -1;
@@ -65,8 +172,8 @@ void Team::rest(int spins) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    // On a busy machine the thread waited for may need this core.
-    if (spins >= 1000) sched_yield();
+    // On a busy machine the thread waited for may need this core; not so a helper's, which would lose what is left of its slice for nothing.
+    if (spins >= 1000 && member.role == Role::BASE) sched_yield();
 }
 
 void* thread_scratch(size_t bytes) {
@@ -87,6 +194,9 @@ void* thread_scratch(size_t bytes) {
 }  // namespace quire
 
 using namespace quire;
+
+// Threads for the calling thread's loops, fewer than were set while others come late.
+QUIRE_API int quire_crew_size() { return crew_size(); }
 
 // parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.
 QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {
