@@ -192,16 +192,23 @@ void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
     };
     const uint8_t* following = next ? next->parts->panels + member.id * panel_bytes(static_cast<int>(next->parts->kind), next->inputs) : nullptr;
     const int64_t chunks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, height = ((p.rows + chunks - 1) / chunks + MR - 1) / MR * MR;
-    parallel_pairs(panels * chunks, [&](int64_t i, int64_t then) {
-        const int64_t chunk = chunks == 1 ? 0 : i / panels, at = chunk * height;
-        if (at >= p.rows) return;
-        const Panel panel = panel_at(i - chunk * panels);
-        const int count = static_cast<int>(p.rows - at < height ? p.rows - at : height);
-        const uint8_t* after = then < 0 ? following : panel_at(chunks == 1 ? then : then % panels).at;
-        if (is_packed(static_cast<int>(panel.kind))) return packed_rows(p, panel, at, count, after);
-        if constexpr (sizeof(X) == 2) {
-            if constexpr (std::is_same_v<X, bf16>) pair_rows<MathOfBf16>(p, panel, at, count, after);
-            else pair_rows<MathPairs<f16>>(p, panel, at, count, after);
+    const int64_t items_in_all = panels * chunks;
+    share_items(items_in_all, [&](Items items) {
+        const auto of = [&](int64_t i) { return panel_at(chunks == 1 ? i : i % panels); };
+        int64_t i = items.next();
+        Panel panel{};
+        if (i < items_in_all) panel = of(i);
+        while (i < items_in_all) {
+            const int64_t then = items.next(), at = (chunks == 1 ? 0 : i / panels) * height;
+            Panel after{0, following, 0, 0};
+            if (then < items_in_all) after = of(then);
+            const int count = static_cast<int>(p.rows - at < height ? p.rows - at : height);
+            if (count > 0) {
+                if (is_packed(static_cast<int>(panel.kind))) packed_rows(p, panel, at, count, after.at);
+                else if constexpr (std::is_same_v<X, bf16>) pair_rows<MathOfBf16>(p, panel, at, count, after.at);
+                else if constexpr (std::is_same_v<X, f16>) pair_rows<MathPairs<f16>>(p, panel, at, count, after.at);
+            }
+            i = then, panel = after;
         }
     });
 }

@@ -1,8 +1,10 @@
 // Small matrix products with 32-bit elements: float x float, or pairs of bf16 along the summed index on CPUs with bf16 dot products, which is why
 // both share one kernel. Attention's scores and sums and the packed linear products are made of it.
 #pragma once
-#include "common.h"
 #include <type_traits>
+#include <utility>
+
+#include "common.h"
 
 namespace quire {
 
@@ -122,7 +124,7 @@ struct Gated {
 
 // to[m, n] = alpha[m] * c[m, n] + sum_k a[m, k] b[k, n] for M rows and N vectors of columns; alpha null starts from zero.
 template <class Math, int M, int N, class To>
-inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, const float* alpha, const To& to,
+__attribute__((always_inline)) inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, const float* alpha, const To& to,
                           Prefetcher& ahead, const uint32_t* next_rows = nullptr) {
     constexpr int LINE = 16;      // elements of a cache line
     vf acc[M][N];
@@ -154,14 +156,11 @@ inline void product_block(const uint32_t* a, int lda, const uint32_t* b, int ldb
     for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
 
-// The last rows, fewer than a register block.
-template <class Math, int N, int M, class To>
-void product_rest(const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows, const float* alpha, const To& to,
-                  Prefetcher& ahead) {
-    if constexpr (M > 0) {
-        if (rows == M) product_block<Math, M, N>(a, lda, b, ldb, c, steps, alpha, to, ahead);
-        else product_rest<Math, N, M - 1>(a, lda, b, ldb, c, steps, rows, alpha, to, ahead);
-    }
+// The last rows, fewer than a register block: of all heights the one that it is, chosen here and not by a call for each.
+template <class Math, int N, class To, int... M>
+void product_rest(std::integer_sequence<int, M...>, const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows,
+                  const float* alpha, const To& to, Prefetcher& ahead) {
+    (void)((rows == M + 1 && (product_block<Math, M + 1, N>(a, lda, b, ldb, c, steps, alpha, to, ahead), true)) || ...);
 }
 
 template <class Math, int N, class To>
@@ -173,7 +172,8 @@ void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, const 
         const uint32_t* next_rows = ahead.rows && m + 2 * M <= rows ? a + (m + M) * lda : nullptr;
         product_block<Math, M, N>(a + m * lda, lda, b, ldb, c.from(m), steps, alpha ? alpha + m : nullptr, to.from(m), ahead, next_rows);
     }
-    product_rest<Math, N, M - 1>(a + m * lda, lda, b, ldb, c.from(m), steps, rows - m, alpha ? alpha + m : nullptr, to.from(m), ahead);
+    product_rest<Math, N>(std::make_integer_sequence<int, M - 1>{}, a + m * lda, lda, b, ldb, c.from(m), steps, rows - m, alpha ? alpha + m : nullptr,
+                          to.from(m), ahead);
 }
 
 // c = alpha c + a b. columns is a multiple of VL.

@@ -31,9 +31,9 @@ struct Crew {
 thread_local Crew crew{};
 
 #if defined(__linux__)
-constexpr int64_t TURN = 3000000;     // ticks that the helper works for, about a millisecond
-constexpr int64_t IDLE = TURN / 8;    // and of waiting for the next region, after which its turn ends early
-constexpr timespec NAP{0, 500000};    // what it sleeps then. Longer turns or shorter naps, and it is interrupted in the midst of items
+constexpr int64_t TURN = 1500000;              // ticks that the helper works for, about half a millisecond
+constexpr int64_t IDLE = TURN / 4;             // and of waiting for the next region, after which its turn ends early
+constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds that it sleeps then, and at most, where it is interrupted nevertheless
 
 struct Help {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -60,7 +60,7 @@ void help_once(int64_t until) {
 void* help_out(void*) {
     cpu_set_t mine;
     CPU_ZERO(&mine);
-    for (;; nanosleep(&NAP, nullptr)) {
+    for (timespec nap{0, NAP};; nanosleep(&nap, nullptr)) {
         pthread_mutex_lock(&help.lock);
         while (!help.run) pthread_cond_wait(&help.asked, &help.lock);
         const cpu_set_t cores = help.cores;
@@ -71,6 +71,9 @@ void* help_out(void*) {
             if (!__atomic_load_n(&help.run, __ATOMIC_RELAXED)) Team::rest(0);
             else help_once(until), last = ticks();
         }
+        // Its caller waited for it then. How large its share of the core is depends on who else has a claim to it.
+        if (was_preempted()) nap.tv_nsec = 2 * nap.tv_nsec < LONG_NAP ? 2 * nap.tv_nsec : LONG_NAP;
+        else if (nap.tv_nsec > NAP) nap.tv_nsec -= nap.tv_nsec / 8;
     }
 }
 

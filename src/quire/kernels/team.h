@@ -8,8 +8,8 @@
 // core meanwhile, as the system counts (Linux). Two threads that share a core wait for each other in turns, for shorter times but always.
 //
 // A caller that is left alone then has a helper, a thread of ours that is asleep otherwise. It works in short turns on what the other program leaves
-// of its core: who sleeps in between and takes less than its share is hardly ever interrupted, so its items come in time. It enters and leaves
-// between loops; no loop waits for it that it does not take part in.
+// of its core: who sleeps in between and takes less than its share is hardly ever interrupted, so its items come in time. It comes into a loop under
+// way and leaves after an item; nothing waits for it but the loop that it is in.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -55,6 +55,7 @@ struct Team {
     bool helped, helping;            // whether one more may come; whether it takes part now
     int64_t late;                    // ticks of all longer waits
     alignas(64) uint64_t state;      // the loop under way, and in the low 16 bits how many of its members have not come to its end
+    alignas(64) uint64_t over;       // loops that are: what members who wait look at, beside what those who come write
     alignas(64) int64_t taken[64];   // items of each loop handed out beyond the first of each base member; used in turn
 
     // To be called by every base member, with the same number.
@@ -71,11 +72,12 @@ struct Team {
         if ((left & 0xffff) == 0) {
             taken[(now + 2) % 64] = 0;
             __atomic_store_n(&state, (now + 1) << 16 | static_cast<uint64_t>(base + helping), __ATOMIC_RELEASE);
+            __atomic_store_n(&over, now + 1, __ATOMIC_RELEASE);
             return;
         }
         if (!stays) return;
         const int64_t came = ticks();
-        for (int spins = 0; __atomic_load_n(&state, __ATOMIC_ACQUIRE) >> 16 == now; spins++) rest(spins);
+        for (int spins = 0; __atomic_load_n(&over, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
         const int64_t waited = ticks() - came;
         if (waited > USUAL) __atomic_fetch_add(&late, waited, __ATOMIC_RELAXED);
     }
