@@ -51,7 +51,7 @@ def both(worker: Worker, cell: Cell, seed: int) -> Figures:
     """The cell's rate on a quiet machine, and with one core held."""
     quiet = measure(worker, cell, seed)["rates"]
     with held_core():
-        # Both are warm: a first request may find that a core is gone.
+        # Warm, as on the quiet machine: the request that runs when a core is taken is another matter.
         call(worker, cell, 16, seed + 4)
         busy = measure(worker, cell, seed + 2)["rates"]
     return {"rates": quiet, "busy": busy}

@@ -26,7 +26,7 @@ from quire.models.weights import open_model
 
 def quire_nll(model: Path, weights: str, text: str, given: argparse.Namespace) -> tuple[float, list[list[int]]]:
     """Mean -ln p over all windows, and their ids."""
-    options = {"model.weights": weights, "model.dtype": "bfloat16", "runtime.threads": given.threads}
+    options = {"model.weights": weights, "model.dtype": given.dtype, "runtime.threads": given.threads}
     options["cache.memory"] = "1GiB"
     engines, tokenizer = load_engines(str(model), ["dense"], given.context, options, None, compares=False)
     windows = cut_windows(tokenizer.encode(text), given.context)[: given.windows]
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with wiki.test.raw")
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--dtype", default="bfloat16", help="model.dtype; in float32 nothing else is rounded")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per file")
@@ -75,14 +76,20 @@ def main() -> None:
             packed, _ = quire_nll(model, "g4", text, given)
             rows.append([f"{model.name} in g4", 4.5, math.exp(packed), math.exp(packed - plain), math.nan])
         if given.json:
-            about = {"benchmark": "packed_quality", "model": model.name, "windows": len(windows), **hardware()}
+            about = {
+                "benchmark": "packed_quality",
+                "model": model.name,
+                "dtype": given.dtype,
+                "windows": len(windows),
+                **hardware(),
+            }
             append_record(given.json, {**about, "commit": commit(), **found})
     headings = ["weights", "bits", "perplexity", "/ dequantized", "/ llama.cpp"]
     shown = [
         [name, f"{bits:.2f}", f"{ppl:.3f}", f"{plain:.5f}", f"{peer:.5f}"] for name, bits, ppl, plain, peer in rows
     ]
     print(format_table(headings, shown))
-    print(f"{given.windows} windows of {given.context}; {hardware_line(hardware())}; commit {commit()}")
+    print(f"{given.windows} windows of {given.context}, {given.dtype}; {hardware_line(hardware())}; commit {commit()}")
 
 
 if __name__ == "__main__":

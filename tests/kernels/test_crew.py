@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -154,9 +155,13 @@ def test_a_new_number_of_threads_begins_with_all_of_them(make_pool: MakePool) ->
 def helper_seconds() -> float:
     """Processor time of the kernels' own thread; 0 where it has not been needed yet."""
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "quire-helper":
+        try:
+            if (task / "comm").read_text().strip() != "quire-helper":
+                continue
             fields = (task / "stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:  # it ended meanwhile
+            continue
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
@@ -177,6 +182,7 @@ def test_who_is_left_alone_is_helped_and_gets_the_same(make_pool: MakePool, rows
     pool = make_pool(2)
     pool.late_from = 2
     pool.loop()
+    pool.asked.clear()
     before, end = helper_seconds(), time.monotonic() + 4
     while time.monotonic() < end:
         assert torch.equal(linear(x), expected)
@@ -210,7 +216,7 @@ def test_the_helper_sleeps_when_nobody_is_alone(make_pool: MakePool) -> None:
     time.sleep(0.05)
     before = helper_seconds()
     pool.most(0.5)
-    assert helper_seconds() == before
+    assert helper_seconds() == before > 0
 
 
 def test_torch_waits_for_no_one_who_is_left_out(make_pool: MakePool) -> None:
@@ -224,6 +230,54 @@ def test_torch_waits_for_no_one_who_is_left_out(make_pool: MakePool) -> None:
         pool.loop()
         with runtime.punctual():
             assert torch.get_num_threads() == 1
+            assert in_another_thread(torch.get_num_threads) == 2
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_two_cores
+def test_two_who_are_alone_share_one_helper(make_pool: MakePool) -> None:
+    """It is with one at a time, and neither waits for what it does at the other's."""
+    weight, x = torch.randn(32 * 40, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    linear = Panels([weight], None, torch.bfloat16, Carver())
+    make_pool(1)
+    expected = linear(x)
+    pool = make_pool(2)
+    pool.late_from = 2
+
+    def work() -> int:
+        done, end = 0, time.monotonic() + 2
+        while time.monotonic() < end:
+            assert torch.equal(linear(x), expected)
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(2) as both:
+        done = [each.result(20) for each in [both.submit(work), both.submit(work)]]
+    assert min(done) > 100
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_process_goes_without(make_pool: MakePool) -> None:
+    pool = make_pool(2)
+    pool.late_from = 2
+    pool.loop()
+    pool.most(0.1)
+    child = os.fork()
+    if not child:
+        pool.late_from = 3
+        pool.most(0.1)
+        os._exit(0)
+    end = time.monotonic() + 20
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if found == (0, 0):
+        os.kill(child, 9)
+    assert found == (child, 0)
+
+
+def in_another_thread(ask: Callable[[], int]) -> int:
+    """What it returns on a thread of its own."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(ask).result()

@@ -142,11 +142,12 @@ class Sampler:
         targets = torch.as_tensor(targets, dtype=torch.int64).cpu()
         assert len(logits) == len(targets), f"{len(logits)} rows of logits for {len(targets)} targets"
         logits = logits[:, : self.vocab_size]
-        return [
-            entry
-            for block in _blocks(range(len(targets)))
-            for entry in _logprobs(_rows(logits, block), targets[block], [k] * len(block))
-        ]
+        with self._punctual():
+            return [
+                entry
+                for block in _blocks(range(len(targets)))
+                for entry in _logprobs(_rows(logits, block), targets[block], [k] * len(block))
+            ]
 
     def _choose(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Tokens of rows that need more than an argmax of the raw logits, -1: none; overwrites scores, f32 [n, V]."""

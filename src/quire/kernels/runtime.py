@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,8 @@ _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 
 DTYPE_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 """What the kernels call each dtype, of tensors and of dense pages; `common.h` has the same numbers."""
+
+_OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
 SIGNATURES: dict[str, list[type]] = {
     "quire_threads": [_PTR, _PTR, _I32],
@@ -50,7 +51,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
     library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
     library.quire_nuq_bytes.restype = _I64
-    library.quire_crew_size.restype = _I32
+    library.quire_left_out.restype = _I32
     library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
     library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64
     library.quire_threads(*_openmp(), num_threads())
@@ -97,36 +98,43 @@ def set_num_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def punctual() -> Iterator[None]:
-    """Inside, torch's own operations run on no more threads than the kernels' loops have at the moment.
+    """Inside, torch's own operations on this thread do without as many threads as the kernels' loops do at the moment.
 
     Where another program holds a core, torch waits for the thread there, milliseconds for each operation. The kernels
     leave a thread out that came late (`team.h`), so they know.
     """
-    threads, crew = num_threads(), kernels().quire_crew_size()
-    if crew >= threads:
+    openmp, left_out = _openmp_library(), kernels().quire_left_out()
+    if openmp is None or not left_out:
         yield
         return
-    torch.set_num_threads(crew)
+    # Not torch's setter: it also sets with how many threads other threads begin.
+    threads = num_threads()
     try:
+        openmp.omp_set_num_threads(max(1, threads - left_out))
         yield
     finally:
-        torch.set_num_threads(threads)
+        openmp.omp_set_num_threads(threads)
 
 
 @functools.cache
-def _openmp() -> tuple[int | None, int | None]:
-    """Addresses of GOMP_parallel and omp_get_num_threads in the OpenMP runtime torch loaded, or None, logged once: then
-    the kernels run on the calling thread.
-    """
+def _openmp_library() -> ctypes.CDLL | None:
+    """The OpenMP runtime torch loaded, or None, logged once: then the kernels run on the calling thread."""
     torch.get_num_threads()
     maps = Path("/proc/self/maps")
     paths = sorted(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps.read_text()))) if maps.exists() else []
     inside_torch = str(Path(torch.__file__).parent)
     for path in sorted(paths, key=lambda path: not path.startswith(inside_torch)):
         library = ctypes.CDLL(path)
-        symbols: list[Any] = [getattr(library, name, None) for name in ("GOMP_parallel", "omp_get_num_threads")]
-        if None not in symbols:
-            parallel, team_size = (ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols)
-            return parallel, team_size
+        if all(hasattr(library, name) for name in (*_OPENMP_SYMBOLS, "omp_set_num_threads")):
+            return library
     log.warning("no OpenMP runtime found in torch's process: the CPU kernels use one thread")
-    return None, None
+    return None
+
+
+def _openmp() -> tuple[int | None, int | None]:
+    """Addresses of GOMP_parallel and omp_get_num_threads in that runtime, if there is one."""
+    library = _openmp_library()
+    if library is None:
+        return None, None
+    parallel, team_size = (ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _OPENMP_SYMBOLS)
+    return parallel, team_size

@@ -6,7 +6,7 @@
 #include <time.h>
 
 #include <cstdlib>
-#include <cstring>
+#include <new>
 
 #include "common.h"
 
@@ -38,23 +38,23 @@ constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds that it sleep
 struct Help {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t asked = PTHREAD_COND_INITIALIZER;
-    bool started, inside;             // whether the thread is there; whether it is in run(data)
-    void (*run)(void*);               // null: nobody needs help
-    void* data;
-    cpu_set_t cores;                  // all that the caller may use but the one it runs on
-} help{};
+    bool started = false;             // whether the thread is there
+    void (*run)(void*) = nullptr;     // null: nobody needs help
+    void *data = nullptr, *inside = nullptr;   // what run is given; that of the run the thread is in
+    cpu_set_t cores{};                // all that the caller may use but the one it runs on
+} help;
 
 // Takes what is to be done, if there is anything.
 void help_once(int64_t until) {
     pthread_mutex_lock(&help.lock);
     void (*const run)(void*) = help.run;
-    void* const data = help.data;
-    __atomic_store_n(&help.inside, run != nullptr, __ATOMIC_RELAXED);
+    void* const data = run ? help.data : nullptr;
+    __atomic_store_n(&help.inside, data, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&help.lock);
     if (!run) return;
     member.until = until;
     run(data);
-    __atomic_store_n(&help.inside, false, __ATOMIC_RELEASE);
+    __atomic_store_n(&help.inside, static_cast<void*>(nullptr), __ATOMIC_RELEASE);
 }
 
 void* help_out(void*) {
@@ -78,6 +78,10 @@ void* help_out(void*) {
 }
 
 bool start_helper() {
+    // A forked process has no such thread, nor does anyone there hold its lock.
+    static bool is_told_of_forks = false;
+    if (!is_told_of_forks && pthread_atfork(nullptr, nullptr, [] { new (&help) Help; }) != 0) return false;
+    is_told_of_forks = true;
     // No signal of the process is this thread's.
     sigset_t all, before;
     sigfillset(&all);
@@ -116,15 +120,14 @@ bool crew_is_short() { return crew.left_out > 0 && crew.left_out == crew.threads
 
 bool helper_enters(int64_t loop) {
     Team& team = *member.team;
-    while (member.role != Role::DONE) {
+    while (member.role == Role::HELPER) {
         uint64_t state = __atomic_load_n(&team.state, __ATOMIC_ACQUIRE);
-        if (static_cast<int64_t>(state >> 16) > loop) return false;
-        if (member.role == Role::HELPS) return true;
-        // One more whom the others wait for, unless all have come.
-        if ((state & 0xffff) == 0) continue;
-        if (!__atomic_compare_exchange_n(&team.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
-        member.role = Role::HELPS;
-        return team.helping = true;
+        const int64_t now = static_cast<int64_t>(state >> 16);
+        if (now > loop) return false;
+        if (ticks() > member.until) member.role = Role::DONE;
+        // One more whom the others wait for, unless all have come, or have not come so far.
+        else if (now < loop || (state & 0xffff) == 0) Team::rest(0);
+        else if (__atomic_compare_exchange_n(&team.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return true;
     }
     return false;
 }
@@ -147,15 +150,15 @@ bool ask_for_help(void (*run)(void*), void* data) {
     return is_free;
 }
 
-void end_help() {
+void end_help(void* data) {
     pthread_mutex_lock(&help.lock);
     __atomic_store_n(&help.run, nullptr, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&help.lock);
-    for (int spins = 0; __atomic_load_n(&help.inside, __ATOMIC_ACQUIRE); spins++) Team::rest(spins);
+    for (int spins = 0; __atomic_load_n(&help.inside, __ATOMIC_ACQUIRE) == data; spins++) Team::rest(spins);
 }
 #else
 bool ask_for_help(void (*)(void*), void*) { return false; }
-void end_help() {}
+void end_help(void*) {}
 #endif
 
 bool was_preempted() {
@@ -198,8 +201,8 @@ void* thread_scratch(size_t bytes) {
 
 using namespace quire;
 
-// Threads for the calling thread's loops, fewer than were set while others come late.
-QUIRE_API int quire_crew_size() { return crew_size(); }
+// Threads that the calling thread's loops do without at the moment.
+QUIRE_API int quire_left_out() { return crew.setting == __atomic_load_n(&setting, __ATOMIC_ACQUIRE) ? crew.left_out : 0; }
 
 // parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.
 QUIRE_API void quire_threads(void* parallel, void* team_size, int count) {

@@ -9,7 +9,7 @@
 //
 // A caller that is left alone then has a helper, a thread of ours that is asleep otherwise. It works in short turns on what the other program leaves
 // of its core: who sleeps in between and takes less than its share is hardly ever interrupted, so its items come in time. It comes into a loop under
-// way and leaves after an item; nothing waits for it but the loop that it is in.
+// way and leaves after an item; nothing waits for it but that loop, and the end of the region while it is inside.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -52,10 +52,10 @@ bool was_preempted();
 // costs a microsecond or two, and a decode step has more than two hundred loops.
 struct Team {
     int base;                        // members from the beginning to the end
-    bool helped, helping;            // whether one more may come; whether it takes part now
+    bool helped;                     // whether one more may come
     int64_t late;                    // ticks of all longer waits
     alignas(64) uint64_t state;      // the loop under way, and in the low 16 bits how many of its members have not come to its end
-    alignas(64) uint64_t over;       // loops that are: what members who wait look at, beside what those who come write
+    alignas(64) int64_t over;        // loops that are: what members who wait look at, beside what those who come write
     alignas(64) int64_t taken[64];   // items of each loop handed out beyond the first of each base member; used in turn
 
     // To be called by every base member, with the same number.
@@ -65,28 +65,32 @@ struct Team {
         __atomic_compare_exchange_n(&state, &none, static_cast<uint64_t>(members), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
-    // Until all have come, unless the calling thread does not stay. Whoever comes last clears the counter that is two loops ahead: no one can be
-    // there yet, and no one is where it was.
-    void wait(bool stays) {
-        const uint64_t left = __atomic_sub_fetch(&state, 1, __ATOMIC_ACQ_REL), now = left >> 16;
-        if ((left & 0xffff) == 0) {
-            taken[(now + 2) % 64] = 0;
-            __atomic_store_n(&state, (now + 1) << 16 | static_cast<uint64_t>(base + helping), __ATOMIC_RELEASE);
-            __atomic_store_n(&over, now + 1, __ATOMIC_RELEASE);
-            return;
-        }
-        if (!stays) return;
+    // The calling thread has come to the end of its loop. Whoever comes last clears the counter that is two loops ahead: no one can be there yet,
+    // and no one is where it was. Returns the loop, or -1 if it is over.
+    int64_t arrive() {
+        const uint64_t left = __atomic_sub_fetch(&state, 1, __ATOMIC_ACQ_REL);
+        const int64_t now = static_cast<int64_t>(left >> 16);
+        if ((left & 0xffff) != 0) return now;
+        taken[(now + 2) % 64] = 0;
+        __atomic_store_n(&state, static_cast<uint64_t>(now + 1) << 16 | static_cast<uint64_t>(base), __ATOMIC_RELEASE);
+        __atomic_store_n(&over, now + 1, __ATOMIC_RELEASE);
+        return -1;
+    }
+
+    // The same, and until all have come.
+    void wait() {
+        const int64_t now = arrive();
+        if (now < 0) return;
         const int64_t came = ticks();
-        for (int spins = 0; __atomic_load_n(&over, __ATOMIC_ACQUIRE) == now; spins++) rest(spins);
+        for (int spins = 0; __atomic_load_n(&over, __ATOMIC_ACQUIRE) <= now; spins++) rest(spins);
         const int64_t waited = ticks() - came;
         if (waited > USUAL) __atomic_fetch_add(&late, waited, __ATOMIC_RELAXED);
     }
     static void rest(int spins);
 };
 
-// What the calling thread does with a team's next loop. A helper passes by those that are over, comes into the one under way, and leaves when its
-// turn is over.
-enum class Role : char { BASE, PASSES, HELPS, DONE };
+// A helper comes into one loop after the other until its turn is over, and then passes the others by.
+enum class Role : char { BASE, HELPER, DONE };
 
 // The calling thread's place in a team, if it is in one, how many loops it has begun there, and when it was done in its last parallel region. A
 // helper's turn lasts until then.
@@ -98,13 +102,13 @@ struct Member {
 };
 extern thread_local Member member;
 
-// Whether the calling helper takes part in a loop, which is under way or over.
+// Whether the calling helper takes part in a loop: not if the loop or its own turn is over.
 bool helper_enters(int64_t loop);
 
 // Lends the helper to the calling thread until it says that its last loop is over: run(data) is called on it any number of times meanwhile. False if
 // there is none, as when another thread has it.
 bool ask_for_help(void (*run)(void*), void* data);
-void end_help();
+void end_help(void* data);
 
 // Runs run(data) on threads of the pool, the calling one among them. late, preempted: what these leave there, ticks of long waits inside, and
 // whether one lost its core. What is waited for in a prompt of half a second is no reason for doing the next one alone.
@@ -142,7 +146,7 @@ inline void run_team(const Work& work) {
         }
         static void help(void* p) {
             Task& t = *static_cast<Task*>(p);
-            member = {&t.team, t.team.base, Role::PASSES, 0, 0, member.until};
+            member = {&t.team, t.team.base, Role::HELPER, 0, 0, member.until};
             (*t.work)();
             member.team = nullptr;
         }
@@ -154,7 +158,7 @@ inline void run_team(const Work& work) {
     team.helped = crew_is_short();
     const bool lent = team.helped && ask_for_help(Task::help, &task);
     Task::join(&task);
-    if (lent) end_help();
+    if (lent) end_help(&task);
 }
 
 // Hands out the items 0, ..., count - 1 of one loop to the calling thread and those beside it: next() gives one, or a number past the end.
@@ -171,8 +175,12 @@ struct Items {
     }
 };
 
-// Threads that share the loops of the calling thread: its team's, or as many as the pool may give.
-inline int sharing_threads() { return member.team ? member.team->base + member.team->helped : crew_size(); }
+// Threads that share the loops of the calling thread, a helper among them: its team's, or as many as the pool may give.
+inline int sharing_threads() {
+    if (member.team) return member.team->base + member.team->helped;
+    const int threads = crew_size();
+    return threads + (threads == 1 && crew_is_short());
+}
 
 // Runs share(items) on the pool, or on the team the thread is in; each takes items until there are no more.
 // In a team every member must come here with the same count: it may depend on the data and on sharing_threads(), never on what another engine may
@@ -184,12 +192,12 @@ inline void share_items(int64_t count, const Share& share) {
         const int64_t loop = member.loop++;
         if (member.role == Role::BASE) {
             share(Items{&team->taken[loop % 64], member.id, team->base, 0});
-            return team->wait(true);
+            return team->wait();
         }
         if (!helper_enters(loop)) return;
         share(Items{&team->taken[loop % 64], -1, team->base, member.until});
-        if (ticks() > member.until) member.role = Role::DONE, team->helping = false;
-        return team->wait(member.role == Role::HELPS);
+        team->arrive();
+        return;
     }
     struct Task {
         const Share* share;
