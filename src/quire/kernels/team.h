@@ -9,7 +9,7 @@
 //
 // A caller that is left alone then has a helper, a thread of ours that is asleep otherwise. It works in short turns on what the other program leaves
 // of its core: who sleeps in between and takes less than its share is hardly ever interrupted, so its items come in time. It comes into a loop under
-// way and leaves after an item; nothing waits for it but that loop, and the end of the region while it is inside.
+// way, and leaves when there are no more items or its turn is over; only that loop waits for it, and the end of the region while it is inside.
 #pragma once
 #include <cstddef>
 #include <cstdint>
