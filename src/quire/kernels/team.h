@@ -13,9 +13,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
+#if !defined(__x86_64__)
 #include <ctime>
 #endif
 
@@ -28,7 +26,7 @@ extern int (*omp_team_size)();
 // Time that passes alike on all cores, a few of these a nanosecond.
 inline int64_t ticks() {
 #if defined(__x86_64__)
-    return static_cast<int64_t>(__rdtsc());
+    return static_cast<int64_t>(__builtin_ia32_rdtsc());
 #else
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

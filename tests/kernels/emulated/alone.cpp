@@ -11,7 +11,11 @@ int (*omp_team_size)();
 void Team::rest(int) {}
 int crew_size() { return 1; }
 void crew_went(int, bool) {}
+bool crew_is_short() { return false; }
 bool was_preempted() { return false; }
+bool helper_enters(int64_t) { return false; }
+bool ask_for_help(void (*)(void*), void*) { return false; }
+void end_help(void*) {}
 
 void* thread_scratch(size_t bytes) {
     static void* data = nullptr;
