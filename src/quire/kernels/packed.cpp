@@ -132,33 +132,36 @@ struct Decoded {
 
 // M rows through `groups` decoded groups, added to sums [M, 32].
 template <class Math, class P, int M>
-void decoded_rows(const Decoded& b, int groups, const PackedRows& x, int64_t at, int64_t k, float* sums) {
+void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t at, int64_t k, float* sums) {
     constexpr int VECTORS = PANEL / VL, STEPS = P::GROUP / 2;
-    for (int g = 0; g < groups; g++, k += P::GROUP) {
-        const uint32_t *a = x.pairs + at * x.lda + k / 2, *columns = b.pairs + g * STEPS * PANEL;
-        Weighing by[M];
-        for (int m = 0; m < M; m++) by[m] = weighing<Math, P>(x, at + m, k);
+    const PackedRows x = rows;   // a copy: for all the compiler knows, a store to sums changes the caller's
+    const int64_t lda = x.lda;
+    const uint32_t *a = x.pairs + at * lda + k / 2, *columns = b.pairs;
+    const float *scales = b.scales, *minima = b.minima;
+    for (int g = 0; g < groups; g++, k += P::GROUP, scales += PANEL, minima += PANEL) {
         typename Math::Sum acc[M][VECTORS];
         for (int m = 0; m < M; m++)
-            for (int n = 0; n < VECTORS; n++) acc[m][n] = nothing<Math, P>(by[m]);
-        for (int i = 0; i < STEPS; i++) {
+            for (int n = 0; n < VECTORS; n++) acc[m][n] = nothing<Math, P>(weighing<Math, P>(x, at + m, k));
+        for (int i = 0; i < STEPS; i++, a++, columns += PANEL) {
             if constexpr (VL < 16) {   // sixteen registers: the sums, a pair of a row, and a column
                 for (int n = 0; n < VECTORS; n++) {
-                    const vu column = *reinterpret_cast<const vu_loose*>(columns + i * PANEL + n * VL);
-                    for (int m = 0; m < M; m++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * x.lda + i]), column);
+                    const vu column = *reinterpret_cast<const vu_loose*>(columns + n * VL);
+                    for (int m = 0; m < M; m++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * lda]), column);
                 }
             } else {
                 vu column[VECTORS];
-                for (int n = 0; n < VECTORS; n++) column[n] = *reinterpret_cast<const vu_loose*>(columns + i * PANEL + n * VL);
+                for (int n = 0; n < VECTORS; n++) column[n] = *reinterpret_cast<const vu_loose*>(columns + n * VL);
                 for (int m = 0; m < M; m++)
-                    for (int n = 0; n < VECTORS; n++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * x.lda + i]), column[n]);
+                    for (int n = 0; n < VECTORS; n++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * lda]), column[n]);
             }
         }
-        for (int n = 0; n < VECTORS; n++) {
-            const vf s = load(b.scales + g * PANEL + n * VL), minimum = P::MINS ? load(b.minima + g * PANEL + n * VL) : vf{};
-            for (int m = 0; m < M; m++) {
+        vf s[VECTORS], minimum[VECTORS];
+        for (int n = 0; n < VECTORS; n++) s[n] = load(scales + n * VL), minimum[n] = P::MINS ? load(minima + n * VL) : vf{};
+        for (int m = 0; m < M; m++) {
+            const Weighing by = weighing<Math, P>(x, at + m, k);
+            for (int n = 0; n < VECTORS; n++) {
                 float* to = sums + m * PANEL + n * VL;
-                store(to, weighed<Math, P>(load(to), acc[m][n], s, minimum, by[m]));
+                store(to, weighed<Math, P>(load(to), acc[m][n], s[n], minimum[n], by));
             }
         }
     }
