@@ -6,6 +6,17 @@ import pytest
 import torch
 
 from quire.kernels import load, runtime
+from quire.kernels.levels import editable_levels, supported_levels
+from tests.effort import whole
+
+LEVELS = whole(
+    [
+        *(level for level in editable_levels() if level in supported_levels()),
+        *(level for level in supported_levels() if level not in editable_levels()),
+    ],
+    len(editable_levels()),
+)
+"""Levels to test on this processor; in a quick run those that an installation has compiled: others take a minute."""
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["normal", "heavy", "constant", "outlier", "zeros", "huge", "tiny", "subnormal", "ties", "mixed"]

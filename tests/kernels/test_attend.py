@@ -15,11 +15,10 @@ from quire.attention.plan import RowSlice, lay_out
 from quire.attention.reference import ReferenceAttention
 from quire.cache.segment import Path
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from tests.effort import combine, examples
 
 from .harness import TOLERANCE, Shape, assert_equals_reference, make_spec, relative_rms, run, slices_of
-from .pages import use_level
+from .pages import LEVELS, use_level
 
 check = functools.partial(assert_equals_reference, CpuAttention)
 
@@ -82,7 +81,7 @@ def test_any_ragged_step_attends_like_the_reference(lengths, heads, group, dim, 
     check(Shape(heads=heads, group=group, dim=dim, dtype=dtype, window=window), lengths, seed)
 
 
-@combine(level=supported_levels(), dtype=DTYPES, dim=[64, 80])
+@combine(level=LEVELS, dtype=DTYPES, dim=[64, 80])
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

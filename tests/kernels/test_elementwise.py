@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from quire.models.cpu_ops import CpuOps
 from quire.models.layers import TorchOps
 from tests.effort import combine
 
 from .harness import relative_rms
-from .pages import use_level
+from .pages import LEVELS, use_level
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A sixteen-bit result is within one rounding of another order of the same operations.
@@ -60,7 +59,7 @@ def test_gated_is_zero_and_finite_for_huge_gates() -> None:
     torch.testing.assert_close(got, TorchOps().gated(gate_up.clone()), atol=1e-7, rtol=1e-6)
 
 
-@combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True], level=supported_levels())
+@combine(dtype=DTYPES, rows=[1, 7, 33], biased=[False, True], level=LEVELS)
 def test_packed_products_equal_torch(
     rows: int, dtype: torch.dtype, biased: bool, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +72,7 @@ def test_packed_products_equal_torch(
     assert relative_rms(CpuOps().linear([weight], bias, dtype)(x), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 24, 25, 48, 49, 192, 193, 400])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 302), (97, 578), (33, 1540)])
 def test_products_of_every_height_and_depth(
@@ -90,7 +89,7 @@ def test_products_of_every_height_and_depth(
     assert relative_rms(got[rows // 2 : rows // 2 + 1], alone) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs", [97, 96])
 def test_a_head_returns_sums_that_were_never_rounded(
@@ -113,7 +112,7 @@ def test_a_head_returns_sums_that_were_never_rounded(
     dtype=DTYPES,
     rows=[1, 12, 13, 200],
     sizes=[(32, 302, False), (33, 64, True), (48, 1540, True)],
-    level=supported_levels(),
+    level=LEVELS,
 )
 def test_gated_products_equal_torch(
     rows: int, sizes: tuple[int, int, bool], dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch

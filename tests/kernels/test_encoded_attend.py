@@ -17,14 +17,13 @@ from quire.attention.reference import ReferenceAttention, rotate
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
-from quire.kernels.levels import supported_levels
 from tests.effort import combine, examples
 
 from ..nuq_tables import tables_of
 from . import encoded
 from .encoded import CODECS, Sequences, encoded_spec
 from .harness import Shape, run
-from .pages import use_level
+from .pages import LEVELS, use_level
 from .sharing import sharers, taking
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,7 +91,7 @@ def test_of_channels_with_equal_costs_the_first_get_the_slots(make, count: int, 
     encoded.check_ties(make, count, seed)
 
 
-@combine(level=supported_levels(), dtype=DTYPES)
+@combine(level=LEVELS, dtype=DTYPES)
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

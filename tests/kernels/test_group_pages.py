@@ -8,10 +8,9 @@ import torch
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from tests.effort import combine
 
-from .pages import DTYPES, KINDS, use_level, vectors
+from .pages import DTYPES, KINDS, LEVELS, use_level, vectors
 
 
 def check(dim: int, k: torch.Tensor, v: torch.Tensor, key_bias: torch.Tensor | None = None) -> None:
@@ -44,7 +43,7 @@ def test_kernels_store_keys_less_their_bias(dim: int, dtype: torch.dtype, seed: 
     check(dim, (k.float() + bias).to(dtype), v, bias)
 
 
-@combine(level=supported_levels(), dtype=DTYPES)
+@combine(level=LEVELS, dtype=DTYPES)
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,10 @@ from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.page import PAGE_TOKENS
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from tests.effort import combine, examples
 
 from ..nuq_tables import random_tables
-from .pages import DTYPES, KINDS, use_level, vectors
+from .pages import DTYPES, KINDS, LEVELS, use_level, vectors
 
 DIMS = [16, 32, 48, 64, 80, 96, 128, 256]
 
@@ -88,7 +87,7 @@ def test_any_tables_and_numbers(dim, dtype, kinds, key_bits, value_bits, slots, 
     check(NuqCodec("nuq3", tables), k, v)
 
 
-@combine(level=supported_levels(), dtype=DTYPES)
+@combine(level=LEVELS, dtype=DTYPES)
 def test_every_cpu_level_writes_the_same_bytes(
     level: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,12 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS
-from quire.kernels.levels import supported_levels
 from tests.effort import combine, examples, tries
 
 from . import encoded
 from .encoded import CODECS, TOLERANCE, encoded_spec
 from .harness import Shape, relative_rms, run
-from .pages import use_level
+from .pages import LEVELS, use_level
 from .placing import ROW_TOLERANCE, Rows, check_batch, check_rows, check_sharers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,7 +80,7 @@ def test_sinks_keep_their_slots(sinks: int, dtype: torch.dtype) -> None:
     check_together(Shape(dtype=dtype, layers=1), "mixed", 6, sinks=sinks)
 
 
-@combine(level=supported_levels(), dtype=DTYPES)
+@combine(level=LEVELS, dtype=DTYPES)
 def test_every_cpu_level_attends_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

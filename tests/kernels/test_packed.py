@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from quire.kernels.memory import Carver
 from quire.models.cpu_ops import CpuOps
 from quire.models.cpu_panels import KINDS as PANEL_KINDS
@@ -16,7 +15,7 @@ from quire.models.quants import BLOCK_KINDS, Blocks, Weight, held_bytes, plain
 from tests.effort import combine
 from tests.packed_blocks import KINDS, random_blocks
 
-from .pages import use_level
+from .pages import LEVELS, use_level
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -52,7 +51,7 @@ def test_every_type_that_is_decoded_is_multiplied() -> None:
 @combine(
     kind=KINDS,
     dtype=DTYPES,
-    level=supported_levels(),
+    level=LEVELS,
     rows=[1, 2, 3, 4, 5, 13, 40, 50, 97, 193, 200],
     size=[(70, 512), (33, 1280)],
 )
@@ -70,7 +69,7 @@ def test_products_are_those_of_the_file_s_numbers(
     assert torch.equal(product, head.to(dtype))
 
 
-@combine(kind=KINDS, dtype=DTYPES, level=supported_levels())
+@combine(kind=KINDS, dtype=DTYPES, level=LEVELS)
 def test_whole_numbers_are_multiplied_without_an_error(
     kind: str, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +82,7 @@ def test_whole_numbers_are_multiplied_without_an_error(
         assert torch.equal(CpuOps().head(blocks, dtype)(x[:rows]).double(), exact[:rows])
 
 
-@combine(kind=KINDS, dtype=DTYPES, level=supported_levels())
+@combine(kind=KINDS, dtype=DTYPES, level=LEVELS)
 def test_rows_of_an_embedding_are_decoded_to_the_bit(
     kind: str, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +94,7 @@ def test_rows_of_an_embedding_are_decoded_to_the_bit(
         assert torch.equal(rows, plain(blocks, dtype)[tokens])
 
 
-@combine(dtype=DTYPES, rows=[1, 5, 40], level=supported_levels())
+@combine(dtype=DTYPES, rows=[1, 5, 40], level=LEVELS)
 def test_types_mix_in_one_product(dtype: torch.dtype, rows: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As q, k and v of a file that spends more on v; beside a matrix of the model's own numbers, too."""
     use_level(level, monkeypatch)
@@ -110,7 +109,7 @@ def test_types_mix_in_one_product(dtype: torch.dtype, rows: int, level: str, mon
         assert error(got, exact) < {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
 
 
-@combine(kind=KINDS, dtype=DTYPES, rows=[1, 5, 40], width=[32, 33, 48], level=supported_levels())
+@combine(kind=KINDS, dtype=DTYPES, rows=[1, 5, 40], width=[32, 33, 48], level=LEVELS)
 def test_gated_products_are_those_of_the_file_s_numbers(
     kind: str, width: int, rows: int, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

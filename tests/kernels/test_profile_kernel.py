@@ -14,12 +14,11 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.plan import Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.kernels import runtime
-from quire.kernels.levels import supported_levels
 from tests.effort import combine, examples, whole
 
 from .encoded import CODECS
 from .harness import Shape, make_spec
-from .pages import use_level
+from .pages import LEVELS, use_level
 from .profiling import Prompts, check_history, profiled_spec, run_history
 
 check = functools.partial(check_history, CpuAttention)
@@ -62,7 +61,7 @@ def test_models_without_rotation_are_profiled_like_the_reference() -> None:
         check(Shape(rotate=False, dtype=dtype, layers=1), "mixed")
 
 
-@combine(strength=1, level=supported_levels(), dtype=DTYPES)
+@combine(strength=1, level=LEVELS, dtype=DTYPES)
 def test_every_cpu_level_profiles_like_the_reference(
     level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

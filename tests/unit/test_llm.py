@@ -17,6 +17,7 @@ from quire.kernels import runtime
 from quire.kernels.build import library_name
 from quire.kernels.levels import LEVELS, supported_levels
 
+from ..kernels.pages import LEVELS as TESTED_LEVELS
 from ..tiny_models import save_tiny, save_tokenizer, tiny_shape, write_gguf
 
 OPTIONS = {
@@ -277,7 +278,7 @@ def test_loading_tells_how_the_cache_is_kept(folder: Path, caplog: pytest.LogCap
         assert line.endswith(f" attention on cpu ({level}{slower and ': ' + slower}){end}")
 
 
-@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("level", TESTED_LEVELS)
 def test_the_kernels_of_a_level_are_those_that_run(level: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="quire")
     expected = {}

@@ -14,10 +14,9 @@ from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.codecs.slots import Moves
 from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
-from quire.kernels.levels import supported_levels
 from tests.effort import examples
 
-from ..kernels.pages import KINDS, use_level, vectors
+from ..kernels.pages import KINDS, LEVELS, use_level, vectors
 from ..nuq_tables import random_tables
 
 L, H = 2, 2
@@ -142,7 +141,7 @@ def test_any_tables(dim: int, key_bits: list[int], value_bits: list[int], slots:
     check(NuqCodec("nuq3", tables), 3, 0.4, seed)
 
 
-@pytest.mark.parametrize("level", supported_levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["dense bfloat16 3", "g4 66", "mixed 80"])
 def test_every_cpu_level_moves_the_same_bytes(level: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_level(level, monkeypatch)
