@@ -36,6 +36,7 @@ from quire.load import calibration_for, find_calibration, load_engine
 from quire.models.fingerprint import fingerprint
 from quire.models.tokenizer import Tokenizer
 
+from ..effort import full_only, whole
 from ..engines import make_engine
 from ..real_model import embedded_gguf
 from ..tiny_models import BOS, EOS, byte_tokenizer, save_tiny, tiny_shape
@@ -576,7 +577,7 @@ sys.exit(main(["serve", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", whole([1, 2], 1))
 def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(presses: int, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", head_dim=16, num_hidden_layers=12)
     cache = ("--cache.codec", "nuq2", "--cache.memory", "8MiB")
@@ -613,6 +614,7 @@ def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(pr
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
+@full_only("a quarter of a minute; its parts have tests of their own")
 def test_the_embedded_model_is_quantized_well_by_little(tmp_path: Path, data_dir: Path) -> None:
     path = embedded_gguf()
     settings = CalibrationSettings(num_windows=2, window_tokens=256, bits=(3,), kinds=("own",))

@@ -58,11 +58,14 @@ ENCODED: Steps = [
 
 @pytest.mark.parametrize(
     "shape, codec, sinks",
-    [
-        (Shape(dim=16, group=3, heads=1, layers=1), "mixed", 5),
-        (Shape(dim=32, group=4, heads=1, layers=1, dtype=torch.bfloat16), "nuq3", 0),
-        (Shape(dim=80, group=1, heads=1, layers=1, dtype=torch.float16), "g4", 1),
-    ],
+    whole(
+        [
+            (Shape(dim=16, group=3, heads=1, layers=1), "mixed", 5),
+            (Shape(dim=80, group=1, heads=1, layers=1, dtype=torch.float16), "g4", 1),
+            (Shape(dim=32, group=4, heads=1, layers=1, dtype=torch.bfloat16), "nuq3", 0),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_prompts_with_encoded_chunks_are_profiled_like_the_reference(shape: Shape, codec: str, sinks: int) -> None:
