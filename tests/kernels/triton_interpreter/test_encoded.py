@@ -7,7 +7,6 @@ import torch
 
 from quire.attention.triton import TritonAttention
 from quire.cache.codecs.group import GroupCodec
-
 from tests.effort import whole
 
 from .. import encoded
