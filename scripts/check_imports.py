@@ -15,8 +15,8 @@ from pathlib import Path
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    "version", "errors", "interrupt", "collecting", "habits", "options", "config", "kernels", "models", "cache",
-    "attention", "tiers", "offload", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
+    "version", "errors", "interrupt", "collecting", "folders", "habits", "options", "config", "kernels", "models",
+    "cache", "attention", "tiers", "offload", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
     "cluster", "server", "cli", "__main__",
 )  # fmt: skip
 

@@ -9,10 +9,12 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.errors import ModelError
+from quire.folders import user_cache
 from quire.models import embedded
 from quire.models.embedded import SMOLLM2, EmbeddedModel, cached_path, pull
 from quire.models.resolve import resolve_model
@@ -233,6 +235,20 @@ def test_a_hub_id_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name.replace("/", "--")))
     assert resolve_model("owner/name") == tmp_path / "owner--name"
+
+
+@pytest.mark.parametrize("name", ["", None])
+def test_no_name_is_no_model(name: Any) -> None:
+    with pytest.raises(ModelError, match=r"a model is a folder, a \.gguf file, a hub id or smollm2, not ('')|(None)"):
+        resolve_model(name)
+
+
+def test_a_relative_cache_folder_counts_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/cache")
+    assert user_cache() == tmp_path / ".cache" / "quire"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    assert user_cache() == tmp_path / "own" / "quire"
 
 
 def test_an_unknown_name_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

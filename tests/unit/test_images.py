@@ -515,7 +515,11 @@ def test_cache_ls_and_clear(
     assert all(Path(each["path"]).stat().st_size == each["num_bytes"] for each in facts)
     assert main(["cache", "ls"]) == 0
     shown = capsys.readouterr().out
-    assert all(each["path"] in shown for each in facts) and "in all" in shown
+    assert str(first) in shown and str(second) in shown and "in all" in shown and "not there" not in shown
+    second.rename(tmp_path / "moved.gguf")
+    assert main(["cache", "ls"]) == 0
+    assert capsys.readouterr().out.count("(not there any more)") == 2
+    (tmp_path / "moved.gguf").rename(second)
     assert main(["cache", "clear", "third"]) == 2
     said = capsys.readouterr().err
     assert said == "quire: no packed layers of 'third'; there are those of: first.gguf, second.gguf\n"
@@ -540,6 +544,22 @@ def test_cache_ls_and_clear(
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert main(["cache", "ls"]) == 2
     assert "no folder" in capsys.readouterr().err
+
+
+def test_cache_ls_shows_drafts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, alive = folder / f"left{DRAFT_SUFFIX}", folder / f"alive{DRAFT_SUFFIX}"
+    folder.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(bytes(8192))
+    with image_folder.lock_draft(alive, create=True):
+        assert main(["cache", "ls"]) == 0
+        first, second, rest = capsys.readouterr().out.splitlines()
+        assert first == f"{alive}: 0B, being written"
+        assert second == f"{left}: 8KiB, left by a process that ended; quire cache clear removes it"
+        assert rest.startswith("no packed layers in ")
+        # What this process writes goes with it, where it ends without unwinding.
+        image_folder.drop_drafts()
+        assert not alive.exists() and left.exists()
+    assert main(["cache", "clear"]) == 0 and not left.exists()
 
 
 def test_inspect_tells_whether_there_is_one(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,8 @@ def test_a_broken_config_is_named(copy: Path, content: str) -> None:
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     assert "config.json is missing" in refusal(tmp_path)
+    (tmp_path / "a.gguf").touch()
+    assert refusal(tmp_path).endswith("config.json is missing; it holds a.gguf: give that file's path")
 
 
 def test_paths_that_are_no_models_are_named(tmp_path: Path) -> None:

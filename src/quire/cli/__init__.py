@@ -102,6 +102,9 @@ def _leave_if_loading(text: str) -> None:
     """
     module = sys.modules.get("quire.async_llm")
     if module is not None and module.is_loading():
+        images = sys.modules.get("quire.models.image_folder")
+        if images is not None:
+            images.drop_drafts()
         os.write(2, ("\r\n\x1b[?25h" * os.isatty(2) + text).encode())
         sys.stdout.flush()
         os._exit(130)

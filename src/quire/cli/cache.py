@@ -19,7 +19,7 @@ from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
-from quire.models.image_folder import Image, ImageError
+from quire.models.image_folder import Draft, Image, ImageError
 
 HELP = "list or remove packed layers that earlier starts left"
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--json is for quire cache ls")
     try:
         if args.action == "ls":
-            _show(image_folder.list_images(), as_json=args.json)
+            _show(image_folder.list_images(), image_folder.list_drafts(), as_json=args.json)
         else:
             freed = image_folder.clear(_chosen(args.names) if args.names else None)
             print(f"freed {format_bytes(freed)}")
@@ -71,10 +71,13 @@ def _is_called(image: Image, name: str) -> bool:
     )
 
 
-def _show(images: list[Image], *, as_json: bool) -> None:
+def _show(images: list[Image], drafts: list[Draft], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_facts(image) for image in images], indent=2))
         return
+    for draft in drafts:
+        ended = "left by a process that ended; quire cache clear removes it"
+        print(f"{draft.path}: {format_bytes(draft.num_bytes)}, {'being written' if draft.is_written else ended}")
     if not images:
         print(f"no packed layers in {image_folder.image_folder()}")
         return
@@ -85,11 +88,12 @@ def _show(images: list[Image], *, as_json: bool) -> None:
             image.origin.dtype,
             format_bytes(image.num_bytes),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(image.used)),
-            str(image.path),
+            image.origin.path + " (not there any more)" * (not Path(image.origin.path).exists()),
         )
         for image in images
     ]
-    shared.print_table(("model", "form", "dtype", "size", "last used", "path"), rows, ("form", "dtype", "path"))
+    columns = ("model", "form", "dtype", "size", "last used", "checkpoint")
+    shared.print_table(columns, rows, ("form", "dtype", "checkpoint"))
     print(f"{format_bytes(sum(image.num_bytes for image in images))} in all")
 
 

@@ -147,7 +147,9 @@ def _facts(
 
 def _held_note(part: Held) -> str:
     tensors = f"{part.tensors} tensor{'s' * (part.tensors != 1)}"
-    bits = f"{8 * part.num_bytes / part.numbers:.3g} bits" if part.stored == part.held else part.held
+    bits = f"{8 * part.num_bytes / part.numbers:.3g} bits"
+    if part.stored != part.held:
+        bits = f"{part.held}, {bits}"
     return f"{tensors}, {part.numbers / 1e6:,.1f}M numbers in {bits}"
 
 

@@ -108,7 +108,7 @@ def cut_windows(token_ids: Sequence[int], context: int) -> list[list[int]]:
     """
     if len(token_ids) < context:
         raise ConfigError(
-            f"the text has {len(token_ids)} tokens, fewer than a window of {context}; lower the context or give more"
+            f"the text has {len(token_ids)} tokens, fewer than a window of {context}; give more, or a smaller context"
         )
     return [list(token_ids[at : at + context]) for at in range(0, len(token_ids) - context + 1, context)]
 

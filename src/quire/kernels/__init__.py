@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 
 from quire.errors import ConfigError, QuireError
+from quire.folders import user_cache
 from quire.kernels.levels import supported_levels
 
 log = logging.getLogger("quire")
@@ -40,7 +40,7 @@ def _find(level: str, lower_will_do: bool) -> Path:
 
     if is_current(SOURCE_DIR, level):
         return SOURCE_DIR / library_name(level)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "kernels" / source_hash()
+    cache = user_cache() / "kernels" / source_hash()
     try:
         return build([level], cache)[0]
     except QuireError as error:

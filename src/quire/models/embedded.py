@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from quire.errors import ModelError
+from quire.folders import user_cache
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,9 +66,8 @@ EMBEDDED = {SMOLLM2.name: SMOLLM2}
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: quire/models under XDG_CACHE_HOME, or under ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quire" / "models"
+    """Where fetched models are kept: quire/models in the user's cache folder."""
+    return user_cache() / "models"
 
 
 def cached_path(model: EmbeddedModel = SMOLLM2) -> Path | None:

@@ -17,7 +17,9 @@ def read_json(path: Path, required: bool = False) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
-            raise ModelError(f"{path.parent}: {path.name} is missing") from None
+            found = sorted(each.name for each in path.parent.glob("*.gguf"))
+            hint = f"; it holds {found[0]}: give that file's path" if found else ""
+            raise ModelError(f"{path.parent}: {path.name} is missing{hint}") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from None

@@ -109,7 +109,7 @@ def read_header(path: Path) -> GgufHeader:
 @functools.lru_cache(maxsize=1)
 def _read_header(path: Path, size: int, modified: int) -> GgufHeader:
     del modified  # part of the cache key only
-    if size < 24:
+    if size < 32:
         raise ModelError(f"{path}: not a GGUF file ({size} bytes)")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, version, num_tensors, num_entries = struct.unpack_from("<4sIQQ", data)

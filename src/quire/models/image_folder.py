@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.folders import user_cache
+
 SECTION_ALIGNMENT = 4096
 ENTRY_ALIGNMENT = 128
 
@@ -37,6 +39,9 @@ _MAGIC, _VERSION = b"QuireImg", 1
 _MAX_TABLE_BYTES = 64 << 20
 
 SUFFIX, DRAFT_SUFFIX = ".image", ".draft"
+
+_writing: set[Path] = set()
+"""Drafts of this process."""
 
 
 class ImageError(Exception):
@@ -106,11 +111,23 @@ class Image:
     used: float
 
 
+@dataclass(frozen=True)
+class Draft:
+    """An image that is not finished.
+
+    num_bytes   that the disk has given it
+    is_written  whether a process is at it; else one ended before it was done
+    """
+
+    path: Path
+    num_bytes: int
+    is_written: bool
+
+
 def image_folder() -> Path:
-    """Where images lie: quire/images under XDG_CACHE_HOME, or under ~/.cache. Raises ImageError without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    """Where images lie: quire/images in the user's cache folder. Raises ImageError without a home."""
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "quire" / "images"
+        return user_cache() / "images"
     except RuntimeError as error:
         raise ImageError(f"there is no folder for it ({error}); set XDG_CACHE_HOME") from None
 
@@ -229,6 +246,27 @@ def clear(images: Sequence[Image] | None = None) -> int:
     return freed
 
 
+def list_drafts() -> list[Draft]:
+    """Images that are not finished."""
+    found = []
+    for path in _files(DRAFT_SUFFIX):
+        with contextlib.suppress(OSError):
+            num_bytes = path.stat().st_blocks * 512
+            try:
+                with lock_draft(path, create=False):
+                    found.append(Draft(path, num_bytes, False))
+            except ImageError:
+                found.append(Draft(path, num_bytes, True))
+    return found
+
+
+def drop_drafts() -> None:
+    """Removes what this process is writing: for one that ends here and now."""
+    for path in _writing:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def remove_leftovers() -> int:
     """Removes drafts that no process writes any more. Returns the bytes."""
     freed = 0
@@ -259,7 +297,13 @@ def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
             # It may have been renamed or removed between the two calls.
             if not _is_at(descriptor, path):
                 continue
-            yield descriptor
+            if create:
+                _writing.add(path)
+            try:
+                yield descriptor
+            finally:
+                if create:
+                    _writing.discard(path)
             return
         finally:
             os.close(descriptor)

@@ -255,7 +255,8 @@ class Writer:
                 os.fdatasync(self._file)
                 os.replace(self._draft, self._path)
                 self._is_named = True
-                log.info("wrote packed layers, %s, to %s; quire cache ls", format_bytes(self.num_bytes), self._path)
+                # A gigabyte or more that nobody asked for: said by every command.
+                log.warning("wrote packed layers, %s, to %s; quire cache ls", format_bytes(self.num_bytes), self._path)
                 remove_older(self._origin)
             except OSError as error:
                 # What this process runs from may be lost, too.

@@ -27,6 +27,8 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
 
     Raises ModelError that says what was tried.
     """
+    if not isinstance(name, str) or not name:
+        raise ModelError(f"a model is a folder, a .gguf file, a hub id or {', '.join(EMBEDDED)}, not {name!r}")
     if name in EMBEDDED:
         return pull(show_progress, model=EMBEDDED[name])
     path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
