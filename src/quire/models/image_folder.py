@@ -14,6 +14,7 @@ Knows files and bytes, no tensors; imports no torch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -260,9 +261,10 @@ def list_drafts() -> list[Draft]:
     return found
 
 
+@atexit.register
 def drop_drafts() -> None:
-    """Removes what this process is writing: for one that ends here and now."""
-    for path in _writing:
+    """Removes what this process is writing: for one that ends here and now, or while a thread of it still loads."""
+    for path in list(_writing):
         with contextlib.suppress(OSError):
             path.unlink()
 
