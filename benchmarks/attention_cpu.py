@@ -29,12 +29,13 @@ from common import append_record, arguments, format_table, median
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import AttentionSpec, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 from quire.config import EngineConfig
 from quire.kernels import runtime
 from quire.load import calibration_for
@@ -60,12 +61,13 @@ def make_spec(
 ) -> AttentionSpec:
     """A cache of bytes from 48 to 63: ordinary numbers in every format, and channels that every head has."""
     codec = DenseCodec(dim, dtype)
-    pool = PagePool((chunks * LAYERS * heads + 64) * codec.page_bytes, slab_bytes=codec.page_bytes * 64)
+    ledger = PageLedger((chunks * LAYERS * heads + 64) * codec.page_bytes, codec.page_bytes * 64)
+    arena = Arena(ledger.num_bytes)
     pattern = torch.randint(48, 64, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for start in range(0, len(pool.arena), len(pattern)):
-        part = pool.arena[start : start + len(pattern)]
+    for start in range(0, len(arena.data), len(pattern)):
+        part = arena.data[start : start + len(pattern)]
         part.copy_(pattern[: len(part)])
-    table = ChunkTable(pool, LAYERS, heads, codec, *sealed)
+    table = ChunkTable(ledger, LAYERS, heads, codec, *sealed, arena=arena)
     angle = torch.outer(torch.arange(context), 1e4 ** (-torch.arange(dim // 2) / (dim // 2)))
     return AttentionSpec(table, LAYERS, heads, group, dim, dtype, angle.cos(), angle.sin())
 
@@ -237,11 +239,11 @@ def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Cal
     ]
     for path in paths if own else []:
         of_head = (chunks - 1, *table.pages.shape[1:])
-        ids = table.pool.take(math.prod(of_head), POSITION_BYTES)
+        ids = table.ledger.take(math.prod(of_head), POSITION_BYTES)
         slots = random.integers(context, size=(*of_head, PAGE_TOKENS), dtype=np.int32)
         slots = np.sort(slots.transpose(1, 2, 0, 3).reshape(*of_head[1:], -1), -1)
         images = torch.from_numpy(slots.reshape(*of_head[1:], -1, PAGE_TOKENS).transpose(2, 0, 1, 3).copy())
-        table.pool.store(ids, POSITION_BYTES, images.view(-1, PAGE_TOKENS).view(torch.uint8))
+        table.arena.store(ids, POSITION_BYTES, images.view(-1, PAGE_TOKENS).view(torch.uint8))
         table.positions[path[:-1]] = ids.reshape(of_head)
     return attending(spec, [RowSlice(context - 2, 1, path) for path in paths])
 

@@ -36,7 +36,7 @@ from common import append_record, arguments, commit, format_table, hardware, har
 from quire import SamplingParams
 from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.config import format_bytes, parse_bytes
 from quire.engine.engine import Engine
 from quire.evaluation.engines import load_engines

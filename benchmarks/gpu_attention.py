@@ -26,9 +26,10 @@ from gpu_shared import shared
 from gpu_shared import sweep as sweep_shared
 
 from quire.attention.plan import AttentionSpec, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 
 HEADS, GROUP, DIM, DTYPE = 8, 4, 128, torch.bfloat16
 DECODE = [(1, 1024), (1, 8192), (1, 131072), (8, 4096), (16, 32768), (64, 1024), (64, 4096), (256, 512)]
@@ -48,10 +49,11 @@ def make_spec(batch: int, context: int) -> AttentionSpec:
     codec = DenseCodec(DIM, DTYPE)
     chunks = batch * -(-context // PAGE_TOKENS) + 1
     slab = codec.page_bytes * 128
-    pool = PagePool(-(-chunks * layers * HEADS * codec.page_bytes // slab) * slab, "cuda", slab)
-    pool.arena.view(DTYPE).normal_()
+    ledger = PageLedger(-(-chunks * layers * HEADS * codec.page_bytes // slab) * slab, slab)
+    arena = Arena(ledger.num_bytes, "cuda")
+    arena.data.view(DTYPE).normal_()
     angle = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(DIM // 2, device="cuda") / DIM * 2))
-    table = ChunkTable(pool, layers, HEADS, codec)
+    table = ChunkTable(ledger, layers, HEADS, codec, arena=arena)
     return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, angle.cos(), angle.sin())
 
 

@@ -25,9 +25,10 @@ from common import append_record, format_table, median
 from gpu import copy_bandwidth, event_seconds, graph_seconds, require_gpu
 
 from quire.attention.plan import AttentionSpec, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 from quire.models.decoder import build_model
 from quire.models.layers import Ops, torch_dtype
 from quire.models.plan import Model
@@ -119,11 +120,12 @@ def make_cache(shape: ModelShape, batch: int, tokens: int) -> AttentionSpec:
     """A cache of random numbers for so many sequences."""
     codec = DenseCodec(shape.head_dim, torch.bfloat16)
     per_chunk = shape.num_layers * shape.num_kv_heads * codec.page_bytes
-    pool = PagePool((batch * -(-tokens // PAGE_TOKENS) + 1) * per_chunk, "cuda", per_chunk)
-    pool.arena.view(torch.bfloat16).normal_()
+    ledger = PageLedger((batch * -(-tokens // PAGE_TOKENS) + 1) * per_chunk, per_chunk)
+    arena = Arena(ledger.num_bytes, "cuda")
+    arena.data.view(torch.bfloat16).normal_()
     assert shape.rope is not None
     cos, sin = (torch.from_numpy(part).cuda() for part in shape.rope.tables(tokens))
-    table = ChunkTable(pool, shape.num_layers, shape.num_kv_heads, codec)
+    table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
     group = shape.num_q_heads // shape.num_kv_heads
     return AttentionSpec(table, shape.num_layers, shape.num_kv_heads, group, shape.head_dim, torch.bfloat16, cos, sin)
 

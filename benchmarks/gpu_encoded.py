@@ -26,12 +26,13 @@ from gpu_attention import DIM, DTYPE, GROUP, HEADS, TORCH, make_spec, quire_seco
 
 from quire.attention.plan import AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
+from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec, NuqTables
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 
 LARGEST_ERROR = 1e-2
 """Relative error of decoded values that the kernels may have."""
@@ -100,8 +101,9 @@ def encoded_spec(codec: Codec, batch: int, context: int, layers: int) -> Attenti
     slabs = -(-batch * sealed * layers * HEADS * page // slab) + -(
         -2 * batch * layers * HEADS * dense.page_bytes // slab
     )
-    pool = PagePool((slabs + 64) * slab, "cuda", slab)
-    table = ChunkTable(pool, layers, HEADS, dense, codec)
+    ledger = PageLedger((slabs + 64) * slab, slab)
+    arena = Arena(ledger.num_bytes, "cuda")
+    table = ChunkTable(ledger, layers, HEADS, dense, codec, arena=arena)
     turn = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(DIM // 2, device="cuda") / DIM * 2))
     return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, turn.cos(), turn.sin())
 

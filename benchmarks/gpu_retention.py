@@ -26,10 +26,11 @@ from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_attention import DIM, DTYPE, GROUP, HEADS, num_layers
 
 from quire.attention.plan import AttentionSpec, Profiled, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 
 DEVICE = "cuda"
 PREFILL = (2048, 8192)
@@ -46,10 +47,11 @@ def make_spec(batch: int, context: int, retains: bool) -> AttentionSpec:
     codec = DenseCodec(DIM, DTYPE)
     pages = layers * HEADS * (batch * -(-context // PAGE_TOKENS) + 1)
     slabs = -(-pages * codec.page_bytes // SLAB_BYTES) + retains * -(-pages * SumsCodec.page_bytes // SLAB_BYTES)
-    pool = PagePool((slabs + 2) * SLAB_BYTES, DEVICE, SLAB_BYTES)
-    pool.arena.view(DTYPE).normal_()
+    ledger = PageLedger((slabs + 2) * SLAB_BYTES, SLAB_BYTES)
+    arena = Arena(ledger.num_bytes, DEVICE)
+    arena.data.view(DTYPE).normal_()
     angle = torch.outer(torch.arange(context, device=DEVICE), 1e4 ** (-torch.arange(DIM // 2, device=DEVICE) / DIM * 2))
-    table = ChunkTable(pool, layers, HEADS, codec, sums=SumsCodec() if retains else None)
+    table = ChunkTable(ledger, layers, HEADS, codec, sums=SumsCodec() if retains else None, arena=arena)
     return AttentionSpec(table, layers, HEADS, GROUP, DIM, DTYPE, angle.cos(), angle.sin())
 
 

@@ -18,9 +18,10 @@ from common import append_record, format_table
 from gpu import graph_seconds
 
 from quire.attention.plan import AttentionSpec, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 
 DTYPE = torch.bfloat16
 
@@ -72,12 +73,13 @@ def make_case(case: Case) -> tuple[AttentionSpec, list[RowSlice]]:
     codec = DenseCodec(case.dim, DTYPE)
     chunks = case.tokens // PAGE_TOKENS
     slab = codec.page_bytes * 128
-    pool = PagePool(-(-(chunks + 1) * layers * case.kv_heads * codec.page_bytes // slab) * slab, "cuda", slab)
-    pool.arena.view(DTYPE).normal_()
+    ledger = PageLedger(-(-(chunks + 1) * layers * case.kv_heads * codec.page_bytes // slab) * slab, slab)
+    arena = Arena(ledger.num_bytes, "cuda")
+    arena.data.view(DTYPE).normal_()
     context = sum(tokens for _, tokens in case.levels) + case.own
     half = case.dim // 2
     angle = torch.outer(torch.arange(context, device="cuda"), 1e4 ** (-torch.arange(half, device="cuda") / half))
-    table = ChunkTable(pool, layers, case.kv_heads, codec)
+    table = ChunkTable(ledger, layers, case.kv_heads, codec, arena=arena)
     group = case.q_heads // case.kv_heads
     spec = AttentionSpec(table, layers, case.kv_heads, group, case.dim, DTYPE, angle.cos(), angle.sin())
     names = itertools.count(1)

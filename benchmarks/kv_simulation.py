@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attention.reference import attend_dense, rotate
 from quire.cache.codecs.nuq import NuqTables
 from quire.cache.codecs.packing import MAX_BITS
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.fit import Book, LayerFit, as_stored, even_tables, padded
 from quire.engine.engine import LOGIT_ROWS
 from quire.models.plan import Model

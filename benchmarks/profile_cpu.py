@@ -24,9 +24,10 @@ from common import append_record, arguments, commit, format_table, hardware, har
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import AttentionSpec, Profiled, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 from quire.engine.engine import Engine
 from quire.evaluation.engines import load_engines
 from quire.models.plan import Model
@@ -131,9 +132,10 @@ def with_sums(spec: AttentionSpec, tokens: int) -> AttentionSpec:
     table = spec.table
     sealed = (table.sealed_codec,) if table.encodes else ()
     pages = spec.num_layers * spec.num_kv_heads * (tokens // PAGE_TOKENS + 8)
-    pool = PagePool(2 * pages * (table.open_codec.page_bytes + SumsCodec.page_bytes))
+    ledger = PageLedger(2 * pages * (table.open_codec.page_bytes + SumsCodec.page_bytes))
+    arena = Arena(ledger.num_bytes)
     heads = spec.num_layers, spec.num_kv_heads
-    own = ChunkTable(pool, *heads, table.open_codec, *sealed, sinks=table.sinks, sums=SumsCodec())
+    own = ChunkTable(ledger, *heads, table.open_codec, *sealed, sinks=table.sinks, sums=SumsCodec(), arena=arena)
     return dataclasses.replace(spec, table=own)
 
 

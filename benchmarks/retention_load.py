@@ -27,7 +27,7 @@ from typing import Any
 
 from common import append_record, arguments, commit, format_table, hardware, hardware_line, median
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.config import format_bytes
 from quire.models.resolve import resolve_model
 from quire.models.tokenizer import load_tokenizer

@@ -1,4 +1,5 @@
-"""Checks that imports inside quire point downwards and that heavy packages are loaded only where they are needed.
+"""Checks that imports inside quire point downwards, that heavy packages are loaded only where they are needed, and that
+they are not loaded with what has to do without them.
 
 Prints one line an offence and exits with 1 if there is any. Run by `make check`; tests/unit/test_import_direction.py
 runs it on made-up offenders.
@@ -7,8 +8,9 @@ runs it on made-up offenders.
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,8 +18,8 @@ from pathlib import Path
 # A module may import its own layer and those before it.
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "habits", "options", "config", "kernels", "models",
-    "cache", "attention", "tiers", "offload", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
-    "cluster", "server", "cli", "__main__",
+    "cache", "attention", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
+    "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -28,10 +30,8 @@ HEAVY = {
     "gguf": (),
     "httptools": ("server/*",),
     "matplotlib": (),
-    "nixl": ("cluster/*",),
     "prometheus_client": ("server/*",),
     "pydantic": ("server/*",),
-    "ray": ("cluster/*",),
     "rich": (),
     "starlette": ("server/*",),
     "transformers": (),
@@ -54,6 +54,10 @@ NEVER = {
     "models/shape.py": ("torch",),
     "engine/scheduler.py": ("torch", "time", "datetime"),
 }
+
+# What importing them must not load, whatever they import it through: a simulator runs them without a model.
+WITHOUT = ("torch", "tokenizers", "transformers")
+CONTROL = ("engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,13 @@ def offences(root: Path) -> Iterator[str]:
                 yield f"{path}:{found.line}: {reason}"
 
 
+def loaded(modules: Sequence[str]) -> list[str]:
+    """Which packages of WITHOUT a fresh process has loaded once it has imported some modules of quire."""
+    names = [".".join(["quire", *Path(module).with_suffix("").parts]) for module in modules]
+    code = f"import sys, {', '.join(names)}; print(*(name for name in {WITHOUT!r} if name in sys.modules))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
 def _fault(module: Path, found: Import) -> str | None:
     top, *rest = found.name.split(".")
     if top in NEVER.get(module.as_posix(), ()):
@@ -131,6 +142,8 @@ def main() -> None:
     """Checks src/quire, or the folder given."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "src" / "quire"
     found = list(offences(root))
+    if len(sys.argv) == 1:
+        found += [f"{module} loads {name}" for module in CONTROL for name in loaded([module])]
     print("\n".join(found) or "imports point downwards")
     sys.exit(bool(found))
 

@@ -60,7 +60,7 @@ def make_engine(
     ops = CpuOps() if config.attention.backend == "cpu" else TorchOps()
     model = build_model(shape, weights or RandomWeights(shape, seed), ops, torch_dtype(config.model.dtype))
     engine = assemble(model, Tokenizer(byte_tokenizer(), None, BOS, EOS), config, fits, model_id, calibration)
-    engine.scheduler.manager.table.pool.arena.fill_(0xFF)
+    engine.scheduler.manager.table.arena.data.fill_(0xFF)
     return engine
 
 

@@ -122,7 +122,7 @@ class Witness:
         by_row: dict[int, Sequence] = {}
 
         def sampled(logits: Tensor, rows: Any) -> Sampled:
-            by_row.update((id(each.sample_row), each) for each in engine.scheduler.running)
+            by_row.update((id(row), each) for each, row in engine._rows.items())
             for each, row in zip(logits, rows, strict=True):
                 self.logits.setdefault(by_row[id(row)], []).append(each[: engine.sampler.vocab_size].clone())
             return sample(logits, rows)

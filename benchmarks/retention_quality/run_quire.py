@@ -20,7 +20,7 @@ import torch
 from tasks import FULL, Engine, Result, Task, work
 
 import quire
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.policies import Chain
 from quire.cache.retention import RANKED, Decided
 from quire.config import EngineConfig

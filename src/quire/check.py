@@ -22,7 +22,7 @@ import torch
 
 from quire.cache.calibration import Calibration
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
 from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig
 from quire.engine.build import assemble, namespace_of, resolve

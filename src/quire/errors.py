@@ -42,4 +42,4 @@ class UnwantedError(QuireError):
 
 
 class CacheFullError(QuireError):
-    """The page pool has fewer free bytes than asked for; the scheduler makes room or waits, it never over-commits."""
+    """The arena has fewer free bytes than asked for; the scheduler makes room or waits, it never over-commits."""

@@ -50,7 +50,7 @@ def test_a_long_sequence_is_split_and_merged(lengths: list[tuple[int, int]], hea
         spec = make_spec(shape, 500, "cuda", positions=16384)
         # A random past in every page: the reference would take minutes to write it.
         torch.cuda.manual_seed(0)
-        spec.table.pool.arena.view(torch.bfloat16).normal_()
+        spec.table.arena.data.view(torch.bfloat16).normal_()
         slices = slices_of(spec, lengths)
         backend = make(spec)
         outputs.append(run(backend, spec, [slices], seed=0)[0])
@@ -64,7 +64,7 @@ def test_a_merge_gives_the_same_bits_every_time() -> None:
     """Parts arrive in any order and are merged in one; a race would show as other bits, or as a counter left over."""
     shape = Shape(dim=128, heads=8, group=4, layers=1, dtype=torch.bfloat16)
     spec = make_spec(shape, 300, "cuda", positions=16384)
-    spec.table.pool.arena.view(torch.bfloat16).normal_()
+    spec.table.arena.data.view(torch.bfloat16).normal_()
     backend = TritonAttention(spec)
     plan = backend.plan(slices_of(spec, [(12000, 1), (900, 1), (20, 1)]))
     q, k, v = (torch.randn(3, heads, 128, device="cuda").bfloat16() for heads in (32, 8, 8))
@@ -144,7 +144,7 @@ def test_two_phases_give_the_same_bits_every_time() -> None:
     """Both launches write and read the same partials; a race would show as other bits."""
     spec = make_spec(Shape(dim=128, heads=8, group=4, layers=1, dtype=torch.bfloat16), 400, "cuda", positions=8192)
     slices = sharing.sharers(sharing.taking(spec), 24, 64, 700)
-    spec.table.pool.arena.view(torch.bfloat16).normal_()
+    spec.table.arena.data.view(torch.bfloat16).normal_()
     backend = sharing_backend(spec)
     plan = backend.plan(slices)
     assert plan.shares

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 from quire.models.decoder import build_model
 from quire.models.layers import Ops
 from quire.models.plan import Model
@@ -49,9 +50,10 @@ def decode(
     """
     random = np.random.default_rng(seed)
     codec = DenseCodec(shape.head_dim, torch.float32)
-    pool = PagePool(codec.page_bytes * shape.num_layers * shape.num_kv_heads * 60, device, slab_bytes=codec.page_bytes)
-    pool.arena.fill_(0xFF)
-    table = ChunkTable(pool, shape.num_layers, shape.num_kv_heads, codec)
+    ledger = PageLedger(codec.page_bytes * shape.num_layers * shape.num_kv_heads * 60, codec.page_bytes)
+    arena = Arena(ledger.num_bytes, device)
+    arena.data.fill_(0xFF)
+    table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, codec, arena=arena)
     cos = sin = None
     if shape.rope is not None:
         cos, sin = (torch.from_numpy(part).to(device) for part in shape.rope.tables(shape.max_context))
@@ -140,7 +142,7 @@ def decode_encoded(
                 images.append(sealed_bytes(spec, chunk))
                 if codes is not None:
                     image = codes[len(images) - 1].to(device)
-                    spec.table.pool.arena[bytes_of_sealed(spec, chunk).to(device)] = image
+                    spec.table.arena.data[bytes_of_sealed(spec, chunk).to(device)] = image
                 noted[name] = index + 1
 
     for number in range(9):

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
+from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import SLOT_BYTES, NuqCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.sinks import Sinks
+from quire.cache.table import ChunkTable
 
 from ..nuq_tables import random_tables, tables_of
 from .harness import Shape, make_spec, relative_rms, run
@@ -64,7 +65,7 @@ def encoded_spec(
     device: str = "cpu",
     sums: bool = False,
 ) -> AttentionSpec:
-    """A poisoned pool with room for so many tokens, most of them encoded, and with column sums beside them or none.
+    """A poisoned arena with room for so many tokens, most of them encoded, and with column sums beside them or none.
     Group codes have no sinks.
     """
     open_codec = DenseCodec(shape.dim, shape.dtype)
@@ -74,10 +75,18 @@ def encoded_spec(
     sums_bytes = SumsCodec.page_bytes if sums else 0
     chunk_bytes = shape.layers * shape.heads * (int(np.max(codec.page_bytes)) + open_codec.page_bytes + sums_bytes)
     slab = -(-largest // UNIT) * UNIT
-    pool = PagePool((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, device, slab_bytes=slab)
-    pool.arena.fill_(0xFF)
+    ledger = PageLedger((tokens // PAGE_TOKENS + 8) * (chunk_bytes + 2 * slab) + 16 * slab, slab)
+    arena = Arena(ledger.num_bytes, device)
+    arena.data.fill_(0xFF)
     table = ChunkTable(
-        pool, shape.layers, shape.heads, open_codec, codec, sinks=exact, sums=SumsCodec() if sums else None
+        ledger,
+        shape.layers,
+        shape.heads,
+        open_codec,
+        codec,
+        sinks=exact,
+        sums=SumsCodec() if sums else None,
+        arena=arena,
     )
     return replace(make_spec(shape, 1, device, positions), table=table)
 
@@ -149,13 +158,13 @@ def bytes_of_sealed(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Ten
 
 def sealed_bytes(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Tensor:
     """The images of sealed chunks and their sidecars."""
-    arena = spec.table.pool.arena
+    arena = spec.table.arena.data
     return arena[bytes_of_sealed(spec, chunks).to(arena.device)].cpu()
 
 
 def written(spec: AttentionSpec, slices: Sequence[RowSlice]) -> torch.Tensor:
     """Which bytes of the arena a step may write: slots of its rows in open chunks, all of the chunks it fills."""
-    mask = torch.zeros(spec.table.pool.num_bytes, dtype=torch.bool)
+    mask = torch.zeros(spec.table.ledger.num_bytes, dtype=torch.bool)
     for piece in slices:
         end = piece.start + piece.num_rows
         for index in range(piece.start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
@@ -191,11 +200,11 @@ def check_steps(
     for number, rows in enumerate(steps):
         slices = [each.step(rows) for each in sequences]
         (expected,) = run(plain, specs[0], [slices[0]], seed + number)
-        before = specs[1].table.pool.arena.clone()
+        before = specs[1].table.arena.data.clone()
         (actual,) = run(fast, specs[1], [slices[1]], seed + number)
         error = relative_rms(actual, expected)
         assert error < TOLERANCE[shape.dtype], f"relative RMS error {error:.2e} in step {number} {rows} for {shape}"
-        beside = (before != specs[1].table.pool.arena).cpu() & ~written(specs[1], slices[1])
+        beside = (before != specs[1].table.arena.data).cpu() & ~written(specs[1], slices[1])
         assert not beside.any(), f"bytes {beside.nonzero()[:4, 0].tolist()} were written in step {number} {rows}"
     for name, chunks in sequences[0].chunks.items():
         full = sequences[0].lengths[name] // PAGE_TOKENS
@@ -302,7 +311,7 @@ def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator
         k[:, slots:] = v[:, slots:] = torch.nan
         for head in range(spec.num_kv_heads):
             image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])
-            table.pool.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
+            table.arena.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
 
 
 def _fills(piece: RowSlice) -> bool:

@@ -9,10 +9,11 @@ import torch
 
 from quire.attention.plan import AttentionBackend, AttentionPlan, AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS, PagePool
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
+from quire.cache.table import ChunkTable
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,17 @@ class Shape:
 def make_spec(
     shape: Shape, num_chunks: int, device: str = "cpu", positions: int = 1024, *, sums: bool = False
 ) -> AttentionSpec:
-    """A pool poisoned with 0xFF (NaN in every format), so that reading an unwritten slot cannot pass.
+    """An arena poisoned with 0xFF (NaN in every format), so that reading an unwritten slot cannot pass.
 
     sums  whether each chunk may have column sums beside it
     """
     codec = DenseCodec(shape.dim, shape.dtype)
     slab = max(codec.page_bytes, SumsCodec.page_bytes) if sums else codec.page_bytes
     pages = shape.layers * shape.heads * (num_chunks + 2)
-    pool = PagePool((slab + SumsCodec.page_bytes * sums) * pages, device, slab_bytes=slab)
-    pool.arena.fill_(0xFF)
-    table = ChunkTable(pool, shape.layers, shape.heads, codec, sums=SumsCodec() if sums else None)
+    ledger = PageLedger((slab + SumsCodec.page_bytes * sums) * pages, slab)
+    arena = Arena(ledger.num_bytes, device)
+    arena.data.fill_(0xFF)
+    table = ChunkTable(ledger, shape.layers, shape.heads, codec, sums=SumsCodec() if sums else None, arena=arena)
     cos = sin = None
     if shape.rotate:
         angle = torch.outer(torch.arange(positions), 10000.0 ** (-torch.arange(shape.dim // 2) / (shape.dim // 2)))
@@ -63,7 +65,7 @@ def run_plan(plan: AttentionPlan, spec: AttentionSpec, rows: int, generator: tor
         fused = (
             torch.randn(rows, (queries + 2 * heads) * spec.head_dim, generator=generator)
             .to(spec.dtype)
-            .to(spec.table.pool.device)
+            .to(spec.table.arena.device)
         )
         q, k, v = (
             part.unflatten(1, (-1, spec.head_dim))

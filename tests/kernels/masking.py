@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionSpec, Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention
-from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import ALL_SLOTS
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.table import ALL_SLOTS
 
 from . import sharing
 from .harness import TOLERANCE, Shape, make_spec, relative_rms, run_plan, slices_of, total_chunks
@@ -26,7 +26,7 @@ def hide(spec: AttentionSpec, chunks: NDArray[np.int32], random: np.random.Gener
     """
     table = spec.table
     assert table.masks is not None
-    arena = table.pool.arena.view(spec.dtype)
+    arena = table.arena.data.view(spec.dtype)
     for chunk in chunks.tolist():
         for layer, head in np.ndindex(spec.num_layers, spec.num_kv_heads):
             mask = random.integers(0, 2**64, dtype=np.uint64)
@@ -98,9 +98,9 @@ def check_hidden(
     slices = with_sums(spec, shrink(slices, random), random)
     profiled = [piece.profiled for piece in slices if piece.profiled is not None]
     outputs, sums, recovered = [], [], []
-    before = table.pool.arena.clone()
+    before = table.arena.data.clone()
     for backend_of in (ReferenceAttention, make):
-        table.pool.arena.copy_(before)
+        table.arena.data.copy_(before)
         plan = backend_of(spec).plan(slices)
         generator = torch.Generator().manual_seed(seed)
         outputs.append(run_plan(plan, spec, sum(piece.num_rows for piece in slices), generator))

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec, Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention
-from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import ALL_SLOTS
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.table import ALL_SLOTS
 
 from . import encoded
 from .encoded import CODECS, TOLERANCE, encoded_spec
@@ -76,10 +76,10 @@ class Rows:
         """Gives the slots of a page positions of their own."""
         table = self.spec.table
         if table.positions[chunk, layer, head] < 0:
-            table.positions[chunk, layer, head] = table.pool.take(1, POSITION_BYTES)[0]
+            table.positions[chunk, layer, head] = table.ledger.take(1, POSITION_BYTES)[0]
             self.taken.append((chunk, layer, head))
         image = torch.from_numpy(positions.astype(np.int32)).view(torch.uint8)[None]
-        table.pool.store(table.positions[chunk, layer, head : head + 1], POSITION_BYTES, image)
+        table.arena.store(table.positions[chunk, layer, head : head + 1], POSITION_BYTES, image)
 
     def row(self, chunks: NDArray[np.int32], start: int, shared: int = 0) -> RowSlice:
         """A row at a position, with an open chunk of its own after the chunks, of which it shares so many. If the row
@@ -101,7 +101,7 @@ class Rows:
     def displace(self) -> None:
         """All slots stand one after the other again."""
         table = self.spec.table
-        table.pool.give(np.array([table.positions[place] for place in self.taken], np.int32), POSITION_BYTES)
+        table.ledger.give(np.array([table.positions[place] for place in self.taken], np.int32), POSITION_BYTES)
         table.positions[:], table.bases[:] = -1, -1
         table.takes += 1
         self.taken.clear()

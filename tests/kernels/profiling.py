@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionPlan, AttentionSpec, Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 from .encoded import CODECS, TOLERANCE, Sequences, encoded_spec
 from .harness import Shape, make_spec, relative_rms, run_plan
@@ -77,7 +77,7 @@ class Prompts:
 def profiled_spec(
     shape: Shape, codec: str | None, *, tokens: int = 2048, sinks: int = 0, strict: bool = True, device: str = "cpu"
 ) -> AttentionSpec:
-    """A poisoned pool with room for so many tokens, dense or in one of the CODECS, and for their column sums."""
+    """A poisoned arena with room for so many tokens, dense or in one of the CODECS, and for their column sums."""
     if codec is None:
         return make_spec(shape, tokens // PAGE_TOKENS, device, sums=True)
     spec = encoded_spec(shape, CODECS[codec](shape), tokens=tokens, sinks=sinks, sums=True, device=device)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire.attention.partial import Partial, merge
 from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
 from quire.attention.reference import ReferenceAttention
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 from .harness import TOLERANCE, Shape, make_spec, relative_rms, run, slices_of, total_chunks
 
@@ -74,7 +74,7 @@ def apart(slices: list[RowSlice]) -> list[RowSlice]:
 
 def fill(spec: AttentionSpec, slices: list[RowSlice], seed: int) -> None:
     """Random keys and values wherever the slices have a past, NaN in every other slot."""
-    arena = spec.table.pool.arena.view(spec.dtype)
+    arena = spec.table.arena.data.view(spec.dtype)
     arena.fill_(torch.nan)
     generator = torch.Generator().manual_seed(seed)
     page_elements = 2 * PAGE_TOKENS * spec.head_dim
@@ -181,7 +181,7 @@ def read_counts(backend: Any, spec: AttentionSpec, slices: list[RowSlice]) -> ND
     """How often the kernels read each chunk in one step, int32 [C, H], all layers together."""
     fill(spec, slices, 0)
     shape = spec.table.capacity, spec.num_kv_heads
-    backend.reads = torch.zeros(shape, dtype=torch.int32, device=spec.table.pool.device)
+    backend.reads = torch.zeros(shape, dtype=torch.int32, device=spec.table.arena.device)
     run(backend, spec, [slices], 0)
     return backend.reads.cpu().numpy()
 

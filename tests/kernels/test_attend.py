@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import RowSlice, lay_out
 from quire.attention.reference import ReferenceAttention
-from quire.cache.segment import Path
+from quire.cache.path import Path
 from quire.kernels import runtime
 from tests.effort import combine, examples
 

@@ -16,7 +16,7 @@ from quire.attention.plan import RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from tests.effort import combine, examples
 
 from ..nuq_tables import tables_of
@@ -159,12 +159,12 @@ def test_overwriting_a_sealed_page_changes_what_is_attended(codec: str, dtype: t
     for chunk in path[:2].tolist():
         for page in encoded.bytes_of_pages(spec, chunk):
             at = torch.from_numpy(page)
-            kept = spec.table.pool.arena[at].clone()
+            kept = spec.table.arena.data[at].clone()
             # Other codes, and numbers that are still finite.
-            spec.table.pool.arena[at] = kept ^ 0x11
+            spec.table.arena.data[at] = kept ^ 0x11
             (other,) = run(backend, spec, [step], 1)
             assert other.isfinite().all() and not torch.equal(other, plain)
-            spec.table.pool.arena[at] = kept
+            spec.table.arena.data[at] = kept
     (again,) = run(backend, spec, [step], 1)
     assert torch.equal(again, plain)
 
@@ -175,7 +175,7 @@ def test_a_page_that_held_another_chunk_gives_the_same_bytes(dtype: torch.dtype)
     images = []
     for poison in (0xFF, 0x00, 0xA5):
         spec = encoded_spec(shape, CODECS["mixed"](shape), sinks=5)
-        spec.table.pool.arena.fill_(poison)
+        spec.table.arena.data.fill_(poison)
         images.append(encoded.sealed_bytes(spec, sealed_path(spec, 192)))
     assert torch.equal(images[0], images[1]) and torch.equal(images[0], images[2])
 

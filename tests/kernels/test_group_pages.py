@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.cache.codecs.group import GroupCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from tests.effort import combine
 

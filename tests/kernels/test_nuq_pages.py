@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from tests.effort import combine, examples
 

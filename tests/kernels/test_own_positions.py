@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.cache.codecs.slots import Moves
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from tests.effort import combine, examples, tries
 
 from . import encoded
@@ -145,7 +145,7 @@ def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype,
         for index, chunk in enumerate(new.tolist()):
             rows.place(chunk, layer, head, order[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
     columns = (np.concatenate(column).astype(np.int32) for column in zip(*moves, strict=True))
-    spec.table.sealed_codec.move(spec.table.pool.arena, Moves(*columns))
+    spec.table.sealed_codec.move(spec.table.arena.data, Moves(*columns))
     after = replace(before, chunks=np.append(new, before.chunks[-1:]))
     for backend in (ReferenceAttention(spec), CpuAttention(spec)):
         same, moved = (run(backend, spec, [[piece]], 0)[0] for piece in (before, after))

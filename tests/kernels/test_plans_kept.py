@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import RowSlice
 from quire.attention.triton import TritonAttention
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.params import SamplingParams
 
 from ..engines import make_engine

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
 from quire.attention.plan import common_runs, lay_out
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from tests.effort import combine, examples
 
 from . import sharing

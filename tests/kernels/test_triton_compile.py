@@ -38,7 +38,7 @@ from quire.attention.triton_plan import ENCODE_WARPS, WRITE_ROWS
 from quire.attention.triton_profile import PLACE_ROWS
 from quire.cache.codecs.group import KERNEL_ID as GROUP
 from quire.cache.codecs.nuq import KERNEL_ID as NUQ
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.models import triton_ops, triton_packed
 
 from .ahead import POINTERS, Compiled, compile_for

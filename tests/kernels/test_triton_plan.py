@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout, Tiles, lay_out
 from quire.attention.plan import Profiled, RowSlice
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
 from quire.cache.policies import Chain
 from quire.cache.retained import Retained, pack
-from quire.cache.segment import Path
 from tests.effort import examples
 
 from .harness import Shape, make_spec
@@ -318,11 +318,11 @@ def test_a_retaken_chunk_is_uploaded_again() -> None:
     assert backend.mirror.refresh(first) == 2 and backend.mirror.refresh(first) == 0
     spec.table.give(first[:1])
     page_bytes = spec.table.open_codec.page_bytes
-    other = spec.table.pool.take(1, page_bytes)  # so that the pages change with the taker
+    other = spec.table.ledger.take(1, page_bytes)  # so that the pages change with the taker
     again = spec.table.take(1, spec.table.open_codec)
     assert again[0] == first[0]
     assert backend.mirror.refresh(first) == 1
-    spec.table.pool.give(other, page_bytes)
+    spec.table.ledger.give(other, page_bytes)
     assert (backend.mirror.pages[first].numpy() == spec.table.pages[first]).all()
 
 
@@ -336,10 +336,10 @@ def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
     assert backend.plans_built == 1
     page_bytes = table.open_codec.page_bytes
     moved = int(path.chunks[0])
-    table.pool.give(table.pages[moved].reshape(-1), page_bytes)
-    first = table.pool.take(1, page_bytes)  # so that the pages are others
-    table.pages[moved] = table.pool.take(table.pages_per_chunk, page_bytes).reshape(table.pages[moved].shape)
-    table.pool.give(first, page_bytes)
+    table.ledger.give(table.pages[moved].reshape(-1), page_bytes)
+    first = table.ledger.take(1, page_bytes)  # so that the pages are others
+    table.pages[moved] = table.ledger.take(table.pages_per_chunk, page_bytes).reshape(table.pages[moved].shape)
+    table.ledger.give(first, page_bytes)
     table.takes[moved] += 1
     table.num_moved_pages += table.pages_per_chunk
     plan = backend.plan([RowSlice(72, 1, path.chunks)])

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
+from quire.cache.arena import Arena
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
-from quire.cache.segment import RETAINED_ROWS, ChunkTable
+from quire.cache.counts import RETAINED_ROWS, ChunkCounts, Need
+from quire.cache.ledger import PAGE_TOKENS, UNIT, PageCounts, PageLedger
 from quire.cache.sinks import Sinks
+from quire.cache.table import ChunkTable
 from quire.errors import CacheFullError, ConfigError
 from tests.effort import examples
 
@@ -46,10 +48,20 @@ SMALL = Sized("small", 4, 2 * UNIT)
 CODECS = [OPEN, MIXED, SMALL]
 
 
+def ledger_of(num_slabs: int) -> PageLedger:
+    return PageLedger(num_slabs * SLAB_UNITS * UNIT, SLAB_UNITS * UNIT)
+
+
 def table_of(num_slabs: int, *sealed: Sized, sidecar_units: int = 0) -> ChunkTable:
-    pool = PagePool(num_slabs * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT)
+    ledger = ledger_of(num_slabs)
     sinks = sinks_of(sidecar_units) if sidecar_units else None
-    return ChunkTable(pool, L, H, OPEN, *sealed, sinks=sinks)  # type: ignore[arg-type]
+    arena = Arena(ledger.num_bytes)
+    return ChunkTable(ledger, L, H, OPEN, *sealed, sinks=sinks, arena=arena)  # type: ignore[arg-type]
+
+
+def fits(table: ChunkCounts, *need: int) -> bool:
+    """Whether sealed and open chunks, and sidecars, fit."""
+    return table.fits(table.demand(Need(*need)))
 
 
 def sinks_of(units: int) -> Sinks:
@@ -72,12 +84,12 @@ def write(table: ChunkTable, chunk: int, number: int) -> None:
     """Fills the chunk's pages, each with another byte."""
     for at, (page_id, size) in enumerate(pages_of(table, chunk)):
         image = torch.full((1, size), (number + at) % 256, dtype=torch.uint8)
-        table.pool.store(np.array([page_id], np.int32), size, image)
+        table.arena.store(np.array([page_id], np.int32), size, image)
 
 
 def holds(table: ChunkTable, chunk: int, number: int) -> bool:
     return all(
-        (table.pool.arena[page_id * UNIT :][:size] == (number + at) % 256).all()
+        (table.arena.data[page_id * UNIT :][:size] == (number + at) % 256).all()
         for at, (page_id, size) in enumerate(pages_of(table, chunk))
     )
 
@@ -88,6 +100,8 @@ class TableMachine(RuleBasedStateMachine):
     @initialize(num_slabs=st.integers(6, 20), sidecar_units=st.sampled_from([3, 7]))
     def start(self, num_slabs: int, sidecar_units: int) -> None:
         self.table = table_of(num_slabs, MIXED, SMALL, sidecar_units=sidecar_units)
+        ledger = PageCounts(num_slabs * SLAB_UNITS * UNIT, SLAB_UNITS * UNIT)
+        self.counted = ChunkCounts(ledger, L, H, OPEN, MIXED, SMALL, sinks=sinks_of(sidecar_units))  # type: ignore[arg-type]
         self.held: dict[int, tuple[Sized, bool, int]] = {}  # chunk -> codec, has a sidecar, number
         self.mirror: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         self.number = 0
@@ -99,7 +113,7 @@ class TableMachine(RuleBasedStateMachine):
         for codec, sidecar in chunks + held:
             sizes.update(codec.sizes + [self.table.sidecar_bytes] * sidecar)
         slabs = sum(-(-count // (SLAB_UNITS * UNIT // size)) for size, count in sizes.items())
-        return slabs <= self.table.pool.num_slabs
+        return slabs <= self.table.ledger.num_slabs
 
     @rule(codec=st.sampled_from(CODECS), share=st.sampled_from([0.3, 1, 1.2]), wants_sidecar=st.booleans())
     def take_a_share(self, codec: Sized, share: float, wants_sidecar: bool) -> None:
@@ -109,12 +123,15 @@ class TableMachine(RuleBasedStateMachine):
     def take(self, codec: Sized, count: int, wants_sidecar: bool) -> None:
         table, sidecar = self.table, wants_sidecar and count > 0
         if not self.fits([(codec, sidecar and at == 0) for at in range(count)]):
-            before = table.pool.bytes_out, table.num_taken, table.num_moved_pages
+            before = table.ledger.bytes_out, table.num_taken, table.num_moved_pages
             with pytest.raises(CacheFullError):
                 table.take(count, codec, sidecar=sidecar)
-            assert before == (table.pool.bytes_out, table.num_taken, table.num_moved_pages)
+            assert before == (table.ledger.bytes_out, table.num_taken, table.num_moved_pages)
+            with pytest.raises(CacheFullError):
+                self.counted.take(count, codec, sidecar=sidecar)
             return
         chunks = table.take(count, codec, sidecar=sidecar).tolist()
+        assert self.counted.take(count, codec, sidecar=sidecar).tolist() == chunks
         assert len(set(chunks)) == count and not self.held.keys() & set(chunks)
         for at, chunk in enumerate(chunks):
             assert (table.sidecars[chunk] >= 0) == (sidecar and at == 0), "the first chunk alone has a sidecar"
@@ -128,10 +145,10 @@ class TableMachine(RuleBasedStateMachine):
         random = Random(seed)
         sealed = [chunk for chunk, (codec, _, _) in self.held.items() if codec is MIXED and random.random() < 0.5]
         back = sum(self.held[chunk][1] for chunk in sealed)
-        fits = self.table.fits(num_sealed - len(sealed), num_open, num_sidecars=(num_sealed > 0) - back)
+        is_room = fits(self.table, num_sealed - len(sealed), num_open, (num_sealed > 0) - back)
         wanted = [(MIXED, at == 0) for at in range(num_sealed)] + [(OPEN, False)] * num_open
-        assert fits == self.fits(wanted, sealed)
-        if fits:
+        assert is_room == self.fits(wanted, sealed)
+        if is_room:
             self._give(sealed)
             self.take(MIXED, num_sealed, True)
             self.take(OPEN, num_open, False)
@@ -143,6 +160,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def _give(self, chunks: list[int]) -> None:
         self.table.give(np.array(chunks, np.int32))
+        self.counted.give(np.array(chunks, np.int32))
         for chunk in chunks:
             del self.held[chunk]
 
@@ -150,8 +168,10 @@ class TableMachine(RuleBasedStateMachine):
     def the_model_agrees(self) -> None:
         table = self.table
         table.check()
-        assert table.num_taken == len(self.held)
-        used = np.zeros(table.pool.num_bytes // UNIT, int)
+        self.counted.check()
+        assert table.num_taken == self.counted.num_taken == len(self.held)
+        assert table.bytes_out == self.counted.bytes_out, "without places as much is out"
+        used = np.zeros(table.ledger.num_bytes // UNIT, int)
         for chunk, (codec, _, number) in self.held.items():
             assert table.kinds[chunk] == codec.kernel_id
             assert holds(table, chunk, number), "a page was moved without its bytes, or written over"
@@ -163,9 +183,10 @@ class TableMachine(RuleBasedStateMachine):
             assert row == pages or takes != table.takes[chunk], "a row changed, and its count of takes does not say so"
             self.mirror[chunk] = int(table.takes[chunk]), pages
         assert used.max() <= 1, "two pages overlap"
-        assert used.sum() * UNIT == table.pool.bytes_out
+        assert used.sum() * UNIT == table.ledger.bytes_out
         for codec in CODECS:
             count = table.available(codec)
+            assert count == self.counted.available(codec)
             assert self.fits([(codec, False)] * count) and not self.fits([(codec, False)] * (count + 1))
             assert count <= table.capacity - table.num_taken, "ids run out before bytes do"
 
@@ -183,10 +204,10 @@ def test_the_machine_s_sizes_do_make_pages_move() -> None:
     assert table.available(SMALL) == 0
     table.give(small[::2])
     kept, takes = small[1::2], table.takes.copy()
-    assert table.pool.available(8 * UNIT) == 0, "no slab is empty"
+    assert table.ledger.available(8 * UNIT) == 0, "no slab is empty"
     # 48 pages are left, of 8 in a slab: six slabs, so the other six hold twelve large pages.
-    assert table.available(OPEN) == 2 and table.fits(0, 2) and not table.fits(0, 3) and not table.fits(1, 2)
-    assert table.fits(-8, 4) and not table.fits(-8, 5), "as though all small chunks were given back"
+    assert table.available(OPEN) == 2 and fits(table, 0, 2) and not fits(table, 0, 3) and not fits(table, 1, 2)
+    assert fits(table, -8, 4) and not fits(table, -8, 5), "as though all small chunks were given back"
     large = table.take(1, OPEN)
     assert table.num_moved_pages == 3 * 2, "of six pages a chunk, slabs hold 2, 4 and 6 that are left"
     moved = kept[table.takes[kept] != takes[kept]]
@@ -227,9 +248,9 @@ def test_taking_what_has_room_as_it_lies_moves_nothing() -> None:
 def test_without_a_codec_for_sealed_chunks_all_are_of_the_open_one() -> None:
     table = table_of(9)
     assert table.sealed_codec is table.open_codec and not table.encodes
-    assert table.available(OPEN) == 3 and table.fits(2, 1) and not table.fits(2, 2) and table.fits(0, 3)
+    assert table.available(OPEN) == 3 and fits(table, 2, 1) and not fits(table, 2, 2) and fits(table, 0, 3)
     encoding = table_of(9, MIXED)
-    assert encoding.sealed_codec is MIXED and encoding.encodes and encoding.fits(2, 1) and encoding.fits(1, 2)
+    assert encoding.sealed_codec is MIXED and encoding.encodes and fits(encoding, 2, 1) and fits(encoding, 1, 2)
 
 
 def test_a_full_table_says_for_how_many_there_is_room() -> None:
@@ -254,16 +275,15 @@ def test_a_sidecar_that_fits_no_slab_is_refused() -> None:
 @pytest.mark.parametrize("units", [17, 0.5])
 def test_a_page_that_fits_no_slab_is_refused(units: float) -> None:
     size = int(units * UNIT)
-    pool = PagePool(4 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT)
     odd = Sized("odd", 9, np.array([[UNIT, UNIT, UNIT], [UNIT, UNIT, size]], np.int32))
     with pytest.raises(ConfigError, match=f"a page of {size} bytes .* fit a slab of 2048; raise cache.memory"):
-        ChunkTable(pool, L, H, OPEN, odd)  # type: ignore[arg-type]
+        ChunkTable(ledger_of(4), L, H, OPEN, odd)  # type: ignore[arg-type]
 
 
 def test_a_page_that_no_chunk_holds_is_not_moved_unnoticed() -> None:
     table = table_of(4, SMALL)
     small = table.take(5, SMALL)
-    foreign = table.pool.take(1, 2 * UNIT)
+    foreign = table.ledger.take(1, 2 * UNIT)
     table.give(small[1:])
     with pytest.raises(AssertionError, match="not the 7 out"):
         table.check()
@@ -284,15 +304,15 @@ def test_every_chunk_may_have_several_rows() -> None:
     """Rows of sums are small, and rows may hold few pages: ids would run out if there were only as many as the smallest
     chunks.
     """
-    pool, sums = PagePool(30 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
-    table = ChunkTable(pool, L, H, OPEN, SMALL, sums=sums)  # type: ignore[arg-type]
+    ledger, sums = ledger_of(30), SumsCodec()
+    table = ChunkTable(ledger, L, H, OPEN, SMALL, sums=sums)  # type: ignore[arg-type]
     assert table.capacity == RETAINED_ROWS * table_of(30, SMALL).capacity == RETAINED_ROWS * 30 * SLAB_UNITS // 12
     assert table.chunk_bytes(sums) == L * H * 4 * PAGE_TOKENS
     chunks = table.take(10, SMALL)
     rows = table.take(20, sums)
     assert not set(chunks) & set(rows) and table.sums is sums is table.codecs[sums.kernel_id]
     assert (table.kinds[rows] == sums.kernel_id).all() and (table.sidecars[rows] == -1).all()
-    assert table.num_taken == 30 and table.pool.bytes_out == 10 * table.chunk_bytes(SMALL) + 20 * table.chunk_bytes(
+    assert table.num_taken == 30 and table.ledger.bytes_out == 10 * table.chunk_bytes(SMALL) + 20 * table.chunk_bytes(
         sums
     )
     table.check()
@@ -301,9 +321,9 @@ def test_every_chunk_may_have_several_rows() -> None:
 
 
 def test_ids_that_run_out_are_room_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.cache.segment.RETAINED_ROWS", 3)
-    pool, sums = PagePool(30 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
-    table = ChunkTable(pool, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
+    monkeypatch.setattr("quire.cache.counts.RETAINED_ROWS", 3)
+    ledger, sums = ledger_of(30), SumsCodec()
+    table = ChunkTable(ledger, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
     assert table.capacity == table.available(sums) == 30, "of 40 for which there are bytes"
     with pytest.raises(CacheFullError, match="31 chunks of sums do not fit: there is room for 30 in 61440 bytes"):
         table.take(31, sums)
@@ -311,8 +331,9 @@ def test_ids_that_run_out_are_room_that_is_not_there(monkeypatch: pytest.MonkeyP
 
 
 def test_sums_move_with_their_rows() -> None:
-    pool, sums = PagePool(12 * SLAB_UNITS * UNIT, slab_bytes=SLAB_UNITS * UNIT), SumsCodec()
-    table = ChunkTable(pool, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
+    ledger, sums = ledger_of(12), SumsCodec()
+    arena = Arena(ledger.num_bytes)
+    table = ChunkTable(ledger, L, H, OPEN, sums=sums, arena=arena)  # type: ignore[arg-type]
     rows = table.take(12, sums)
     written = np.random.default_rng(0).random((L, H, len(rows) * PAGE_TOKENS), np.float32)
     sums.store(table, rows, written)

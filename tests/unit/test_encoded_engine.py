@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.engine.engine import Engine
@@ -111,7 +111,7 @@ def test_equal_prompts_make_equal_pages() -> None:
         ((_, segment),) = list(tree.segments())
         images.append(
             [
-                table.pool.load(
+                table.arena.load(
                     table.pages[chunk, layer, head : head + 1], table.page_bytes(table.sealed_codec, layer, head)
                 )
                 for chunk in segment.chunks[:3]
@@ -182,7 +182,7 @@ def test_sinks_are_exact_and_not_in_the_page() -> None:
         for head in range(2):
             size = table.page_bytes(table.sealed_codec, layer, head)
             k, v = table.sealed_codec.decode(
-                layer, head, table.pool.load(table.pages[chunk, layer, head : head + 1], size)
+                layer, head, table.arena.load(table.pages[chunk, layer, head : head + 1], size)
             )
             zeros = torch.zeros(1, PAGE_TOKENS, k.shape[-1])
             none_k, none_v = table.sealed_codec.decode(
@@ -200,7 +200,7 @@ def test_an_overwritten_page_changes_the_next_logits() -> None:
     assert tree is not None
     ((_, segment),) = list(tree.segments())
     size = table.page_bytes(table.sealed_codec, 0, 0)
-    table.pool.store(table.pages[segment.chunks[1], 0, :1], size, torch.zeros(1, size, dtype=torch.uint8))
+    table.arena.store(table.pages[segment.chunks[1], 0, :1], size, torch.zeros(1, size, dtype=torch.uint8))
     assert (next_logits(engine, prompt) - before).abs().max() > 1e-4
 
 

@@ -96,7 +96,7 @@ def test_overwriting_a_sealed_page_changes_the_next_logits() -> None:
                 path = request.sequences[0].path
                 assert path.num_sealed == 1
                 table = engine.scheduler.manager.table
-                table.pool.store(
+                table.arena.store(
                     table.pages[path.chunks[0]].reshape(-1),
                     table.open_codec.page_bytes,
                     torch.zeros(4, table.open_codec.page_bytes, dtype=torch.uint8),
@@ -370,7 +370,7 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
         # Three kinds of prompts: some share, not all.
         tokens = [int(name) % 3] * prompt
         request = Request(name, None, tokens, SamplingParams(max_tokens=max_tokens), 0.0)
-        request.sequences.append(Sequence(request, 0, None, list(tokens), [], max_tokens))
+        request.sequences.append(Sequence(request, 0, list(tokens), max_tokens))
         scheduler.add(request.sequences)
 
     def step(scheduler: Scheduler) -> None:

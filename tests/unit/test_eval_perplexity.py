@@ -125,7 +125,7 @@ def test_a_worked_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_bytes_are_what_the_pool_gave(share: bool) -> None:
+def test_bytes_are_what_the_ledger_gave(share: bool) -> None:
     shape = tiny_shape()
     engine = make_engine(shape, **{"cache.share": share})
     for _ in range(2):  # what stays cached of the first round is not counted in the second
@@ -138,8 +138,8 @@ def test_bytes_are_what_the_pool_gave(share: bool) -> None:
     assert found.bytes_per_token == chunk_bytes(shape) / 64 and found.bits_per_element is None
 
 
-def test_bits_are_counted_in_the_pool_and_leave_the_last_chunk_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool whose full chunks weigh 100 bytes and whose last one 1,000."""
+def test_bits_are_counted_in_the_ledger_and_leave_the_last_chunk_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger whose full chunks weigh 100 bytes and whose last one 1,000."""
     engine = make_engine()
     per_token = engine.model.shape.kv_bytes_per_token(1)
 
@@ -249,10 +249,10 @@ def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monke
     engines, tokenizer = load_engines(folder, (), 512, options)
     first, second = engines["dense"], engines["other"]
     assert first.model is second.model and first.tokenizer is second.tokenizer is tokenizer
-    pools = [engine.scheduler.manager.table.pool for engine in (first, second)]
-    assert pools[0] is not pools[1] and pools[0].arena.data_ptr() != pools[1].arena.data_ptr()
+    arenas = [engine.scheduler.manager.table.arena for engine in (first, second)]
+    assert arenas[0].data.data_ptr() != arenas[1].data.data_ptr()
     # Automatic: as much as the window needs, not half of the machine.
-    assert 512 // 64 * chunk_bytes(first.model.shape) <= pools[0].num_bytes <= 24 * chunk_bytes(first.model.shape)
+    assert 512 // 64 * chunk_bytes(first.model.shape) <= arenas[0].num_bytes <= 24 * chunk_bytes(first.model.shape)
     found = measure(engines, random_windows(1, 512), "dense")
     assert [each.kl_mean for each in found] == [0, 0]
     assert isinstance(found[0], Perplexity)

@@ -21,6 +21,18 @@ def test_the_package_keeps_the_order():
     assert done.returncode == 0, done.stdout
 
 
+def test_the_control_plane_is_imported_without_a_model_in_little_time():
+    """What a simulator needs. The time is the processor's: others may use it, too."""
+    modules = "quire.engine.scheduler, quire.cache.manager, quire.cache.tree"
+    code = (
+        f"import sys, time; begun = time.process_time(); import {modules}; print(time.process_time() - begun);"
+        " print(*(name for name in ('torch', 'tokenizers', 'transformers') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, heavy = done.stdout.splitlines()
+    assert heavy == "" and float(seconds) < 0.3
+
+
 @pytest.mark.parametrize(
     ("module", "code", "complaint"),
     [
@@ -56,7 +68,7 @@ def test_an_offender_is_found(module, code, complaint, tmp_path):
 @pytest.mark.parametrize(
     ("module", "code"),
     [
-        ("engine/engine.py", "from quire.cache.page import PagePool\nfrom . import scheduler\nimport torch"),
+        ("engine/engine.py", "from quire.cache.ledger import PageLedger\nfrom . import scheduler\nimport torch"),
         ("server/app.py", "import fastapi\nfrom quire.async_llm import AsyncLLM"),
         ("attention/triton.py", "import triton"),
         ("models/tokenizer.py", "def f():\n    import transformers"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.cache.page import PagePool
-from quire.cache.sizes import Arena, sizes
+from quire.cache.ledger import PageLedger
+from quire.cache.sizes import Capacity, sizes
 from quire.calibrate.run import _check
 from quire.calibrate.settings import CalibrationSettings
 from quire.config import CacheConfig, EngineConfig, ServeConfig
@@ -43,7 +43,7 @@ def resolve_tiny(**options: Any) -> None:
 
 
 def out_of_memory(weight_bytes: int, available_bytes: int) -> None:
-    arena = Arena(64 << 20, 1 << 20, {1024: 4})
+    arena = Capacity(64 << 20, 1 << 20, {1024: 4})
     fits = sizes(arena, model_context=512, weight_bytes=weight_bytes, available_bytes=available_bytes)
     assert not fits.fit_the_machine
     raise QuireError(fits.fails_first)
@@ -74,14 +74,14 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {
         r"model\.max_context is 513",
     ),
     "a cache larger than an arena": (lambda: resolve_tiny(**{"cache.memory": "300GiB"}), r"cache\.memory is 300GiB"),
-    "a cache smaller than a page": (lambda: PagePool(10), r"raise cache\.memory"),
+    "a cache smaller than a page": (lambda: PageLedger(10), r"raise cache\.memory"),
     "a budget too small for a full batch": (lambda: check_budget(256, 256), r"scheduler\.token_budget is 256"),
     "a cache that does not fit the machine": (lambda: out_of_memory(1 << 20, 32 << 20), r"lower cache\.memory"),
     "weights that do not fit the machine": (
         lambda: out_of_memory(64 << 20, 32 << 20),
         r"model\.dtype .*model\.weights",
     ),
-    "pages that do not fit": (lambda: PagePool(1 << 20).take(128, 99_999), r"cache\.memory"),
+    "pages that do not fit": (lambda: PageLedger(1 << 20).take(128, 99_999), r"cache\.memory"),
     "a port that is none": (lambda: ServeConfig(port=65536), r"serve\.port is 65536"),
     "bodies that may hold nothing": (lambda: ServeConfig(max_request_bytes=10), r"serve\.max_request_bytes is 10"),
     "more sinks than a chunk": (lambda: CacheConfig(sink_tokens=65), r"cache\.sink_tokens is 65"),

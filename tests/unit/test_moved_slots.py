@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.codecs.slots import Moves
-from quire.cache.page import PAGE_TOKENS, UNIT, PagePool
+from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from tests.effort import examples
 
 from ..kernels.pages import KINDS, LEVELS, use_level, vectors
@@ -49,20 +50,21 @@ class Pages:
         self.tokens = torch.stack(kinds).gather(0, which.expand(shape)[None])[0]
         self.sizes = np.broadcast_to(codec.page_bytes, (L, H))
         slab = int(self.sizes.max()) * num_pages
-        self.pool = PagePool(8 * slab, slab_bytes=slab)
-        self.pool.arena.fill_(0xFF)
-        self.ids = np.stack([self.pool.take(num_pages, int(size)) for size in self.sizes.flat]).reshape(L, H, -1)
+        self.ledger = PageLedger(8 * slab, slab)
+        self.arena = Arena(8 * slab)
+        self.arena.data.fill_(0xFF)
+        self.ids = np.stack([self.ledger.take(num_pages, int(size)) for size in self.sizes.flat]).reshape(L, H, -1)
         for layer, head in np.ndindex(L, H):
-            self.store(self.pool, layer, head)
+            self.store(self.arena, layer, head)
 
-    def store(self, pool: PagePool, layer: int, head: int) -> None:
+    def store(self, arena: Arena, layer: int, head: int) -> None:
         images = self.codec.encode(layer, head, *self.tokens[layer, head])
-        pool.store(self.ids[layer, head], int(self.sizes[layer, head]), images)
+        arena.store(self.ids[layer, head], int(self.sizes[layer, head]), images)
 
     def moved(self, moves: Moves) -> torch.Tensor:
         """The arena after encoding all tokens in their new places."""
         where = [torch.from_numpy(array.astype(np.int64)) for array in (moves.layers, moves.heads)]
-        index = np.zeros(self.pool.num_bytes // UNIT, np.int64)
+        index = np.zeros(self.ledger.num_bytes // UNIT, np.int64)
         index[self.ids] = np.arange(self.ids.shape[-1])
         fro, to = (torch.from_numpy(index[pages]) for pages in (moves.from_pages, moves.to_pages))
         tokens = self.tokens.permute(0, 1, 3, 4, 2, 5).clone()
@@ -70,11 +72,11 @@ class Pages:
             *where, fro, torch.from_numpy(moves.from_slots).long()
         ]
         self.tokens = tokens.permute(0, 1, 4, 2, 3, 5).contiguous()
-        pool = PagePool(self.pool.num_bytes, slab_bytes=self.pool.slab_bytes)
-        pool.arena.copy_(self.pool.arena)
+        arena = Arena(self.ledger.num_bytes)
+        arena.data.copy_(self.arena.data)
         for layer, head in np.ndindex(L, H):
-            self.store(pool, layer, head)
-        return pool.arena
+            self.store(arena, layer, head)
+        return arena.data
 
 
 def random_moves(pages: Pages, seed: int, share: float) -> Moves:
@@ -101,12 +103,12 @@ def move_in_torch(codec: Codec, arena: torch.Tensor, moves: Moves) -> None:
 def check(codec: Codec, num_pages: int, share: float, seed: int) -> None:
     pages = Pages(codec, num_pages, seed)
     moves = random_moves(pages, seed, share)
-    before, plain = pages.pool.arena.clone(), pages.pool.arena.clone()
+    before, plain = pages.arena.data.clone(), pages.arena.data.clone()
     expected = pages.moved(moves)
-    codec.move(pages.pool.arena, moves)
+    codec.move(pages.arena.data, moves)
     move_in_torch(codec, plain, moves)
     assert not torch.equal(before, expected)
-    for name, arena in (("torch", plain), ("C++", pages.pool.arena)):
+    for name, arena in (("torch", plain), ("C++", pages.arena.data)):
         differ = (arena != expected).nonzero()[:, 0].tolist()
         assert not differ, f"{name}: bytes {differ[:8]} of the arena differ; pages are at {(pages.ids * UNIT).tolist()}"
 
@@ -161,16 +163,16 @@ def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
     for fro, to in ((0, 63), (63, 0), (17, 34), (48, 15)):
         one, other = pages.ids[1, 0]
         places = [np.array([place], np.int32) for place in (1, 0, one, fro, other, to)]
-        codec.move(pages.pool.arena, Moves(*places))
-        k, v = codec.decode(1, 0, pages.pool.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
+        codec.move(pages.arena.data, Moves(*places))
+        k, v = codec.decode(1, 0, pages.arena.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
         assert torch.equal(k[0, fro], k[1, to]) and torch.equal(v[0, fro], v[1, to])
 
 
 def test_no_moves_do_nothing() -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
-    before = pages.pool.arena.clone()
-    pages.codec.move(pages.pool.arena, Moves(*np.zeros((6, 0), np.int32)))
-    assert torch.equal(before, pages.pool.arena)
+    before = pages.arena.data.clone()
+    pages.codec.move(pages.arena.data, Moves(*np.zeros((6, 0), np.int32)))
+    assert torch.equal(before, pages.arena.data)
 
 
 @pytest.mark.parametrize("slot", [-1, 64])
@@ -178,4 +180,4 @@ def test_a_slot_past_the_page_is_a_mistake(slot: int) -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
     one, other = pages.ids[0, 0]
     with pytest.raises(AssertionError, match="slots past a page"):
-        pages.codec.move(pages.pool.arena, Moves(*np.array([[0], [0], [one], [3], [other], [slot]], np.int32)))
+        pages.codec.move(pages.arena.data, Moves(*np.array([[0], [0], [one], [3], [other], [slot]], np.int32)))

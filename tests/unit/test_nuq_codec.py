@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.attention.reference import rotate
 from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of, nominal_page_bytes
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from tests.effort import examples
 

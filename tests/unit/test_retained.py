@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
+from quire.cache.counts import Need
+from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
-from quire.cache.page import PAGE_TOKENS, PagePool
+from quire.cache.path import Path
 from quire.cache.policies import Chain
 from quire.cache.retention import Decided, Retention
-from quire.cache.room import Need
-from quire.cache.segment import ChunkTable, Path
+from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from tests.effort import examples
 
@@ -54,9 +56,10 @@ class Holder:
 
 def make_manager(chunks: int, *, share: bool = True, rows: int = 16) -> CacheManager:
     size = CODEC.page_bytes * L * H
-    pool = PagePool(chunks * size, slab_bytes=CODEC.page_bytes)
-    pool.arena.fill_(0xFF)
-    table = ChunkTable(pool, L, H, CODEC, sums=SumsCodec())
+    ledger = PageLedger(chunks * size, CODEC.page_bytes)
+    arena = Arena(ledger.num_bytes)
+    arena.data.fill_(0xFF)
+    table = ChunkTable(ledger, L, H, CODEC, sums=SumsCodec(), arena=arena)
     retention = Retention(CHAIN, special=[[1]], punctuation=frozenset([2]), profile_rows=rows)
     return CacheManager(table, PrefixTree((L, H)) if share else None, retention=retention)
 
@@ -81,10 +84,10 @@ def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
         for layer in range(L):
             for head in range(H):
                 numbers = values(layer, head, at, np.array(holder.token_ids)[at])
-                page = table.pool.rows(CODEC.page_bytes)[table.pages[path.chunks[row], layer, head]]
+                page = table.arena.rows(CODEC.page_bytes)[table.pages[path.chunks[row], layer, head]]
                 page.view(torch.float32).view(2, PAGE_TOKENS, D)[:, slots] = torch.from_numpy(numbers)[:, None]
                 if len(path.sums) and table.masks[path.sums[row], layer, head]:
-                    sums = table.pool.rows(256)[table.pages[path.sums[row], layer, head]].view(torch.float32)
+                    sums = table.arena.rows(256)[table.pages[path.sums[row], layer, head]].view(torch.float32)
                     sums[slots] += torch.from_numpy(ranks(holder, layer, head, at))
 
 
@@ -175,7 +178,7 @@ def read(manager: CacheManager, holder: Holder) -> dict[tuple[int, int], set[flo
             for row in path.chunks[: path.num_sealed - path.num_gone].tolist():
                 mask = int(table.masks[row, layer, head])
                 if mask:
-                    image = table.pool.load(table.pages[row, layer, head : head + 1], CODEC.page_bytes)
+                    image = table.arena.load(table.pages[row, layer, head : head + 1], CODEC.page_bytes)
                     keys, values = CODEC.decode(layer, head, image)
                     assert torch.equal(keys, values)
                     seen += [float(keys[0, t, 0]) for t in range(PAGE_TOKENS) if mask >> t & 1]
@@ -242,7 +245,7 @@ def test_a_second_request_is_admitted_into_what_the_first_has_freed() -> None:
     for holder in (first, second):
         check_tokens(manager, holder)
         manager.release(holder)
-    assert manager.table.pool.bytes_out == 0
+    assert manager.table.ledger.bytes_out == 0
 
 
 def test_all_full_is_as_without_retention() -> None:
@@ -389,7 +392,7 @@ def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
             if what == "end":
                 live.remove(holder)
                 manager.release(holder)
-            elif manager.room.fits(Need(4, sums=4)):
+            elif manager.room.fits(manager.table.demand(Need(4, sums=4))):
                 decode(manager, holder, prompt(data.draw(st.integers(1, 130)), 9))
         manager.check()
         for holder in live:
@@ -434,8 +437,8 @@ def test_sums_of_the_tree_go_when_nothing_idle_is_left() -> None:
     compute(manager, holder)
     held = tree.num_sums
     assert held > 0 and tree.num_idle == 0
-    rows = manager.table.num_free + held
-    manager._evict_for(Need(0, rows=rows))
-    assert tree.num_sums == 0 and manager.table.num_free == rows
+    rows = manager.table.capacity - manager.table.num_taken + held
+    manager._evict_for(manager.table.demand(Need(rows=rows)))
+    assert tree.num_sums == 0 and manager.table.capacity - manager.table.num_taken == rows
     manager.check()
     retain(manager, holder, [[0] * H for _ in range(L)])

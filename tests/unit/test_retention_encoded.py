@@ -67,7 +67,7 @@ def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[st
     assert manager.tree is not None
     manager.table.give(manager.tree.evict(manager.tree.num_idle))
     engine.check()
-    assert manager.table.pool.bytes_out == 0
+    assert manager.table.ledger.bytes_out == 0
 
 
 @RULES
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, 
             expected = int((pages * (sizes + 256 * packed + 256 * has_sums)).sum())
             expected += is_open * int(packed.size * table.open_codec.page_bytes + 256 * has_sums.sum())
             expected += table.sidecar_bytes if table.sinks is not None else 0
-            assert table.pool.bytes_out == expected, path.num_tokens
+            assert table.ledger.bytes_out == expected, path.num_tokens
             num_checked += is_open
     assert num_checked > 100
 

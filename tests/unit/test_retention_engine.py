@@ -180,7 +180,7 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, bu
     engine.check()
     after = manager.stats()
     assert all(after[name] == before[name] for name in ("bytes_used", "bytes_cached", "bytes_free"))
-    assert manager.tree.num_chunks == manager.table.pool.bytes_out == manager.table.num_taken == 0
+    assert manager.tree.num_chunks == manager.table.ledger.bytes_out == manager.table.num_taken == 0
 
 
 @pytest.mark.parametrize("share", [False, True])

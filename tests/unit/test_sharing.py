@@ -192,8 +192,8 @@ def test_overwriting_a_shared_page_changes_what_the_next_request_says() -> None:
     params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=3)
     engine = make_engine()
     first = generate(engine, [prompt], params)
-    pool = engine.scheduler.manager.table.pool
-    pool.arena.fill_(0x3C)
+    arena = engine.scheduler.manager.table.arena
+    arena.data.fill_(0x3C)
     engine.add("again", None, prompt, params)
     (output,) = drain(engine).values()
     assert output.num_cached_tokens == 128

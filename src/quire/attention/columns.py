@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.attention.plan import RowSlice, Sources
 from quire.attention.profile import FAR_TOKENS
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

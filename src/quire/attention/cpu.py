@@ -17,7 +17,7 @@ from quire.attention.nuq import NuqHeads
 from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
 
@@ -85,7 +85,7 @@ class CpuAttention:
         self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
         self._room: dict[str, torch.Tensor] = {}
         self._fixed = _Plan(
-            arena=table.pool.arena.data_ptr(),
+            arena=table.arena.data.data_ptr(),
             table=table.pages.ctypes.data,
             kinds=table.kinds.ctypes.data,
             masks=table.masks.ctypes.data if table.masks is not None else None,

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.models.plan import StepPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.segment import ChunkTable
+    from quire.cache.table import ChunkTable
 
 MIN_SHARED_CHUNKS = 2
 """Chunks a shared run must save from being read again: less costs more to merge than to read."""

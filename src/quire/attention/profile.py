@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.scores import visible_scores
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 FAR_TOKENS = PAGE_TOKENS
 """Columns so far before a row count for `column_peaks`. Of a path that retention has packed the last sealed chunk

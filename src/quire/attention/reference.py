@@ -18,8 +18,8 @@ from quire.attention.plan import AttentionSpec, RowSlice, Sources
 from quire.attention.profile import column_peaks, column_sums, recovered
 from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
-from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import ALL_SLOTS
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.table import ALL_SLOTS
 
 NEVER_SEEN = 1 << 40
 """A position behind every row's."""
@@ -101,7 +101,7 @@ class ReferencePlan:
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._seen: dict[tuple[int, int], list[_Seen]] = {}  # by slice and layer, of the last rows of profiled slices
         positions = np.concatenate([np.arange(piece.start, piece.start + piece.num_rows) for piece in slices])
-        self.positions = torch.from_numpy(positions).to(spec.table.pool.device)
+        self.positions = torch.from_numpy(positions).to(spec.table.arena.device)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores keys and values [R, H, D], un-rotated, into the slots of their positions, and encodes what is full."""
@@ -231,7 +231,7 @@ class ReferencePlan:
         found = (base + slots).repeat(self.spec.num_kv_heads, 1)
         for head in np.flatnonzero(table.positions[chunk, layer] >= 0).tolist():
             ids = table.positions[chunk, layer, head : head + 1]
-            found[head] = table.pool.load(ids, 4 * PAGE_TOKENS).view(torch.int32)[0]
+            found[head] = table.arena.load(ids, 4 * PAGE_TOKENS).view(torch.int32)[0]
         return found
 
     def _seen_slots(self, chunks: list[int], layer: int) -> torch.Tensor:
@@ -248,7 +248,7 @@ class ReferencePlan:
         spec, table = self.spec, self.spec.table
         if chunk < 0:
             empty = torch.zeros(
-                spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, dtype=spec.dtype, device=table.pool.device
+                spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, dtype=spec.dtype, device=table.arena.device
             )
             return self._staged.get(chunk) or (empty, empty.clone())
         codec = table.codecs[int(table.kinds[chunk])]
@@ -256,7 +256,7 @@ class ReferencePlan:
         keys, values = [], []
         for head in range(spec.num_kv_heads):
             ids = table.pages[chunk, layer, head : head + 1]
-            k, v = codec.decode(layer, head, table.pool.load(ids, table.page_bytes(codec, layer, head)))
+            k, v = codec.decode(layer, head, table.arena.load(ids, table.page_bytes(codec, layer, head)))
             keys.append(k)
             values.append(v)
         k, v = torch.cat(keys), torch.cat(values)
@@ -268,4 +268,4 @@ class ReferencePlan:
         table = self.spec.table
         for head in range(self.spec.num_kv_heads):
             image = codec.encode(layer, head, keys[head : head + 1], values[head : head + 1])
-            table.pool.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
+            table.arena.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)

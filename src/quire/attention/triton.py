@@ -26,7 +26,7 @@ from quire.attention.plan import AttentionSpec, RowSlice, moves_on
 from quire.attention.triton_memory import Partials, TableMirror
 from quire.attention.triton_plan import TritonPlan, plan_offsets
 from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_of
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padded sizes of decode steps; a larger step runs, but not as a graph."""
@@ -53,7 +53,7 @@ class TritonAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         table = spec.table
-        device = table.pool.device
+        device = table.arena.device
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"
         for angles in (spec.cos, spec.sin):
             if angles is not None:
@@ -79,7 +79,7 @@ class TritonAttention:
             processors,
             MIN_SAVED_BYTES * spec.num_layers // table.chunk_bytes(table.sealed_codec) if on_gpu else 0,
         )
-        arena = table.pool.arena
+        arena = table.arena.data
         self.arena = arena.view(spec.dtype)
         # The same bytes as codes, ranges and channels are read.
         self.views = arena.view(torch.int32), arena.view(torch.float16), arena

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.attention.kernels.layout import MAX_PARTIALS
 from quire.attention.plan import AttentionSpec
-from quire.cache.segment import ALL_SLOTS, ChunkTable
+from quire.cache.table import ALL_SLOTS, ChunkTable
 
 
 class TableMirror:
@@ -28,7 +28,7 @@ class TableMirror:
         self.copies = 0
         self._table = table
         self._seen = np.zeros(table.capacity, np.int64)
-        device = table.pool.device
+        device = table.arena.device
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=device)
         self.sidecars = torch.zeros(len(table.sidecars), dtype=torch.int32, device=device)
         self.masks = self.positions = self.bases = None
@@ -83,7 +83,7 @@ class Partials:
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
-        heads, device = (MAX_PARTIALS, spec.num_kv_heads), spec.table.pool.device
+        heads, device = (MAX_PARTIALS, spec.num_kv_heads), spec.table.arena.device
         self.o = torch.empty(*heads, spec.group_size, spec.head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(*heads, spec.group_size, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(heads, dtype=torch.int32, device=device)

@@ -21,7 +21,7 @@ from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout
 from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec, RowSlice
 from quire.attention.triton_profile import StepProfile, page_sizes
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from quire.attention.triton import TritonAttention

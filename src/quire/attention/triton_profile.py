@@ -24,8 +24,8 @@ from quire.attention.kernels.profile import keep_keys, place_queries, recover, s
 from quire.attention.plan import AttentionSpec, RowSlice
 from quire.attention.profile import FAR_TOKENS
 from quire.attention.triton_memory import TableMirror
-from quire.cache.page import PAGE_TOKENS, UNIT
-from quire.cache.segment import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS, UNIT
+from quire.cache.table import ChunkTable
 
 COLUMN_INTS = 8
 """See `kernels.profile`."""
@@ -83,8 +83,8 @@ class ProfileMemory:
         self.spec = spec
         self.mirror = mirror
         self.tables = tables
-        self.device = spec.table.pool.device
-        arena = spec.table.pool.arena
+        self.device = spec.table.arena.device
+        arena = spec.table.arena.data
         self.arena, self.sums = arena.view(spec.dtype), arena.view(torch.float32)
         self._codes = (
             (None, None, None) if tables is None else (arena.view(torch.int32), arena.view(torch.float16), arena)
@@ -127,7 +127,7 @@ class ProfileMemory:
 
 def page_id_of(room: Tensor, table: ChunkTable) -> int:
     """The id that the first page has, as seen from the arena, in room beside it that has `UNIT` bytes to spare."""
-    return -((table.pool.arena.data_ptr() - room.data_ptr()) // UNIT)
+    return -((table.arena.data.data_ptr() - room.data_ptr()) // UNIT)
 
 
 class StepProfile:

@@ -24,12 +24,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.counts import ChunkCounts, Need
+from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.path import Path
 from quire.cache.prefixes import explain
 from quire.cache.retainer import Looks, Retainer
 from quire.cache.retention import Decided, Retention
-from quire.cache.room import Ahead, Need, Room
-from quire.cache.segment import ChunkTable, Path
+from quire.cache.room import Ahead, Room
+from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 log = logging.getLogger("quire")
@@ -88,7 +90,7 @@ class CacheManager:
 
     def __init__(
         self,
-        table: ChunkTable,
+        table: ChunkCounts,
         tree: PrefixTree | None,
         lifetime: float | None = None,
         retention: Retention | None = None,
@@ -96,10 +98,13 @@ class CacheManager:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
-        self.retainer = None if retention is None else Retainer(retention, table, tree)
+        self.retainer: Retainer | None = None
+        if retention is not None:
+            assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
+            self.retainer = Retainer(retention, table, tree)
         self.room = Room(table, tree, self.retainer)
         self.capacity = self.room.capacity()
-        self._live: dict[Holder, int] = {}  # holder -> tokens it was promised room for
+        self._live: dict[Holder, None] = {}
         self._bytes_peak = 0
         self._refused: object = None  # who was last refused, and what it depended on
 
@@ -109,7 +114,7 @@ class CacheManager:
         """
         tokens = holder.token_ids
         tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self._live), self.table.pool.bytes_out, self._promised(), tree
+        state = holder, len(self._live), self.table.bytes_out, self.room.promised(), tree
         if state == self._refused:
             return None
         while (need := self._room_for(holder)) is None:
@@ -125,8 +130,10 @@ class CacheManager:
             )
         self._refused = None
         holder.path = Path()
-        self._live[holder] = len(tokens) if self.retainer is None else holder.num_prompt
+        self._live[holder] = None
+        self.room.promise(holder, len(tokens) if self.retainer is None else holder.num_prompt)
         self._match(holder)
+        self._settle(holder)
         self._note_peak()
         return Admission(holder.path.num_tokens, need.sealed)
 
@@ -134,18 +141,24 @@ class CacheManager:
         """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
         taking: who waits is no sharer, and has no hits.
         """
-        found, starts, alone = 0, 0, 0
-        taken = np.zeros(self.table.pages.shape[1:], np.int64)
+        found = starts = alone = unused = 0
+        part: NDArray[np.int64] | None = None
         if self.tree is not None and holder.reads_cache:
             namespace, tokens, limit = holder.namespace, holder.token_ids, self._limit(holder)
             if self.retainer is not None:
                 limit = self.retainer.reusable(holder, limit)
             for segment, count in self.tree.walk(namespace, tokens, limit):
                 found += count
-                if not segment.pins:
-                    taken += count * (segment.locks == 0)
-                    starts += not segment.users and segment.start == 0
-                    alone += count * (not segment.locks.any())
+                if segment.pins:
+                    continue
+                if not segment.users:
+                    unused += count
+                    alone += count
+                    starts += segment.start == 0
+                elif segment.unread is not None:
+                    is_idle = segment.unread == segment.users
+                    part = count * is_idle + (0 if part is None else part)
+                    alone += count * bool(is_idle.all())
         num_tokens = len(holder.token_ids) if self.retainer is None else holder.num_prompt
         need = self.room.need(0, False, num_tokens)
         has_sidecar = self.table.sinks is not None and not found
@@ -153,12 +166,13 @@ class CacheManager:
         rows = 0 if self.retainer is None else found
         need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar), sums, rows)
         growth = Need(len(self._live) + 1 if self._live else 0, sums=len(self._live) * (self.retainer is not None))
-        if self.retainer is None:
-            total = need.plus(self._promised())
-        else:
+        coming = None
+        wanted = need
+        if self.retainer is not None:
             coming = Ahead(need.sealed, need.sealed + found, alone)
-            total = need._replace(sealed=0).plus(self._promised(coming=coming))
-        return need if self.room.fits(total.plus(growth), taken, starts) else None
+            wanted = need._replace(sealed=0)
+        demand = self.table.demand(wanted) + self.table.demand(growth) + self.room.promised(coming=coming)
+        return need if self.room.fits(demand, (unused, starts, part)) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
@@ -167,7 +181,10 @@ class CacheManager:
         path = holder.path
         if path.retained is not None or path.num_chunks != path.num_shared:
             return 0
-        return self._match(holder) * PAGE_TOKENS
+        count = self._match(holder)
+        if count:
+            self._settle(holder)
+        return count * PAGE_TOKENS
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
         """Keeps the whole chunks of the sequence's first `num_tokens` tokens, all computed, for so long from now.
@@ -243,9 +260,10 @@ class CacheManager:
             need = need._replace(sums=self.retainer.lacks(path, num_tokens) + self.retainer.places(path, need.sealed))
         if not any(need):
             return True
-        if not self.room.fits(need.plus(self._promised(apart_from=holder))):
+        demand = table.demand(need)
+        if not self.room.fits(demand + self.room.promised(apart_from=holder)):
             return False
-        self._evict_for(need)
+        self._evict_for(demand)
         if need.sealed:
             sealed = table.take(need.sealed, table.sealed_codec, sidecar=path.num_stored == 0)
             if has_open:
@@ -263,6 +281,7 @@ class CacheManager:
             path.append(table.take(need.open, table.open_codec))
         if self.retainer is not None:
             self.retainer.extend(path, num_tokens, need.sealed)
+        self._settle(holder)
         self._note_peak()
         return True
 
@@ -283,12 +302,12 @@ class CacheManager:
         if path.retained is not None:
             assert self.retainer is not None
             self.retainer.reseal(path, holder.token_ids[:num_tokens])
-            return
-        if self.tree is not None:
+        elif self.tree is not None:
             tokens = np.array(holder.token_ids[first * PAGE_TOKENS : path.num_sealed * PAGE_TOKENS], np.int32)
             self.table.give(self.tree.publish(holder.namespace, path, tokens))
             if self.retainer is not None:
                 self._store_sums(holder)
+        self._settle(holder)
 
     def sums_of(self, holder: Holder) -> NDArray[np.float32]:
         """The attention that each token of a prompt has had from all its rows, float32 [L, H, n]."""
@@ -322,22 +341,23 @@ class CacheManager:
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""
         assert self.retainer is not None and holder.path.retained is None
-        path, retainer = holder.path, self.retainer
-        before = self.table.bytes_of(path.chunks)
-        self._evict_for(Need(0, rows=path.num_shared))
-        places = Need(0, sums=path.num_sealed * self.table.encodes)
-        retainer.begin(holder, decided, lambda pages: self.room.fits(places.plus(self._promised()), pages=pages))
-        self._evict_for(Need(0, sums=retainer.places(path, path.num_sealed)), lambda: retainer.wanted(path))
+        path, retainer, table = holder.path, self.retainer, self.retainer.table
+        before = table.bytes_of(path.chunks)
+        self._evict_for(table.demand(Need(rows=path.num_shared)))
+        places = table.demand(Need(sums=path.num_sealed * table.encodes))
+
+        def has_room(pages: NDArray[np.int64]) -> bool:
+            self.room.update(holder)
+            return self.room.fits(places + self.room.promised() + table.demand_of_pages(pages))
+
+        retainer.begin(holder, decided, has_room)
+        places = table.demand(Need(sums=retainer.places(path, path.num_sealed)))
+        self._evict_for(places, lambda: table.demand_of_pages(retainer.wanted(path)))
         retainer.finish(path)
+        self._settle(holder)
         self._note_peak()
         if retainer.watch is not None:
-            retainer.watch(decided, before, self.table.bytes_of(np.concatenate((path.chunks, path.sums))))
-
-    def free_tokens(self, holder: Holder) -> int:
-        """How many tokens the sequence may grow by without anything being taken, encoded or given back."""
-        path = holder.path
-        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
-        return max(0, holds - path.num_tokens - (self.table.encodes or path.retained is not None))
+            retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; nothing without a tree, or once a path has pages of its own."""
@@ -355,6 +375,7 @@ class CacheManager:
             self.tree.release(path)
         if self.retainer is not None:
             self.retainer.forget(holder)
+        self.room.forget(holder)
         del self._live[holder]
         holder.path = Path()
 
@@ -362,23 +383,24 @@ class CacheManager:
         """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used. Of the bytes
         cached or used some are pinned; saved are those that live sequences would take on top, did they share nothing.
         """
-        total, cached = self.table.pool.num_bytes, self._bytes_cached
+        total, cached = self.table.num_bytes, self._bytes_cached
         chunk_bytes, tree = self.chunk_bytes, self.tree
         # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
         saved = 0
         if tree is not None:
             read = sum(
-                len(segment.chunks) * heads.astype(np.int64)
+                len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
                 for holder in list(self._live)
                 for segment, heads in holder.path.reads()
                 if not segment.is_dropped
             )
-            saved = max(0, int(((read - tree.read) * self.table.page_sizes(self.table.sealed_codec)).sum()))
+            once = tree.num_read + tree.part_read
+            saved = max(0, int(((read - once) * self.table.page_sizes(self.table.sealed_codec)).sum()))
         return {
             "bytes_total": total,
-            "bytes_used": self.table.pool.bytes_out - cached,
+            "bytes_used": self.table.bytes_out - cached,
             "bytes_cached": cached,
-            "bytes_free": total - self.table.pool.bytes_out,
+            "bytes_free": total - self.table.bytes_out,
             "bytes_peak": self._bytes_peak,
             "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
             "bytes_saved": saved,
@@ -387,8 +409,9 @@ class CacheManager:
         }
 
     def check(self) -> None:
-        """Proves the invariant of the manager, the tree, the table and the pool."""
+        """Proves the invariant of the manager, the tree, the table and the ledger."""
         self.table.check()
+        self.room.check()
         held = [int(chunk) for holder in self._live for chunk in holder.path.private]
         held += [holder.path.filled for holder in self._live if holder.path.filled >= 0]
         held += [int(row) for holder in self._live for row in holder.path.sums]
@@ -424,9 +447,11 @@ class CacheManager:
         tree = self.tree
         if tree is None:
             return 0
-        unread = (tree.num_chunks - tree.read) * self.table.page_sizes(self.table.sealed_codec)
+        unread = (tree.num_chunks - tree.num_read) * self.chunk_bytes
+        if tree.num_parted:
+            unread -= int((tree.part_read * self.table.page_sizes(self.table.sealed_codec)).sum())
         sums = tree.num_sums * self.table.chunk_bytes(self.table.sums) if self.table.sums is not None else 0
-        return int(unread.sum()) + tree.num_unread_starts * self.table.sidecar_bytes + sums
+        return unread + tree.num_unread_starts * self.table.sidecar_bytes + sums
 
     @property
     def unprotected(self) -> int:
@@ -440,11 +465,16 @@ class CacheManager:
         # All that is there now is the tree's, and what is not protected would go.
         return self.room.capacity(num_chunks - self.tree.num_chunks, num_starts - self.tree.num_unread_starts)
 
-    def _promised(self, apart_from: Holder | None = None, coming: Ahead | None = None) -> Need:
-        return self.room.promised(self._live.items(), apart_from, coming)
+    def _settle(self, holder: Holder) -> None:
+        """The chunks of a sequence have changed."""
+        path = holder.path
+        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
+        path.free_until = holds - (self.table.encodes or path.retained is not None)
+        path.next_seal = (path.num_sealed + 1) * PAGE_TOKENS
+        self.room.update(holder)
 
     def _note_peak(self) -> None:
-        self._bytes_peak = max(self._bytes_peak, self.table.pool.bytes_out - self._bytes_cached)
+        self._bytes_peak = max(self._bytes_peak, self.table.bytes_out - self._bytes_cached)
 
     def _limit(self, holder: Holder) -> int:
         """Chunks that a sequence may find in the cache: never its last token, which is computed, or there would be no
@@ -470,7 +500,7 @@ class CacheManager:
                     self.table.give(path.sums)
                     path.sums = path.sums[:0]
                     # The path has locked whose sums these are. Where there is no room for both, they become its own.
-                    if self._make_room(Need(0, sums=len(sums))):
+                    if self._make_room(self.table.demand(Need(sums=len(sums)))):
                         self.retainer.copy_sums(path, sums)
                     else:
                         path.sums = tree.take_sums(path, len(sums))
@@ -487,42 +517,39 @@ class CacheManager:
         """Keeps the sums of a prompt's beginning for others, if it ends where they may want them and there is room."""
         path = holder.path
         assert self.retainer is not None
-        need = Need(0, sums=self.retainer.to_store(path))
-        if need.sums and self.room.fits(need.plus(self._promised(apart_from=holder))):
-            self._evict_for(need)
+        demand = self.table.demand(Need(sums=self.retainer.to_store(path)))
+        if any(demand) and self.room.fits(demand + self.room.promised(apart_from=holder)):
+            self._evict_for(demand)
             self.retainer.store(path)
         self.retainer.stop_coming(holder)
 
-    def _evict_for(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> None:
+    def _evict_for(self, demand: Demand, more: Callable[[], Demand] | None = None) -> None:
         """Drops as few idle chunks, and then sums of others, as leave room for what is needed, which fits.
 
-        pages  of sealed chunks that are needed besides, int64 [L, H]: what is dropped may leave fewer
+        more  what is needed besides: what is dropped may leave less of it
         """
-        if not self._make_room(need, pages):
+        if not self._make_room(demand, more):
             if self.tree is not None:
                 self.table.give(self.tree.drop_sums())
-            assert self.room.fits_now(need, pages()), "what is needed was to fit once all that is idle is gone"
+            left = demand if more is None else demand + more()
+            assert self.table.fits(left), "what is needed was to fit once all that is idle is gone"
 
-    def _make_room(self, need: Need, pages: Callable[[], NDArray[np.int64] | None] = lambda: None) -> bool:
+    def _make_room(self, demand: Demand, more: Callable[[], Demand] | None = None) -> bool:
         """The same with idle chunks alone. False if they do not suffice: then none is left."""
-        while not self.room.fits_now(need, (more := pages())):
+        while not self.table.fits(needed := demand if more is None else demand + more()):
             tree = self.tree
             if tree is None or not tree.num_idle:
                 return False
-            starts = tree.num_idle_starts * self.room.has_sidecars
-
-            def might_fit(
-                count: int,
-                starts: int = starts,
-                sums: int = tree.num_idle_sums,
-                more: NDArray[np.int64] | None = more,
-            ) -> bool:
-                # Any of them may have sums and a sidecar, and pages that somebody reads.
-                sealed, num_open, sidecars, num_sums, rows = need
-                sidecars -= min(count, starts)
-                return self.table.fits(sealed - count, num_open, sidecars, num_sums - sums, more, rows)
-
             # No fewer will do. More may have to go: what each of them has shows when they are gone.
-            least = bisect.bisect_left(range(tree.num_idle), True, key=might_fit)
-            self.table.give(tree.evict(max(1, least)))
+            least = _first(tree.num_idle, lambda count: self.table.fits(needed - self.room.at_best(count)))
+            self.table.give(tree.evict(least))
         return True
+
+
+def _first(most: int, is_enough: Callable[[int], bool]) -> int:
+    """The least number from 1 that is enough, `most` if none is: usually a small one."""
+    high = 1
+    while high < most and not is_enough(high):
+        high *= 2
+    low = high // 2 + 1
+    return min(most, low + bisect.bisect_left(range(low, min(high, most)), True, key=is_enough))

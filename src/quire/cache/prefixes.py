@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
 

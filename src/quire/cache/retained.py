@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.codecs.slots import Moves
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.codecs import Moves
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
 from quire.cache.policies import Chain
-from quire.cache.segment import ChunkTable, Path, Places
+from quire.cache.table import ChunkTable, Places
 
 _BITS = np.uint64(1) << np.arange(PAGE_TOKENS, dtype=np.uint64)
 
@@ -191,8 +192,10 @@ def _move(
     """Copies tokens between slots, named by layer, head and slot among those of the rows."""
     layers, heads, slots = sources
     targets = holes[2]
+    if not table.has_bytes:
+        return
     table.sealed_codec.move(
-        table.pool.arena,
+        table.arena.data,
         Moves(
             layers.astype(np.int32),
             heads.astype(np.int32),

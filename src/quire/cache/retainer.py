@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
 from quire.cache.retained import Retained, drop_empty, has_page, pack, places_of, to_own
 from quire.cache.retention import Decided, KeepRatio, PageBytes, Retention
-from quire.cache.segment import POSITIONS_BYTES, ChunkTable, Path, Segment
+from quire.cache.segment import Segment
+from quire.cache.table import POSITIONS_BYTES, ChunkTable
 from quire.cache.tree import PrefixTree
 
 SUMS_ROWS = 3
@@ -115,7 +117,7 @@ class Retainer:
             assert count == 1, "a sequence that decodes grows by a chunk"
             rows = np.array([self.table.blank(self._sums)], np.int32)
             self.table.fill(places_of(rows, self.retention.has_sums(path.retained.policies)[..., None]))
-        self._sums.store(self.table, rows, np.zeros((*self.table.pages.shape[1:], count * PAGE_TOKENS), np.float32))
+        self._sums.store(self.table, rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
         path.sums = np.append(path.sums, rows)
 
     def match(self, holder: Prompted, limit: int, is_hit: bool) -> tuple[int, NDArray[np.int32]]:
@@ -265,7 +267,7 @@ class Retainer:
 
     def wanted(self, path: Path) -> NDArray[np.int64]:
         """Pages of sealed chunks that packing takes now, int64 [L, H]: fewer once the tree has dropped some."""
-        found = np.zeros(self.table.pages.shape[1:], np.int64)
+        found = np.zeros(self.table.shape, np.int64)
         if path.retained is not None:
             _, layers, heads = to_own(self.table, path)
             np.add.at(found, (layers, heads), 1)
@@ -341,7 +343,7 @@ class Retainer:
         below = np.zeros(retained.policies.shape, bool)
         for segment, rows in reversed(_rows_of(path, retained)):
             heads[segment] = below = below | held[:, :, rows].any(-1)
-        if any((heads[segment] != before).any() for segment, before in path.reads()):
+        if any((heads[segment] != (True if before is None else before)).any() for segment, before in path.reads()):
             self.tree.loosen(path, heads)
 
     @property
@@ -368,9 +370,9 @@ class Retainer:
     def _copy(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """New rows with the same sums."""
         copied = self.table.take(len(rows), self._sums)
-        size = self._sums.page_bytes
-        pool, pages = self.table.pool, self.table.pages
-        pool.store(pages[copied].reshape(-1), size, pool.load(pages[rows].reshape(-1), size))
+        if self.table.has_bytes:
+            pages = self.table.pages
+            self.table.arena.copy(pages[rows].reshape(-1), pages[copied].reshape(-1), self._sums.page_bytes)
         return copied
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.budget import deal, worth
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.policies import Chain, Mask, decide, keep_on, occurrences
 from quire.cache.retained import Retained
 from quire.cache.retention_report import RetentionReport

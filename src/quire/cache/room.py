@@ -1,18 +1,21 @@
-"""What fits: chunks that sequences lack and were promised, against what is free or idle. Counts, changes nothing."""
+"""What fits: chunks that sequences lack and were promised, against what is free or idle. Counts, changes nothing but
+what it has counted.
+"""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.counts import ChunkCounts, Need
+from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.path import Path
 from quire.cache.retainer import Retainer
-from quire.cache.segment import ChunkTable, Path
 from quire.cache.tree import PrefixTree
 
 
@@ -27,22 +30,6 @@ def chunks_of(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS)
 
 
-class Need(NamedTuple):
-    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums; and
-    rows of the table for paths that will hold pages beside the tree.
-    """
-
-    sealed: int
-    open: int = 0
-    sidecars: int = 0
-    sums: int = 0
-    rows: int = 0
-
-    def plus(self, other: Need) -> Need:
-        """Both together."""
-        return Need(*map(sum, zip(self, other, strict=True)))
-
-
 class Ahead(NamedTuple):
     """Chunks of a sequence that retention will make smaller: those of its own it will hold until then, all it will have
     then, those of them in the tree that only it reads, and those of its own it holds now.
@@ -55,15 +42,22 @@ class Ahead(NamedTuple):
 
 
 class Room:
-    """The room of one cache.
+    """The room of one cache, and what live sequences were promised of it: a running sum, told of every change by
+    `update`. `check` adds it up again.
 
     table, tree, retainer  as of `CacheManager`
     """
 
-    def __init__(self, table: ChunkTable, tree: PrefixTree | None, retainer: Retainer | None) -> None:
+    def __init__(self, table: ChunkCounts, tree: PrefixTree | None, retainer: Retainer | None) -> None:
         self.table = table
         self.tree = tree
         self.retainer = retainer
+        self._promised = table.nothing
+        self._shares: dict[
+            Promised, tuple[int, Need, Demand]
+        ] = {}  # tokens promised, what is lacking, the same as pages
+        self._undecided: dict[Promised, None] = {}  # whose prompts retention has yet to decide on
+        self._of_chunk = table.cost(table.sealed_codec)
 
     def need(self, num_stored: int, has_open: bool, num_tokens: int) -> Need:
         """What a sequence with so many sealed chunks, and perhaps an open one, lacks for so many tokens."""
@@ -74,37 +68,37 @@ class Room:
         has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
         return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
 
-    def fits(
-        self,
-        need: Need,
-        apart_from: NDArray[np.int64] | int = 0,
-        starts: int = 0,
-        pages: NDArray[np.int64] | int = 0,
-    ) -> bool:
-        """Whether so much is free, or would be after eviction of what is idle, `apart_from` so many pages, int64
-        [L, H], of chunks some of which begin sequences.
-
-        pages  of sealed chunks that are wanted besides, int64 [L, H]
+    def evictable(self, apart_from: tuple[int, int, NDArray[np.int64] | None] = (0, 0, None)) -> Demand:
+        """What eviction would give back, some chunks left out: so many whole ones, so many that begin a sequence, and
+        pages of others, int64 [L, H].
         """
-        tree, sidecars, sums, rows = self.tree, need.sidecars, need.sums, need.rows
-        if tree is not None:
-            rows += int(np.max(apart_from)) - tree.num_idle
-            pages = pages - (tree.idle - apart_from)
-            sidecars -= (tree.num_idle_starts - starts) * self.has_sidecars
-            # Sums may go wherever they are: what was found with them can be computed.
-            sums -= tree.num_sums
-        more = None if isinstance(pages, int) else pages
-        return self.table.fits(need.sealed, need.open, sidecars, sums, more, rows)
+        tree = self.tree
+        if tree is None:
+            return self.table.nothing
+        chunks, starts, pages = apart_from
+        has_sidecars = self.table.sinks is not None
+        # Sums may go wherever they are: what was found with them can be computed.
+        found = self._of_chunk * (tree.num_unused - chunks) + self.table.demand(
+            Need(0, 0, (tree.num_idle_starts - starts) * has_sidecars, tree.num_sums)
+        )
+        if tree.num_parted:
+            part = tree.part_idle if pages is None else tree.part_idle - pages
+            found += self.table.demand_of_pages(part)
+            found += Demand([*([0] * (len(found) - 1)), tree.num_idle - tree.num_unused])
+        return found
 
-    @property
-    def has_sidecars(self) -> bool:
-        """Whether chunks that begin a sequence have one."""
-        return self.table.sinks is not None
+    def at_best(self, count: int) -> Demand:
+        """What eviction of so many idle chunks gives back at most: any of them may have sums and a sidecar, and pages
+        that nobody reads in all heads.
+        """
+        tree, table = self.tree, self.table
+        assert tree is not None
+        starts = min(count, tree.num_idle_starts) * (table.sinks is not None)
+        return self._of_chunk * count + table.demand(Need(sidecars=starts, sums=tree.num_idle_sums))
 
-    def fits_now(self, need: Need, pages: NDArray[np.int64] | None = None) -> bool:
-        """Whether so much is free, and pages of sealed chunks besides, int64 [L, H]."""
-        sealed, num_open, sidecars, sums, rows = need
-        return self.table.fits(sealed, num_open, sidecars, sums, pages, rows)
+    def fits(self, demand: Demand, apart_from: tuple[int, int, NDArray[np.int64] | None] = (0, 0, None)) -> bool:
+        """Whether so much is free, or would be after eviction of what is idle; see `evictable`."""
+        return self.table.fits(demand) or self.table.fits(demand - self.evictable(apart_from))
 
     def capacity(self, num_chunks: int = 0, num_starts: int = 0) -> int:
         """Sealed chunks that one sequence may have beside so many more than there are now, some of which begin
@@ -114,45 +108,78 @@ class Room:
 
         def too_many(count: int) -> bool:
             sums = 0 if self.retainer is None else self.retainer.num_sums(count * PAGE_TOKENS)
-            return not self.table.fits(num_chunks + count, has_open, (num_starts + 1) * has_sidecar, sums)
+            need = Need(num_chunks + count, has_open, (num_starts + 1) * has_sidecar, sums)
+            return not self.table.fits(self.table.demand(need))
 
         return bisect.bisect_left(range(1, most + 1), True, key=too_many)
 
-    def promised(
-        self, live: Iterable[tuple[Promised, int]], apart_from: Promised | None = None, coming: Ahead | None = None
-    ) -> Need:
+    def promise(self, holder: Promised, tokens: int) -> None:
+        """A sequence is admitted, with room for so many tokens."""
+        self._shares[holder] = tokens, Need(), self.table.nothing
+        if self.retainer is not None:
+            self._undecided[holder] = None
+        self.update(holder)
+
+    def update(self, holder: Promised) -> None:
+        """The chunks of a sequence have changed."""
+        tokens, before, demand = self._shares[holder]
+        if holder in self._undecided and holder.path.is_decided:
+            del self._undecided[holder]
+        need = self._share(holder, tokens)
+        if need != before:
+            now = self.table.demand(need)
+            self._promised = self._promised - demand + now
+            self._shares[holder] = tokens, need, now
+
+    def forget(self, holder: Promised) -> None:
+        """A sequence is there no longer."""
+        self._promised -= self._shares.pop(holder)[2]
+        self._undecided.pop(holder, None)
+
+    def promised(self, apart_from: Promised | None = None, coming: Ahead | None = None) -> Demand:
         """Chunks that admitted sequences were promised and have not taken.
 
-        live    sequences, and how many tokens each is to have room for
         coming  one more that is to be admitted
         """
-        total = Need(0)
-        ahead: list[Ahead] = []
-        for holder, tokens in live:
-            if holder is apart_from:
-                continue
-            path = holder.path
-            num_chunks = path.num_chunks + path.num_gone
-            has_open = num_chunks > path.num_stored
-            lacks = self.need(path.num_stored, has_open, tokens)
-            wants_open = self.table.encodes and not has_open and path.filled < 0
-            # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
-            has_none = self.table.sinks is not None and not path.num_stored
-            sealed, sums, rows = lacks.sealed, 0, 0
-            if self.retainer is not None and not path.is_decided:
-                held = path.num_stored - path.num_shared
-                alone = sum(
-                    len(segment.chunks) for segment in path.segments if not segment.pins and segment.locks.max() <= 1
-                )
-                ahead.append(Ahead(held + sealed, num_chunks + sealed, alone, held))
-                sums, rows = self.retainer.num_sums(tokens) - len(path.sums), path.num_stored
-                sealed = 0
-            total = total.plus(Need(sealed, int(wants_open), int(has_none), max(0, sums), rows))
-        if coming is not None:
-            ahead.append(coming)
-        return total.plus(Need(self._at_most(ahead)))
+        total = self._promised
+        if apart_from is not None:
+            total -= self._shares[apart_from][2]
+        if self.retainer is not None:
+            ahead = [self._ahead(each) for each in self._undecided if each is not apart_from]
+            total += self.table.demand(Need(self._at_most(ahead if coming is None else [*ahead, coming])))
+        return total
 
-    def _at_most(self, ahead: Sequence[Ahead]) -> int:
+    def check(self) -> None:
+        """Proves that the running sum is what sequences were promised now."""
+        total = self.table.nothing
+        for holder, (tokens, need, _) in self._shares.items():
+            assert need == self._share(holder, tokens), f"{need} promised, {self._share(holder, tokens)} lacking"
+            total += self.table.demand(need)
+        assert total == self._promised, f"{self._promised} pages promised, {total} lacking"
+
+    def _share(self, holder: Promised, tokens: int) -> Need:
+        """What a sequence was promised and has not taken, but for chunks of which retention may leave fewer."""
+        path = holder.path
+        has_open = path.num_chunks + path.num_gone > path.num_stored
+        lacks = self.need(path.num_stored, has_open, tokens)
+        wants_open = self.table.encodes and not has_open and path.filled < 0
+        # Where the prompt does not fill a chunk, the first one it fills will want its sidecar.
+        has_none = self.table.sinks is not None and not path.num_stored
+        sealed, sums, rows = lacks.sealed, 0, 0
+        if self.retainer is not None and not path.is_decided:
+            sums, rows = self.retainer.num_sums(tokens) - len(path.sums), path.num_stored
+            sealed = 0
+        return Need(sealed, int(wants_open), int(has_none), max(0, sums), rows)
+
+    def _ahead(self, holder: Promised) -> Ahead:
+        """What a sequence whose prompt retention has yet to decide on will hold."""
+        path = holder.path
+        num_chunks, held = path.num_chunks + path.num_gone, path.num_stored - path.num_shared
+        sealed = self.need(path.num_stored, num_chunks > path.num_stored, self._shares[holder][0]).sealed
+        alone = sum(len(each.chunks) for each in path.segments if not each.pins and each.locks.max() <= 1)
+        return Ahead(held + sealed, num_chunks + sealed, alone, held)
+
+    def _at_most(self, ahead: Iterable[Ahead]) -> int:
         """Chunks that sequences will hold at most, beyond those they hold, if one after the other is computed and then
         made as small as most requests are. With an expected ratio of 1, all that they lack together.
         """

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.cache.page import UNIT
+from quire.cache.ledger import UNIT
 
 if TYPE_CHECKING:
-    from quire.cache.segment import ChunkTable
+    from quire.cache.table import ChunkTable
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sinks:
     def rows(self, table: ChunkTable, chunk: int, layer: int) -> torch.Tensor:
         """The rows of one layer where they lie in the arena, [H, 2, n, D]."""
         start = int(table.sidecars[chunk]) * UNIT + layer * self.num_heads * self.head_bytes
-        found = table.pool.arena[start : start + self.num_heads * self.head_bytes]
+        found = table.arena.data[start : start + self.num_heads * self.head_bytes]
         return found.view(self.dtype).view(self.num_heads, 2, self.num_tokens, self.head_dim)
 
     def store(self, table: ChunkTable, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

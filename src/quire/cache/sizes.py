@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.options import format_bytes
 
 
@@ -22,8 +22,8 @@ def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads:
 
 
 @dataclass(frozen=True)
-class Arena:
-    """What an arena has room for, as `PagePool.fits` counts, before there is one.
+class Capacity:
+    """What an arena has room for, as `PageLedger.fits` counts, before there is one.
 
     num_bytes      whole slabs
     slab_bytes     of one
@@ -95,7 +95,7 @@ class Sizes:
     num_chunks: int
     max_context: int
     model_context: int
-    arena: Arena
+    arena: Capacity
     available_bytes: int | None = None
 
     @property
@@ -139,7 +139,7 @@ class Sizes:
         )
 
 
-def sizes(arena: Arena, *, model_context: int, weight_bytes: int, available_bytes: int | None = None) -> Sizes:
+def sizes(arena: Capacity, *, model_context: int, weight_bytes: int, available_bytes: int | None = None) -> Sizes:
     """The sizes of a model with an arena for its cache."""
     num_chunks = arena.num_chunks
     chunk_bytes = _bytes_of(arena.sealed)

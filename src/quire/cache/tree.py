@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.page import PAGE_TOKENS
-from quire.cache.segment import Path, Segment
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
+from quire.cache.segment import Segment
 
 
 @dataclass
@@ -32,13 +33,15 @@ class PrefixTree:
     """Segments by namespace and tokens. Invariants (`check`): a segment begins where its parent ends; whoever locks or
     pins a segment does so with its parent; the counts are right; no root is empty.
 
-    shape        (L, H) of the locks
+    shape        (L, H) of the pages of a chunk
     now          seconds on the engine's clock, which moves it on: what lifetimes are counted in
     num_chunks   chunks the tree holds
-    read         int64 [L, H], pages of them that live paths read
+    num_read     chunks that live paths read in all heads
     num_pinned   chunks that somebody asked to keep, read or not
-    idle         int64 [L, H], pages that are neither: they can be evicted
-    num_idle     chunks with such pages
+    num_unused   chunks that are neither in any head: they can be evicted
+    num_idle     chunks with pages that can be evicted
+    num_parted   chunks some heads of which some paths do not read any more
+    part_read, part_idle  int64 [L, H], pages of these that are read, and that can be evicted
     num_unread_starts, num_idle_starts  segments at position 0, whose first chunks may have sidecars, that no live path
                  uses; those of them that are not pinned either
     num_sums, num_idle_sums  rows of sums that segments have; those of them that can be evicted
@@ -50,8 +53,11 @@ class PrefixTree:
     shape: tuple[int, int]
     now: float = 0.0
     num_chunks: int = 0
+    num_read: int = 0
     num_pinned: int = 0
+    num_unused: int = 0
     num_idle: int = 0
+    num_parted: int = 0
     num_unread_starts: int = 0
     num_idle_starts: int = 0
     num_sums: int = 0
@@ -66,7 +72,7 @@ class PrefixTree:
     _pushes: int = 0
 
     def __post_init__(self) -> None:
-        self.read, self.idle = np.zeros((2, *self.shape), np.int64)
+        self.part_read, self.part_idle = np.zeros((2, *self.shape), np.int64)
 
     def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int], limit: int, is_hit: bool = True) -> int:
         """Carries a path without chunks of its own on, as far as the tree holds the tokens, and locks what it takes.
@@ -103,7 +109,7 @@ class PrefixTree:
         at = path.tip or self._roots.get(namespace)
         if at is None:
             none = np.empty(0, np.int32)
-            at = Segment(none, none, 0, np.zeros(self.shape, np.int32), namespace=namespace)
+            at = Segment(none, none, 0, namespace=namespace)
             self._roots[namespace] = at
         spare = path.chunks[first : first + count].copy()
         taken = 0
@@ -129,9 +135,12 @@ class PrefixTree:
         self.num_uses += 1
         for segment, heads in path.reads():
             self._count(segment, -1)
-            segment.locks -= heads
             segment.users -= 1
-            assert segment.locks.min() >= 0 and segment.users >= 0, "unlocked more often than locked"
+            if heads is not None and segment.unread is not None:
+                segment.unread -= ~heads
+                if not segment.unread.any():
+                    segment.unread = None
+            assert segment.locks.min() >= 0, "unlocked more often than locked"
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
             self._offer(segment)
@@ -143,9 +152,12 @@ class PrefixTree:
         """
         for segment, held in path.reads():
             kept = heads[segment]
-            assert not (kept & ~held).any(), "a path cannot read again what it has let go of"
+            assert held is None or not (kept & ~held).any(), "a path cannot read again what it has let go of"
+            let_go = ~kept if held is None else held & ~kept
+            if not let_go.any():
+                continue
             self._count(segment, -1)
-            segment.locks -= held & ~kept
+            segment.unread = let_go.astype(np.int32) if segment.unread is None else segment.unread + let_go
             self._count(segment, 1)
             self._offer(segment)
         path.heads = dict(heads)
@@ -308,7 +320,7 @@ class PrefixTree:
 
     def check(self) -> None:
         """Proves the invariants."""
-        counted, read, idle = self._counts(), self.read.copy(), self.idle.copy()
+        counted, read, idle = self._counts(), self.part_read.copy(), self.part_idle.copy()
         for _, segment in self.segments():
             parent = segment.parent
             assert not segment.is_dropped, "a dropped segment is in the tree"
@@ -320,7 +332,7 @@ class PrefixTree:
             below = sum(child.pins for child in segment.children.values())
             assert segment.pins == below + (segment in self._pinned), "pins are not those below and its own"
             self._count(segment, -1)
-        left = self._counts(), bool(self.read.any()), bool(self.idle.any())
+        left = self._counts(), bool(self.part_read.any()), bool(self.part_idle.any())
         for _, segment in self.segments():
             self._count(segment, 1)
         assert left == ((0,) * len(counted), False, False), (
@@ -330,30 +342,46 @@ class PrefixTree:
 
     def _counts(self) -> tuple[int, ...]:
         starts, sums = (self.num_unread_starts, self.num_idle_starts), (self.num_sums, self.num_idle_sums)
-        return self.num_chunks, self.num_pinned, self.num_idle, *starts, *sums
+        return (
+            self.num_chunks,
+            self.num_read,
+            self.num_pinned,
+            self.num_unused,
+            self.num_idle,
+            self.num_parted,
+            *starts,
+            *sums,
+        )
 
     def _count(self, segment: Segment, by: int) -> None:
         """Takes a segment out of the counts (by = -1) before something changes what it counts as, and in again (1)."""
         if segment.is_dropped:
             return
-        num_chunks, is_start, num_sums = len(segment.chunks), segment.start == 0, segment.num_sums
-        is_read = segment.locks > 0
-        self.num_chunks += by * num_chunks
-        self.read += by * num_chunks * is_read
-        self.num_sums += by * num_sums
-        self.num_unread_starts += by * (is_start and not segment.users)
+        num_chunks, num_sums, users = by * len(segment.chunks), by * segment.num_sums, segment.users
+        self.num_chunks += num_chunks
+        self.num_sums += num_sums
+        if segment.unread is not None:
+            is_read = segment.unread < users
+            self.num_parted += num_chunks
+            self.part_read += num_chunks * is_read
+            if not segment.pins:
+                self.part_idle += num_chunks * ~is_read
+        elif users:
+            self.num_read += num_chunks
+        elif not segment.pins:
+            self.num_unused += num_chunks
+        if not users and segment.start == 0:
+            self.num_unread_starts += by
+            if not segment.pins:
+                self.num_idle_starts += by
         if segment.pins:
-            self.num_pinned += by * num_chunks
-            return
-        self.idle += by * num_chunks * ~is_read
-        self.num_idle_starts += by * (is_start and not segment.users)
-        if segment.may_go:
-            self.num_idle += by * num_chunks
-            self.num_idle_sums += by * num_sums
+            self.num_pinned += num_chunks
+        elif segment.may_go:
+            self.num_idle += num_chunks
+            self.num_idle_sums += num_sums
 
     def _take(self, segment: Segment) -> None:
         self._count(segment, -1)
-        segment.locks += 1
         segment.users += 1
         self.num_uses += 1
         segment.last_use, segment.used_at = self.num_uses, self.now
@@ -378,10 +406,7 @@ class PrefixTree:
             self._count(at, 1)
             return at
         self.num_uses += 1
-        locks = np.ones(self.shape, np.int32)
-        child = Segment(
-            tokens, chunks, at.end, locks, self._name(), at, last_use=self.num_uses, used_at=self.now, users=1
-        )
+        child = Segment(tokens, chunks, at.end, self._name(), at, last_use=self.num_uses, used_at=self.now, users=1)
         at.children[child.key] = child
         self._count(child, 1)
         return child
@@ -402,7 +427,6 @@ class PrefixTree:
             segment.tokens[:cut],
             segment.chunks[:count],
             segment.start,
-            segment.locks.copy(),
             self._name(),
             parent,
             last_use=segment.last_use,
@@ -411,6 +435,7 @@ class PrefixTree:
             computed=segment.computed,
             pins=segment.pins,
             users=segment.users,
+            unread=None if segment.unread is None else segment.unread.copy(),
         )
         parent.children[front.key] = front
         segment.tokens, segment.chunks, segment.start, segment.parent = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.attention.nuq import NuqHeads
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, SLOT_BYTES, NuqCodec, NuqTables
 from quire.cache.codecs.packing import MAX_BITS
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.books import Histogram
 from quire.calibrate.samples import LayerSamples
 from quire.kernels import runtime

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.cache.codecs.nuq import MAX_SLOTS
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.fit import KINDS
 from quire.config import CacheConfig
 from quire.errors import ConfigError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.cache.codecs.nuq import BLOCK_PAIRS, layout_of
 from quire.cache.codecs.packing import LINE_BYTES, MAX_BITS
-from quire.cache.page import UNIT
+from quire.cache.ledger import UNIT
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache; all tokens of
 a window but its first are scored. With --kl, which is the default, the distribution of every next token is compared
-with that of a dense cache, over the same weights. Bytes are those taken from the cache's pool.
+with that of a dense cache, over the same weights. Bytes are those taken in the cache.
 
 retrieval: a five-digit number hidden at several depths of texts of several lengths, and asked for at the end.
 

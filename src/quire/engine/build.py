@@ -14,21 +14,22 @@ from numpy.typing import NDArray
 
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.cache.arena import Arena
 from quire.cache.calibration import Calibration
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec, check_head_dim, nominal_page_bytes
 from quire.cache.codecs.sums import SumsCodec
+from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
-from quire.cache.page import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PagePool
 from quire.cache.policies import Chain
 from quire.cache.retainer import SUMS_ROWS
 from quire.cache.retention import RANKED, Retention
-from quire.cache.segment import ChunkTable
 from quire.cache.sinks import Sinks
-from quire.cache.sizes import Arena, Sizes, page_counts, sizes
+from quire.cache.sizes import Capacity, Sizes, page_counts, sizes
+from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.engine import Decode, Engine
@@ -46,8 +47,6 @@ from quire.models.quants import GROUP_CODES
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
-from quire.tiers.mover import Mover
-from quire.tiers.tier import ArenaTier
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
@@ -147,9 +146,9 @@ def resolve(
         else {SumsCodec.page_bytes: (SUMS_ROWS + (sealed is not None)) * math.prod(layers_heads)}
     )
 
-    def arena_of(memory: int) -> Arena:
+    def arena_of(memory: int) -> Capacity:
         slab = slab_bytes(codec.page_bytes, memory, max(*pages, sidecar_bytes))
-        return Arena(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums)
+        return Capacity(memory // slab * slab, slab, pages, {} if sealed is None else open_pages, sidecar_bytes, sums)
 
     arena = arena_of(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
@@ -230,7 +229,7 @@ def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks
     return Sinks(config.cache.sink_tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
 
 
-def _enough(arena_of: Callable[[int], Arena], memory: int) -> str:
+def _enough(arena_of: Callable[[int], Capacity], memory: int) -> str:
     """About the smallest memory, as one would write it, whose arena holds LEAST_CHUNKS, where `memory` does not."""
     low, high = memory, max(2 * memory, UNIT)
     while arena_of(high).num_chunks < LEAST_CHUNKS:
@@ -283,7 +282,7 @@ def assemble(
     model_id: str = "",
     calibration: Calibration | None = None,
 ) -> Engine:
-    """The engine around a model: pool, table, manager, attention, scheduler, sampler.
+    """The engine around a model: arena, table, manager, attention, scheduler, sampler.
 
     model_id     the checkpoint's fingerprint
     calibration  of a codec that needs one
@@ -291,17 +290,18 @@ def assemble(
     shape = model.shape
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
-    pool = PagePool(fits.cache_bytes, device, fits.arena.slab_bytes)
+    ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
     sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration, model.key_bias),)
     retention = _retention(config, tokenizer)
     table = ChunkTable(
-        pool,
+        ledger,
         shape.num_layers,
         shape.num_kv_heads,
         DenseCodec(shape.head_dim, dtype),
         *sealed,
         sinks=_sinks(config, shape, dtype),
         sums=None if retention is None else SumsCodec(),
+        arena=Arena(ledger.num_bytes, device),
     )
     cos = sin = None
     if shape.rope is not None:
@@ -338,7 +338,6 @@ def assemble(
             config.scheduler.max_queue,
         ),
         Sampler(shape.vocab_size, device, eos),
-        Mover(ArenaTier(pool)),
         max_context=fits.max_context,
         eos_token_ids=eos,
         device=device,

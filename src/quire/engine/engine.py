@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from quire.attention.plan import AttentionBackend, AttentionPlan, Profiled, RowSlice
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
-from quire.cache.page import PAGE_TOKENS
 from quire.cache.prefixes import Prefix, prefixes
 from quire.cache.retainer import Looks
 from quire.cache.retention import Decided
@@ -28,7 +28,6 @@ from quire.engine.sampler import Sampler, SampleRow, sequence_seed
 from quire.engine.scheduler import Batch, Scheduler, Slice
 from quire.errors import QuireError, RequestError
 from quire.models.plan import Model
-from quire.tiers.mover import Mover
 
 log = logging.getLogger("quire")
 
@@ -67,7 +66,7 @@ def _wants_prompts(batch: Batch) -> bool:
 
 
 class Engine:
-    """Drives scheduler, mover, attention, model and sampler. Invariant between steps: every live sequence is in the
+    """Drives scheduler, attention, model and sampler. Invariant between steps: every live sequence is in the
     scheduler, `check` proves the rest.
 
     namespace    what must be equal, besides a salt, for two requests to share pages
@@ -85,7 +84,6 @@ class Engine:
         attention: AttentionBackend,
         scheduler: Scheduler,
         sampler: Sampler,
-        mover: Mover,
         *,
         max_context: int,
         eos_token_ids: tuple[int, ...],
@@ -101,7 +99,6 @@ class Engine:
         self.attention = attention
         self.scheduler = scheduler
         self.sampler = sampler
-        self.mover = mover
         self.max_context = max_context
         self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
@@ -114,6 +111,7 @@ class Engine:
         self.observer: Observer | None = None
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, Answer] = {}
+        self._rows: dict[Sequence, SampleRow] = {}
         self._next_seed = np.random.SeedSequence().generate_state(1, np.uint64).item()
 
     @property
@@ -169,9 +167,7 @@ class Engine:
         seed = self._next_seed if params.seed is None else params.seed
         for index in range(params.n):
             token_ids = list(prompt_ids)
-            output_ids: list[int] = []
-            row = SampleRow(params, prompt_ids, output_ids, sequence_seed(seed, index))
-            request.sequences.append(Sequence(request, index, row, token_ids, output_ids, max_tokens, namespace))
+            request.sequences.append(Sequence(request, index, token_ids, max_tokens, namespace))
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
         if hints.cache_pin == 0:
@@ -180,6 +176,7 @@ class Engine:
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
+            self._rows[sequence] = SampleRow(params, prompt_ids, [], sequence_seed(seed, sequence.index))
         return request
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -197,13 +194,12 @@ class Engine:
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
-        self.mover.prepare([piece.sequence.path for piece in batch.slices])
         manager = self.scheduler.manager
         slices = [
             row_slice(piece, manager.shared(piece.sequence), manager.looks(piece.sequence, piece.last_rows))
             for piece in batch.slices
         ]
-        tokens, positions, last_rows = self._rows(batch)
+        tokens, positions, last_rows = self._inputs(batch)
         plan = self.attention.plan(slices)
         decided: dict[Sequence, Decided] = {}
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
@@ -221,7 +217,7 @@ class Engine:
                 self.scheduler.commit(batch, (), decided)
                 return []
             logits = self._logits(hidden, [row for _, row in sampling])
-        sampled = self.sampler.sample(logits, [sequence.sample_row for sequence, _ in sampling])
+        sampled = self.sampler.sample(logits, [self._rows[sequence] for sequence, _ in sampling])
         return self._deliver(batch, sampled.token_ids.tolist(), sampled.logprobs, sampled.errors, decided)
 
     def stats(self) -> dict[str, Any]:
@@ -273,10 +269,10 @@ class Engine:
         return not self._requests and not self._answers and cache["bytes_used"] == 0
 
     def check(self) -> None:
-        """Proves that nothing is leaked: scheduler, manager, table, pool."""
+        """Proves that nothing is leaked: scheduler, manager, table, ledger."""
         self.scheduler.check()
         if not self._requests:
-            assert not self._answers, "answers of finished requests are kept"
+            assert not self._answers and not self._rows, "answers of finished requests are kept"
 
     def _check_pin(self, num_tokens: int) -> None:
         manager = self.scheduler.manager
@@ -295,7 +291,7 @@ class Engine:
                 "cache_pin",
             )
 
-    def _rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Token ids and positions of all rows and the padding, int64 each, and the index of each slice's last row."""
         tokens: list[int] = []
         last_rows = []
@@ -408,18 +404,19 @@ class Engine:
         for sampled in self.scheduler.commit(batch, token_ids, decided):
             sequence = sampled.sequence
             request = sequence.request
-            sequence.output_ids.append(sampled.token_id)
+            self._rows[sequence].output_ids.append(sampled.token_id)
             if request.first_token_at is None:
                 request.first_token_at = now
             delta = self._answers[sequence].push(sampled.token_id, extras.get(id(sequence)), sampled.finished_by_length)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)
-                del self._answers[sequence]
+                del self._answers[sequence], self._rows[sequence]
             deltas.setdefault(request, []).append(delta)
         return [self._output(request, outputs) for request, outputs in deltas.items()]
 
     def _end(self, sequence: Sequence, reason: FinishReason, explanation: str | None = None) -> CompletionOutput:
         self.scheduler.finish(sequence)
+        del self._rows[sequence]
         return self._answers.pop(sequence).end(reason, explanation)
 
     def _output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
-from quire.cache.page import PAGE_TOKENS
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.options import format_bytes

@@ -18,7 +18,7 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
     """Runs all tokens but the last as a request's prompt, as any other but that nothing of it is found in the cache.
 
     returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, whose row i predicts token i + 1; and the
-             bytes that the request has taken from the pool when its prompt is done
+             bytes that the request has taken in the cache when its prompt is done
     """
     rows = len(tokens) - 1
     collected = torch.empty(0)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.cache.namespace import Namespace
-from quire.cache.segment import Path
+from quire.cache.path import Path
 from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
-from quire.engine.sampler import SampleRow
 
 NOBODY = Namespace()
 NO_HINTS = CacheHints()
@@ -31,18 +30,16 @@ class Sequence:
     next one is wanted.
 
     token_ids   prompt, then generated tokens: one growing list
-    output_ids  generated tokens alone, for the sampler
     max_tokens  generated tokens at which it ends by length
     order       when it was queued; the largest is the youngest
     high_water  most tokens ever computed; below it, after a preemption, they are computed again
     kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
+    num_prompt  tokens of the prompt
     """
 
     request: Request
     index: int
-    sample_row: SampleRow
     token_ids: list[int]
-    output_ids: list[int]
     max_tokens: int
     namespace: Namespace = NOBODY
     order: int = 0
@@ -52,6 +49,10 @@ class Sequence:
     num_preemptions: int = 0
     high_water: int = 0
     kept_fraction: float | None = None
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_ids)
 
     @property
     def name(self) -> str:
@@ -68,11 +69,6 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.path.num_tokens
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:

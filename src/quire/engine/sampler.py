@@ -39,7 +39,7 @@ class SampleRow:
 
     params: SamplingParams
     prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    output_ids: list[int]
     seed: int
     """Any integer; sequence i of a request takes `sequence_seed(seed, i)`."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)

@@ -13,9 +13,10 @@ from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
-from quire.cache.page import PAGE_TOKENS
 from quire.cache.retention import Decided
 from quire.engine.request import Sequence, State
 from quire.errors import ConfigError, QueueFullError
@@ -23,7 +24,7 @@ from quire.errors import ConfigError, QueueFullError
 log = logging.getLogger("quire")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Slice:
     """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token.
 
@@ -47,8 +48,7 @@ class Batch:
 _NOTHING_DECIDED: Mapping[Sequence, Decided] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A sequence that got a token in this step, and whether its length ends it."""
 
     sequence: Sequence
@@ -125,18 +125,30 @@ class Scheduler:
         underway: set[Hashable] = set()
         budget = self.token_budget
         num_preempted = self.counters.preemptions
-        for decoding in (True, False):
-            for sequence in list(self.running):
-                if sequence.state is not State.RUNNING or self._decodes(sequence) is not decoding:
-                    continue
-                if sequence.awaits_scores:
-                    continue
-                if not decoding and not self._ready(sequence, underway):
-                    continue
+        retains = self.manager.retainer is not None
+        prefilling: list[Sequence] = []
+        for sequence in list(self.running):
+            path = sequence.path
+            start, count = path.num_tokens, 1
+            if sequence.state is not State.RUNNING or sequence.awaits_scores:
+                continue
+            if path.is_decided or (retains and len(sequence.token_ids) == start + 1):
                 count = self._slice_rows(sequence, budget)
-                if count and self._make_room(sequence, sequence.num_computed + count):
-                    slices.append(self._slice(sequence, count))
-                    budget -= count
+            elif len(sequence.token_ids) != start + 1:
+                prefilling.append(sequence)
+                continue
+            # Most rows go where there is room already.
+            if count and (start + count <= path.free_until or self._make_room(sequence, start + count)):
+                last_rows = self.manager.last_rows(sequence, start + count) if retains else 0
+                slices.append(Slice(sequence, start, count, start + count == len(sequence.token_ids), last_rows))
+                budget -= count
+        for sequence in prefilling:
+            if sequence.state is not State.RUNNING or not self._ready(sequence, underway):
+                continue
+            count = self._slice_rows(sequence, budget)
+            if count and self._make_room(sequence, sequence.num_computed + count):
+                slices.append(self._slice(sequence, count))
+                budget -= count
         # A preempted sequence would be admitted straight away into the room that its own pages left.
         while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
             sequence = self.waiting[0]
@@ -164,12 +176,14 @@ class Scheduler:
                 slices.append(self._slice(sequence, count))
                 budget -= count
         # A sequence may have been preempted after its slice was made: its pages are gone.
-        slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
-        if self.manager.tree is not None or self.manager.retainer is not None:
+        if self.counters.preemptions != num_preempted:
+            slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
+        if self.manager.tree is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
-            slices.sort(
-                key=lambda piece: (piece.count > 1, self.manager.shared(piece.sequence) if piece.count == 1 else ())
-            )
+            decoding = [piece for piece in slices if piece.count == 1]
+            shared = self.manager.shared
+            decoding.sort(key=lambda piece: shared(piece.sequence))
+            slices = decoding + [piece for piece in slices if piece.count > 1]
         return Batch(slices) if slices else None
 
     def commit(
@@ -188,16 +202,21 @@ class Scheduler:
             sequence = piece.sequence
             if sequence.state is not State.RUNNING:
                 continue
-            self._count(sequence, piece.start + piece.count, piece.count)
-            self.manager.commit(sequence, piece.start + piece.count)
-            if token_id is not None and not sequence.num_generated:
+            end, path = piece.start + piece.count, sequence.path
+            self._count(sequence, end, piece.count)
+            if end < path.next_seal:
+                path.num_tokens = end
+            else:
+                self.manager.commit(sequence, end)
+            generated = len(sequence.token_ids) - sequence.num_prompt
+            if token_id is not None and not generated:
                 self._pin(sequence)
-            if sequence in decided:
+            if decided and sequence in decided:
                 sequence.kept_fraction = decided[sequence].kept_fraction
                 self.manager.retain(sequence, decided[sequence])
             if token_id is not None:
                 sequence.token_ids.append(token_id)
-                ended = sequence.num_generated >= sequence.max_tokens
+                ended = generated + 1 >= sequence.max_tokens
                 sampled.append(Sampled(sequence, token_id, ended))
                 if ended:
                     self.finish(sequence)
@@ -223,7 +242,7 @@ class Scheduler:
         return min(
             min(
                 sequence.max_tokens - sequence.num_generated - 1,
-                self.manager.free_tokens(sequence),
+                max(0, sequence.path.free_until - sequence.num_computed),
             )
             for sequence in self.running
         )
@@ -287,16 +306,14 @@ class Scheduler:
         last_rows = self.manager.last_rows(sequence, end)
         return Slice(sequence, sequence.num_computed, count, count == sequence.num_pending, last_rows)
 
-    def _decodes(self, sequence: Sequence) -> bool:
-        """Whether its next slice is one row that the whole of what it holds precedes."""
-        return sequence.num_pending == 1 or sequence.path.is_decided
-
     def _count(self, sequence: Sequence, end: int, count: int) -> None:
-        new = max(0, end - sequence.high_water)
+        new = end - sequence.high_water
+        if new < count:
+            new = max(0, new)
+            self.counters.replayed_tokens += count - new
         sequence.high_water += new
-        self.counters.replayed_tokens += count - new
         # Generated tokens are first computed one at a time, prompt tokens before any of them.
-        if sequence.num_generated:
+        if len(sequence.token_ids) > sequence.num_prompt:
             self.counters.decode_tokens += new
         else:
             self.counters.prefill_tokens_computed += new

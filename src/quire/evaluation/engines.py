@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cache.calibration import Calibration
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, resolve
 from quire.engine.engine import Engine

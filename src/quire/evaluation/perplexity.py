@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.candidates import best_ids
 from quire.engine.engine import LOGIT_ROWS, Engine
 from quire.engine.reading import log_probabilities, read_window
@@ -35,7 +35,7 @@ class Perplexity:
     num_tokens        tokens scored: all of a window but its first
     nll               mean negative log-likelihood of a token, in nats
     nll_error         standard error of that mean, over windows; None for a single window
-    bytes_per_token   bytes taken from the pool for a window, by tokens stored: sealed chunks, the last chunk, sidecars
+    bytes_per_token   bytes taken in the cache for a window, by tokens stored: sealed chunks, the last chunk, sidecars
     bits_per_element  bits of each key or value element in all chunks but the last; None if there is only one chunk
     kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
     kl_p99            its 99th percentile over tokens
@@ -151,7 +151,7 @@ def measure(
 
 
 def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> float | None:
-    """Bits of an element in the chunks before the last: what the pool gave for all of a window, less what it gives for
+    """Bits of an element in the chunks before the last: what all of a window took, less what is taken for
     as many tokens as the last chunk has.
     """
     last = (len(tokens) - 2) % PAGE_TOKENS + 1
@@ -199,7 +199,7 @@ class _Tally:
     kl        of each token of all windows; whole from the start, for what is kept between one block of logits and the
               next would lie where the next had fitted, and memory would grow with every block
     agreeing  tokens whose most probable one is the reference's
-    bytes     taken from the pool, of each window
+    bytes     taken in the cache, of each window
     """
 
     losses: np.ndarray[Any, np.dtype[np.float64]]

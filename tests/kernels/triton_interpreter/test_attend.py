@@ -57,7 +57,7 @@ def test_the_pages_hold_what_the_reference_stores() -> None:
         for make in (ReferenceAttention, TritonAttention):
             spec = make_spec(Shape(dim=16, layers=2, dtype=torch.float16), 3)
             run(make(spec), spec, [slices_of(spec, lengths)], seed=3)
-            arenas.append(spec.table.pool.arena.view(torch.float16))
+            arenas.append(spec.table.arena.data.view(torch.float16))
         assert (arenas[0].isnan() == arenas[1].isnan()).all(), "different slots were written"
         torch.testing.assert_close(arenas[1].nan_to_num(), arenas[0].nan_to_num(), rtol=2e-3, atol=1e-3)
 
@@ -108,7 +108,7 @@ def test_padded_rows_give_zeros_and_write_nothing() -> None:
         q, k, v = (part.unflatten(1, (-1, 16)) for part in fused[:rows].split([64, 32, 32], 1))
         plan.write(0, k, v)
         outputs.append(plan.attend(0, q))
-        arenas.append(spec.table.pool.arena.clone())
+        arenas.append(spec.table.arena.data.clone())
     assert torch.equal(outputs[0], outputs[1][:5]) and not outputs[1][5:].any()
     assert torch.equal(*arenas)
 

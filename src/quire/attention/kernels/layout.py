@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.attention.plan import Sources, common_runs, leading_singles
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

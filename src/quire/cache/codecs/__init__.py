@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from quire.cache.codecs.slots import Moves
+if TYPE_CHECKING:
+    import torch
 
 
 class PageFormat(Protocol):
@@ -25,6 +26,25 @@ class PageFormat(Protocol):
     def page_bytes(self) -> int | NDArray[np.int32]:
         """Bytes of one page: 64 slots of one head of one layer, a multiple of 128. [L, H] where they differ."""
         ...
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Token slots that other slots are overwritten with, int32 [m] each. Pages are named by their ids, and are pages of
+    one codec: of the same layer and head where these differ.
+
+    No slot is named twice among those written, and none of them is read.
+    """
+
+    layers: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    from_pages: NDArray[np.int32]
+    from_slots: NDArray[np.int32]
+    to_pages: NDArray[np.int32]
+    to_slots: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.from_pages)
 
 
 @runtime_checkable

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.cache.codecs.slots import RUN, Moves, SlotMap
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.codecs import Moves
+from quire.cache.codecs.slots import RUN, SlotMap
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels.runtime import DTYPE_IDS
 
 

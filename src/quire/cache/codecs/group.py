@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import torch
 
+from quire.cache.codecs import Moves
 from quire.cache.codecs.packing import to_half
-from quire.cache.codecs.slots import RUN, Moves, SlotMap
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.codecs.slots import RUN, SlotMap
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
 KERNEL_ID = 4

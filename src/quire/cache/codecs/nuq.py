@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.cache.codecs import Moves
 from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, parts, to_half, unpack
-from quire.cache.codecs.slots import KEY_LINE, RUN, VALUE_LINES, Moves, Part, SlotMap
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.codecs.slots import KEY_LINE, RUN, VALUE_LINES, Part, SlotMap
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.errors import ConfigError
 
 KERNEL_ID = 3

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.cache.codecs import Moves
 from quire.cache.codecs.packing import LANE_BITS, LINE_BYTES
-from quire.cache.page import PAGE_TOKENS, UNIT
+from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels import runtime
 
 RUN, KEY_LINE, VALUE_LINES = range(3)
@@ -35,25 +35,6 @@ _QUARTER = 16
 
 _WORD = 4
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Token slots that other slots are overwritten with, int32 [m] each. Pages are named by their ids, and are pages of
-    one codec: of the same layer and head where these differ.
-
-    No slot is named twice among those written, and none of them is read.
-    """
-
-    layers: NDArray[np.int32]
-    heads: NDArray[np.int32]
-    from_pages: NDArray[np.int32]
-    from_slots: NDArray[np.int32]
-    to_pages: NDArray[np.int32]
-    to_slots: NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.from_pages)
 
 
 class SlotMap:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from quire.cache.page import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.segment import ChunkTable
+    from quire.cache.table import ChunkTable
 
 KERNEL_ID = 5
 """SUMS in kernels/common.h."""
@@ -34,16 +33,17 @@ class SumsCodec:
         held = _held(table, rows)
         found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
         ids = table.pages[rows].transpose(1, 2, 0)[held]
-        found[held] = table.pool.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
+        if table.has_bytes:
+            found[held] = table.arena.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
         return found.reshape(*held.shape[:2], -1)
 
     def store(self, table: ChunkTable, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
         held = _held(table, rows)
         images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
-        if len(images):
+        if len(images) and table.has_bytes:
             ids = table.pages[rows].transpose(1, 2, 0)[held]
-            table.pool.store(ids, self.page_bytes, torch.from_numpy(images.view(np.uint8)))
+            table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 
 
 def _held(table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""The page pool: one arena of bytes per tier, cut into pages. It knows sizes and ids, not tokens, heads or codecs.
+"""Which pages of an arena are whose: sizes, holders and holds. Knows neither bytes nor tokens, heads or codecs.
 
 A page id counts 128-byte units from the start of the arena, so every page starts on a 128-byte boundary and an int32 id
 reaches 256 GiB.
@@ -9,19 +9,16 @@ page is given back.
 from __future__ import annotations
 
 import heapq
+import operator
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from quire.errors import CacheFullError, ConfigError
-from quire.kernels.memory import huge_pages
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PAGE_TOKENS = 64
 """Token slots of a page: ChunkAttention's chunk, and 98 % of copy bandwidth on an H200 against 86 % at 16."""
@@ -36,21 +33,46 @@ _MOVED_SHARE = 256
 """Where slabs must be emptied, one of so many is, if that is more than are wanted: the taker of the pages has to look
 for them in all it holds, which costs as much as moving about that share of the arena."""
 
-_COPY_BYTES = 16 << 20
-"""Bytes that moving pages holds beside the arena."""
+
+class Move(NamedTuple):
+    """Pages of one size that are to lie elsewhere: their ids before and after, int32 [n] each."""
+
+    page_bytes: int
+    before: NDArray[np.int32]
+    after: NDArray[np.int32]
 
 
-@dataclass
+class Demand(tuple[int, ...]):
+    """How many pages are wanted of each size class of a ledger, in its order, and last how many rows of a chunk table.
+    Negative numbers are what would be given back before.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: tuple[int, ...]) -> Demand:  # type: ignore[override]
+        return Demand(map(operator.add, self, other))
+
+    def __sub__(self, other: tuple[int, ...]) -> Demand:
+        return Demand(map(operator.sub, self, other))
+
+    def __mul__(self, count: int) -> Demand:  # type: ignore[override]
+        return Demand([each * count for each in self])
+
+
+@dataclass(slots=True)
 class _SizeClass:
     """Pages of one size.
 
-    open  slabs of the class with a free page, in rising order
+    num_slabs  slabs that hold some of them, where pages have places
+    num_held   slabs with a page under a hold
+    open       slabs with a free page, in rising order
     """
 
     page_bytes: int
     pages_per_slab: int
-    num_slabs: int = 0
     num_out: int = 0
+    num_held: int = 0
+    num_slabs: int = 0
     open: list[int] = field(default_factory=list)
 
     @property
@@ -58,24 +80,21 @@ class _SizeClass:
         return self.num_slabs * self.pages_per_slab - self.num_out
 
     def slabs_for(self, need: int) -> int:
-        """Slabs that hold its pages out and so many more, packed as densely as can be."""
-        return -(-(self.num_out + need) // self.pages_per_slab)
+        """Slabs that have its pages out and so many more, packed as densely as holds allow."""
+        return max(self.num_held, -(-(self.num_out + need) // self.pages_per_slab))
 
 
-class PagePool:
-    """One allocation of bytes, taken and given back in pages. Invariant, proved by `check`: of every slab of a size,
-    free pages + pages out = all its pages, and some are out.
-
-    A page may have several holders: it is free when the last of them has given it back, and counts once.
+class PageCounts:
+    """How many pages of each size are out of an arena, and how many more would fit: all that decisions need, and all
+    that a simulator has. Pages lie as densely as they can.
 
     num_bytes   size of the arena; rounded down to whole slabs
-    device      where the arena lives
     slab_bytes  bytes of a slab; by default a 64th of the arena, between 256 KiB and 4 MiB
     bytes_out   of all pages that are not free
     Raises ConfigError if not even one slab fits.
     """
 
-    def __init__(self, num_bytes: int, device: str | torch.device = "cpu", slab_bytes: int | None = None) -> None:
+    def __init__(self, num_bytes: int, slab_bytes: int | None = None) -> None:
         if slab_bytes is None:
             slab_bytes = min(max(num_bytes // 64, 256 << 10), 4 << 20, num_bytes)
         self.slab_bytes = slab_bytes // UNIT * UNIT
@@ -85,15 +104,83 @@ class PagePool:
         self.num_bytes = self.num_slabs * self.slab_bytes
         if self.num_bytes > MAX_ARENA_BYTES:
             raise ConfigError(f"a cache holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
-        self.device = torch.device(device)
-        self.arena = _allocate(self.num_bytes, self.device)
         self.bytes_out = 0
         self._classes: dict[int, _SizeClass] = {}
+
+    @property
+    def page_sizes(self) -> list[int]:
+        """The sizes pages have had so far: the size classes, in the order of a `Demand`."""
+        return list(self._classes)
+
+    def size_class(self, page_bytes: int) -> int:
+        """The place of a size in that order; a new one comes last. Raises ConfigError for a size that cannot be."""
+        self._size_class(page_bytes)
+        return self.page_sizes.index(page_bytes)
+
+    def out(self, page_bytes: int) -> int:
+        """Pages of a size taken and not given back."""
+        return self._size_class(page_bytes).num_out
+
+    def fits(self, needs: Mapping[int, int]) -> bool:
+        """Whether so many pages more of each size, by bytes of a page, fit if pages lie as densely as they can."""
+        return self.has_room(self.by_class(needs))
+
+    def by_class(self, needs: Mapping[int, int]) -> list[int]:
+        """Pages by their size as pages by size class."""
+        for page_bytes in needs:
+            self._size_class(page_bytes)
+        return [needs.get(page_bytes, 0) for page_bytes in self._classes]
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """The same by size class; what else stands in `needs` does not count."""
+        assert len(needs) >= len(self._classes), "needs of other size classes"
+        left = self.num_slabs
+        for pages, need in zip(self._classes.values(), needs, strict=False):
+            left -= max(pages.num_held, -(-(pages.num_out + need) // pages.pages_per_slab))
+        return left >= 0
+
+    def count(self, needs: Sequence[int], by: int) -> None:
+        """So many pages of each class are out now (by = 1), or back again (-1)."""
+        for pages, need in zip(self._classes.values(), needs, strict=False):
+            pages.num_out += by * need
+            self.bytes_out += by * need * pages.page_bytes
+            assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
+
+    def check(self) -> None:
+        """Proves that what is out fits."""
+        assert self.has_room([0] * len(self._classes)), "more pages are out than there is room for"
+        bytes_out = sum(pages.num_out * page_bytes for page_bytes, pages in self._classes.items())
+        assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
+
+    def _size_class(self, page_bytes: int) -> _SizeClass:
+        pages = self._classes.get(page_bytes)
+        if pages is None:
+            if page_bytes < UNIT or page_bytes % UNIT or page_bytes > self.slab_bytes:
+                raise ConfigError(
+                    f"a page of {page_bytes} bytes must be a multiple of {UNIT} and fit a slab of {self.slab_bytes};"
+                    " raise cache.memory"
+                )
+            pages = self._classes[page_bytes] = _SizeClass(page_bytes, self.slab_bytes // page_bytes)
+        return pages
+
+
+class PageLedger(PageCounts):
+    """The pages of one arena, taken and given back. Invariant, proved by `check`: of every slab of a size, free pages +
+    pages out = all its pages, and some are out.
+
+    A page may have several holders: it is free when the last of them has given it back, and counts once. A hold is a
+    holder that copies the page's bytes elsewhere: until it is released the page neither moves nor becomes free.
+    """
+
+    def __init__(self, num_bytes: int, slab_bytes: int | None = None) -> None:
+        super().__init__(num_bytes, slab_bytes)
         self._free_slabs = list(range(self.num_slabs))  # a heap
         self._page_bytes = np.zeros(self.num_slabs, np.int32)  # of the slab's pages, 0 in the common stock
         self._out = np.zeros(self.num_slabs, np.int32)  # pages taken and not given back
+        self._held = np.zeros(self.num_slabs, np.int32)  # pages under a hold
         self._is_free = np.zeros((self.num_slabs, 0), bool)  # by slab, and page in the slab
         self._more = np.zeros((self.num_slabs, 0), np.uint16)  # holders of a page besides the first
+        self._holds = np.zeros((self.num_slabs, 0), np.uint16)  # how many of them are holds
 
     def take(self, count: int, page_bytes: int) -> NDArray[np.int32]:
         """`count` page ids of a size, int32 [count], in rising order. Raises CacheFullError and takes nothing if they
@@ -122,6 +209,26 @@ class PagePool:
         slabs, places = self._places(ids, page_bytes)
         return np.where(self._is_free[slabs, places], 0, self._more[slabs, places].astype(np.int64) + 1)
 
+    def hold(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+        """Each page, named once, stays where it is until `release`: its bytes are under way."""
+        self.share(ids, page_bytes)
+        slabs, places = self._places(ids, page_bytes)
+        new = slabs[self._holds[slabs, places] == 0]
+        self._holds[slabs, places] += 1
+        self._count_held(page_bytes, new, 1)
+
+    def release(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+        """Ends one hold of each page; those that nobody else holds are free."""
+        slabs, places = self._places(ids, page_bytes)
+        assert (self._holds[slabs, places] > 0).all(), "a page is released that nobody holds"
+        self._holds[slabs, places] -= 1
+        self._count_held(page_bytes, slabs[self._holds[slabs, places] == 0], -1)
+        self.give(ids, page_bytes)
+
+    def holds(self, ids: NDArray[np.int32], page_bytes: int) -> NDArray[np.int64]:
+        """How many of the holders of each page are holds."""
+        return np.asarray(self._holds[self._places(ids, page_bytes)], np.int64)
+
     def give(self, ids: NDArray[np.int32], page_bytes: int) -> None:
         """Takes back pages that came from `take` with the same size, from one holder each."""
         if not len(ids):
@@ -130,10 +237,12 @@ class PagePool:
         ids = np.sort(ids)
         slabs, places = self._places(ids, page_bytes)
         assert not self._is_free[slabs, places].any() and (ids[1:] > ids[:-1]).all(), "a page was given back twice"
-        is_held = self._more[slabs, places] > 0
-        if is_held.any():
-            self._more[slabs[is_held], places[is_held]] -= 1
-            ids, slabs, places = ids[~is_held], slabs[~is_held], places[~is_held]
+        more = self._more[slabs, places]
+        assert (more >= self._holds[slabs, places]).all(), "a page under a hold has no other holder"
+        if more.any():
+            stays = more > 0
+            self._more[slabs[stays], places[stays]] -= 1
+            ids, slabs, places = ids[~stays], slabs[~stays], places[~stays]
         self._is_free[slabs, places] = True
         starts = np.flatnonzero(np.diff(slabs, prepend=-1))
         touched, counts = slabs[starts], np.diff(starts, append=len(ids)).astype(np.int32)
@@ -154,68 +263,31 @@ class PagePool:
         pages = self._size_class(page_bytes)
         return pages.num_free + len(self._free_slabs) * pages.pages_per_slab
 
-    def out(self, page_bytes: int) -> int:
-        """Pages of a size taken and not given back."""
-        return self._size_class(page_bytes).num_out
-
     def ids_out(self, page_bytes: int) -> NDArray[np.int32]:
         """The ids of these pages, int32 [out] in rising order."""
         return self._ids_out(page_bytes, np.flatnonzero(self._page_bytes == page_bytes))
 
-    @property
-    def page_sizes(self) -> list[int]:
-        """The sizes pages have had so far."""
-        return list(self._classes)
-
-    def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether so many pages more of each size, by bytes of a page, fit if pages lie as densely as they can: what
-        `take` can give after `make_room`.
+    def make_room(self, needs: Sequence[int]) -> list[Move]:
+        """Empties sparsely used slabs, which become free, until `take` can give all of the needs, by size class, which
+        fit. The bytes of the pages that moved have to follow before anything is taken, and so has who holds them.
         """
-        for page_bytes in needs:
-            self._size_class(page_bytes)
-        num_slabs = sum(pages.slabs_for(needs.get(page_bytes, 0)) for page_bytes, pages in self._classes.items())
-        return num_slabs <= self.num_slabs
-
-    def make_room(self, needs: Mapping[int, int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Moves pages out of sparsely used slabs, which become free, until `take` can give all of the needs, which fit.
-
-        returns  ids of the moved pages before and after, int32 [n] each; who holds them has to follow
-        """
-        assert self.fits(needs), f"{needs} pages by size do not fit, however they lie"
+        assert self.has_room(needs), f"{needs} pages by size class do not fit, however they lie"
         more = {
-            page_bytes: pages.slabs_for(needs.get(page_bytes, 0)) - pages.num_slabs
-            for page_bytes, pages in self._classes.items()
+            page_bytes: pages.slabs_for(need) - pages.num_slabs
+            for (page_bytes, pages), need in zip(self._classes.items(), needs, strict=False)
         }
         wanted = sum(max(0, count) for count in more.values()) - len(self._free_slabs)
-        moved = [(np.empty(0, np.int32), np.empty(0, np.int32))]
-        if wanted > 0:
-            # If slabs are wanted and yet all fits, some sizes have more slabs than their pages and needs take when
-            # packed. So many of each can be emptied into its others, and together they are enough.
-            spare = {page_bytes: -count for page_bytes, count in more.items() if count < 0}
-            emptied = self._sparsest(spare, max(wanted, self.num_slabs // _MOVED_SHARE))
-            moved += [self._empty(self._classes[page_bytes], np.array(slabs)) for page_bytes, slabs in emptied.items()]
-        return np.concatenate([before for before, _ in moved]), np.concatenate([after for _, after in moved])
+        if wanted <= 0:
+            return []
+        # If slabs are wanted and yet all fits, some sizes have more slabs than their pages and needs take when packed.
+        # So many of each, none with a hold, can be emptied into its others, and together they are enough.
+        spare = {page_bytes: -count for page_bytes, count in more.items() if count < 0}
+        emptied = self._sparsest(spare, max(wanted, self.num_slabs // _MOVED_SHARE))
+        return [self._empty(self._classes[page_bytes], np.array(slabs)) for page_bytes, slabs in emptied.items()]
 
     def slabs_of(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """The slabs that pages lie in, in the shape of the ids."""
         return ids // np.int32(self.slab_bytes // UNIT)
-
-    def rows(self, page_bytes: int) -> torch.Tensor:
-        """The arena as overlapping pages, uint8 [units, page_bytes]: row i is the page with id i, whatever its slab is
-        used for.
-        """
-        return self.arena.as_strided((self._num_rows(page_bytes), page_bytes), (UNIT, 1))
-
-    def load(self, ids: NDArray[np.int32], page_bytes: int) -> torch.Tensor:
-        """A copy of page images, uint8 [n, page_bytes] on the arena's device."""
-        return self.rows(page_bytes).index_select(0, self._index(ids))
-
-    def store(self, ids: NDArray[np.int32], page_bytes: int, pages: torch.Tensor) -> None:
-        """Overwrites page images; pages is uint8 [n, page_bytes]."""
-        assert pages.shape == (len(ids), page_bytes), f"{tuple(pages.shape)} for {len(ids)} pages of {page_bytes} bytes"
-        # torch copies rows element by element: eight bytes at once take a fifth of the time.
-        words = self.arena.view(torch.int64).as_strided((self._num_rows(page_bytes), page_bytes // 8), (UNIT // 8, 1))
-        words.index_copy_(0, self._index(ids), pages.to(self.device).contiguous().view(torch.int64))
 
     def check(self) -> None:
         """Proves the invariant, and that what is counted twice agrees."""
@@ -227,6 +299,10 @@ class PagePool:
             is_free, out = self._is_free[slabs], self._out[slabs]
             assert not is_free[:, pages.pages_per_slab :].any(), "a free page crosses the end of its slab"
             assert not self._more[slabs][is_free].any(), "a free page has holders"
+            holds = self._holds[slabs]
+            assert (holds <= self._more[slabs] + ~is_free).all(), "a page has more holds than holders"
+            assert np.array_equal((holds > 0).sum(1), self._held[slabs]), "held pages are counted wrongly"
+            assert (self._held[slabs] > 0).sum() == pages.num_held, "slabs with holds are counted wrongly"
             total = is_free.sum(1) + out
             assert (total == pages.pages_per_slab).all(), (
                 f"leak: {total} != {pages.pages_per_slab} pages of {page_bytes} bytes a slab"
@@ -234,8 +310,7 @@ class PagePool:
             assert (out > 0).all(), f"an empty slab was kept for pages of {page_bytes} bytes"
             assert slabs[is_free.any(1)].tolist() == pages.open, "slabs with free pages are not those listed"
             assert (len(slabs), out.sum()) == (pages.num_slabs, pages.num_out), "pages or slabs are counted wrongly"
-        bytes_out = sum(pages.num_out * page_bytes for page_bytes, pages in self._classes.items())
-        assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
+        super().check()
 
     def _places(self, ids: NDArray[np.int32], page_bytes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The slabs of pages of a size, and where they lie in them."""
@@ -244,19 +319,19 @@ class PagePool:
         return slabs, (ids - slabs * np.int32(self.slab_bytes // UNIT)) // np.int32(page_bytes // UNIT)
 
     def _size_class(self, page_bytes: int) -> _SizeClass:
-        pages = self._classes.get(page_bytes)
-        if pages is None:
-            if page_bytes < UNIT or page_bytes % UNIT or page_bytes > self.slab_bytes:
-                raise ConfigError(
-                    f"a page of {page_bytes} bytes must be a multiple of {UNIT} and fit a slab of {self.slab_bytes};"
-                    " raise cache.memory"
-                )
-            pages = self._classes[page_bytes] = _SizeClass(page_bytes, self.slab_bytes // page_bytes)
-            wider = pages.pages_per_slab - self._is_free.shape[1]
-            if wider > 0:
-                self._is_free = np.pad(self._is_free, ((0, 0), (0, wider)))
-                self._more = np.pad(self._more, ((0, 0), (0, wider)))
+        pages = super()._size_class(page_bytes)
+        wider = pages.pages_per_slab - self._is_free.shape[1]
+        if wider > 0:
+            self._is_free, self._more, self._holds = (
+                np.pad(each, ((0, 0), (0, wider))) for each in (self._is_free, self._more, self._holds)
+            )
         return pages
+
+    def _count_held(self, page_bytes: int, slabs: NDArray[np.int32], by: int) -> None:
+        """One held page more or less in each of the slabs, which may be named several times."""
+        before = np.count_nonzero(self._held)
+        np.add.at(self._held, slabs, by)
+        self._size_class(page_bytes).num_held += int(np.count_nonzero(self._held) - before)
 
     def _add_slabs(self, pages: _SizeClass, count: int) -> None:
         slabs = [heapq.heappop(self._free_slabs) for _ in range(count)]
@@ -292,7 +367,7 @@ class PagePool:
         found = []
         for page_bytes, most in spare.items():
             # From the end of the arena, where slabs are equally full: pages gather at its start.
-            slabs = np.flatnonzero(self._page_bytes == page_bytes)[::-1]
+            slabs = np.flatnonzero((self._page_bytes == page_bytes) & (self._held == 0))[::-1]
             slabs = slabs[np.argsort(self._out[slabs], kind="stable")[: min(most, count)]]
             found += [(out * page_bytes, page_bytes, slab) for slab, out in zip(slabs, self._out[slabs], strict=True)]
         chosen: dict[int, list[int]] = {}
@@ -300,22 +375,19 @@ class PagePool:
             chosen.setdefault(page_bytes, []).append(int(slab))
         return chosen
 
-    def _empty(self, pages: _SizeClass, slabs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Moves what lies in some slabs into the others of the class: ids before and after."""
+    def _empty(self, pages: _SizeClass, slabs: NDArray[np.int64]) -> Move:
+        """Lets what lies in some slabs, without holds, lie in the others of the class."""
         page_bytes = pages.page_bytes
         before = self._ids_out(page_bytes, slabs)
         # Off the list while the others are filled, and on it again to be found empty.
-        pages.open = sorted(set(pages.open).difference(slabs.tolist()))
+        emptied = set(slabs.tolist()).intersection(pages.open)  # the others are full
+        pages.open = [slab for slab in pages.open if slab not in emptied]
         after = self._pop(pages, len(before))
-        pages.open = sorted([*pages.open, *slabs.tolist()])
-        step = max(1, _COPY_BYTES // page_bytes)
-        for first in range(0, len(before), step):
-            part = slice(first, first + step)
-            self.store(after[part], page_bytes, self.load(before[part], page_bytes))
+        pages.open = sorted([*pages.open, *emptied])
         self._more[self._places(after, page_bytes)] = self._more[self._places(before, page_bytes)]
         self._more[self._places(before, page_bytes)] = 0
         self.give(before, page_bytes)
-        return before, after
+        return Move(page_bytes, before, after)
 
     def _ids_out(self, page_bytes: int, slabs: NDArray[np.int64]) -> NDArray[np.int32]:
         at, places = np.nonzero(~self._is_free[slabs, : self.slab_bytes // page_bytes])
@@ -324,15 +396,3 @@ class PagePool:
     def _ids(self, slabs: NDArray[Any], places: NDArray[Any], page_bytes: int) -> NDArray[np.int32]:
         """Ids of the pages at some places in slabs."""
         return np.asarray(slabs * (self.slab_bytes // UNIT) + places * (page_bytes // UNIT), np.int32)
-
-    def _num_rows(self, page_bytes: int) -> int:
-        return (self.num_bytes - page_bytes) // UNIT + 1
-
-    def _index(self, ids: NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
-
-
-def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return huge_pages(num_bytes)

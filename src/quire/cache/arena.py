@@ -1,0 +1,60 @@
+"""The bytes of an arena: page images by id. Knows neither who holds a page nor what it means."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.cache.ledger import UNIT
+from quire.kernels.memory import huge_pages
+
+_COPY_BYTES = 16 << 20
+"""Bytes that moving pages holds beside the arena."""
+
+
+class Arena:
+    """One allocation of bytes.
+
+    num_bytes  a multiple of 128
+    data       uint8 [num_bytes], on the device
+    """
+
+    def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:
+        self.num_bytes = num_bytes
+        self.device = torch.device(device)
+        if self.device.type == "cpu":
+            self.data = huge_pages(num_bytes)
+        else:
+            self.data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def rows(self, page_bytes: int) -> torch.Tensor:
+        """The arena as overlapping pages, uint8 [units, page_bytes]: row i is the page with id i, whatever its slab is
+        used for.
+        """
+        return self.data.as_strided((self._num_rows(page_bytes), page_bytes), (UNIT, 1))
+
+    def load(self, ids: NDArray[np.int32], page_bytes: int) -> torch.Tensor:
+        """A copy of page images, uint8 [n, page_bytes] on the arena's device."""
+        return self.rows(page_bytes).index_select(0, self._index(ids))
+
+    def store(self, ids: NDArray[np.int32], page_bytes: int, images: torch.Tensor | NDArray[np.uint8]) -> None:
+        """Overwrites page images with uint8 [n, page_bytes]."""
+        assert images.shape == (len(ids), page_bytes), f"{tuple(images.shape)} for {len(ids)} pages of {page_bytes}"
+        # torch copies rows element by element: eight bytes at once take a fifth of the time.
+        words = self.data.view(torch.int64).as_strided((self._num_rows(page_bytes), page_bytes // 8), (UNIT // 8, 1))
+        given = torch.as_tensor(images).to(self.device).contiguous().view(torch.int64)
+        words.index_copy_(0, self._index(ids), given)
+
+    def copy(self, before: NDArray[np.int32], after: NDArray[np.int32], page_bytes: int) -> None:
+        """Copies pages to other places, none of which is copied."""
+        step = max(1, _COPY_BYTES // page_bytes)
+        for first in range(0, len(before), step):
+            part = slice(first, first + step)
+            self.store(after[part], page_bytes, self.load(before[part], page_bytes))
+
+    def _num_rows(self, page_bytes: int) -> int:
+        return (self.num_bytes - page_bytes) // UNIT + 1
+
+    def _index(self, ids: NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)

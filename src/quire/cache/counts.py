@@ -1,0 +1,233 @@
+"""Chunks by their ids, and what their pages take: all that admission, growth and eviction are decided by. Knows neither
+where pages lie nor what is in them; `cache/table.py` does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.ledger import Demand, PageCounts
+from quire.errors import CacheFullError, ConfigError
+
+if TYPE_CHECKING:
+    from quire.cache.codecs import Codec, PageFormat
+    from quire.cache.codecs.dense import DenseCodec
+    from quire.cache.codecs.sums import SumsCodec
+    from quire.cache.sinks import Sinks
+
+RETAINED_ROWS = 8
+"""Rows of the table for each whole chunk that the arena could hold, where retention is on: 1 % of the arena's bytes
+beside it, for SmolLM2's dense pages."""
+
+
+class Need(NamedTuple):
+    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums; and
+    rows of the table for paths that will hold pages beside the tree.
+    """
+
+    sealed: int = 0
+    open: int = 0
+    sidecars: int = 0
+    sums: int = 0
+    rows: int = 0
+
+
+class ChunkCounts:
+    """Chunks of an arena by their ids, which are rows of a table. Invariant: a row is either free, or the pages of its
+    codec, and its sidecar, are out of the ledger.
+
+    ledger         what counts pages
+    shape          (L, H): layers and kv heads
+    open_codec     the dense codec of open chunks
+    sealed_codec   the codec of full chunks, the first of those given beside it; the same one if none was
+    encodes        whether the two differ
+    codecs         the formats that pages of a row may have, by kernel id: codecs, and column sums where there are any
+    sinks          what is kept exact in sidecars; None: no chunk has one
+    sums           the format of column sums, which stand in rows of their own; None: there are none
+    sidecar_bytes  of one sidecar; 0 where there is none
+    capacity       rows
+    kinds          uint8 [capacity]; kernel id of the chunk's codec
+    sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
+                   without one
+    takes          int64 [capacity]; how often the chunk id was taken, or what its row holds changed since: a mirror
+                   sees by it which rows are new
+    Raises ConfigError if a page or a sidecar does not fit a slab of the ledger.
+    """
+
+    def __init__(
+        self,
+        ledger: PageCounts,
+        num_layers: int,
+        num_heads: int,
+        open_codec: DenseCodec,
+        *sealed_codecs: Codec,
+        sinks: Sinks | None = None,
+        sums: SumsCodec | None = None,
+    ) -> None:
+        self._counts = ledger
+        self.shape = num_layers, num_heads
+        self.sinks = sinks
+        self.sums = sums
+        self.sidecar_bytes = 0 if sinks is None else sinks.sidecar_bytes
+        if self.sidecar_bytes > ledger.slab_bytes:
+            raise ConfigError(
+                f"a sidecar of {self.sidecar_bytes} bytes must fit a slab of {ledger.slab_bytes}; raise cache.memory"
+            )
+        codecs: tuple[Codec, ...] = (open_codec, *sealed_codecs)
+        self.open_codec = open_codec
+        self.sealed_codec: Codec = sealed_codecs[0] if sealed_codecs else open_codec
+        self.encodes = bool(sealed_codecs)
+        formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
+        self.codecs = {each.kernel_id: each for each in formats}
+        self.pages_per_chunk = num_layers * num_heads
+        # Of each codec, bytes of a page, int32 [L * H].
+        self._sizes = {
+            each.kernel_id: np.broadcast_to(np.asarray(each.page_bytes, np.int32), self.shape).reshape(-1)
+            for each in formats
+        }
+        sizes = {int(size) for each in self._sizes.values() for size in np.unique(each)}
+        for size in sorted(sizes | {self.sidecar_bytes} - {0}):
+            ledger.size_class(size)
+        # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, and sums;
+        # so many that bytes run out before, and `fits` counts them too.
+        most = ledger.num_bytes // min(self.chunk_bytes(codec) for codec in codecs)
+        self.capacity = most if sums is None else RETAINED_ROWS * most
+        self.kinds = np.zeros(self.capacity, np.uint8)
+        self.sidecars = np.full(self.capacity, -1, np.int32)
+        self.takes = np.zeros(self.capacity, np.int64)
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
+        # A sealed chunk may get another row, of a path that holds its pages beside the tree.
+        self._of_sealed = self.cost(self.sealed_codec, rows=1 if sums is None else 2)
+        self._of_open = self.cost(open_codec)
+        self._of_sidecar = self.nothing if sinks is None else self._of_sizes(np.array([self.sidecar_bytes]))
+        self._of_sums = self.nothing if sums is None else self.cost(sums)
+        self._of_row = self.nothing + self._of_sizes(np.empty(0, np.int32), 1)
+
+    def cost(self, codec: PageFormat, rows: int = 1) -> Demand:
+        """What one chunk of a codec takes, its sidecar apart, and so many rows."""
+        return self._of_sizes(self._sizes[codec.kernel_id], rows)
+
+    def demand(self, need: Need) -> Demand:
+        """What some chunks take."""
+        total = self._of_sealed * need.sealed if need.sealed else self.nothing
+        for each, count in zip((self._of_open, self._of_sidecar, self._of_sums, self._of_row), need[1:], strict=True):
+            if count:
+                total = total + (each * count if count != 1 else each)
+        return total
+
+    def demand_of_pages(self, pages: NDArray[np.int64]) -> Demand:
+        """What so many pages of sealed chunks take of each layer and head, int64 [L, H]."""
+        sizes, flat = self._sizes[self.sealed_codec.kernel_id], pages.reshape(-1)
+        counts = [int(flat[sizes == size].sum()) for size in self._counts.page_sizes]
+        return Demand([*counts, 0])
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether so much more fits: then all of it can be taken."""
+        return demand[-1] <= len(self._free) and self._counts.has_room(demand)
+
+    def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> NDArray[np.int32]:
+        """`count` new chunks with pages of the codec, int32 [count], the first of them with a sidecar if that is wanted
+        and the table has any. Raises CacheFullError and takes nothing if they do not fit.
+        """
+        sidecar = sidecar and count > 0 and self.sinks is not None
+        demand = self.cost(codec) * count
+        if sidecar:
+            demand += self._of_sidecar
+        # Of ids there are enough but where rows of sums are more than two for a chunk.
+        if not self.fits(demand):
+            raise CacheFullError(
+                f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit:"
+                f" there is room for {self.available(codec)} in {self._counts.num_bytes} bytes (cache.memory)"
+            )
+        return self._take(count, codec, sidecar, demand)
+
+    def give(self, chunks: NDArray[np.int32]) -> None:
+        """Gives chunks and their sidecars back."""
+        kinds = np.bincount(self.kinds[chunks])
+        for kind in np.flatnonzero(kinds).tolist():
+            self._counts.count(self.cost(self.codecs[kind]) * int(kinds[kind]), -1)
+        if self.sinks is not None:
+            self._counts.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
+        self.sidecars[chunks] = -1
+        self._free.extend(chunks.tolist())
+
+    @property
+    def bytes_out(self) -> int:
+        """Of all pages that are not free."""
+        return self._counts.bytes_out
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arena."""
+        return self._counts.num_bytes
+
+    @property
+    def num_taken(self) -> int:
+        """Chunks taken and not given back."""
+        return self.capacity - len(self._free)
+
+    def available(self, codec: PageFormat) -> int:
+        """How many chunks of the codec `take` can give now."""
+        cost = self.cost(codec)
+        most = min((self._counts.num_bytes - self._counts.bytes_out) // self.chunk_bytes(codec), len(self._free))
+        if self.fits(cost * most):
+            return most
+        # Partly filled slabs are in the way.
+        return bisect_left(range(1, most + 1), True, key=lambda count: not self.fits(cost * count))
+
+    def page_bytes(self, codec: PageFormat, layer: int, head: int) -> int:
+        """Bytes of a chunk's page of that layer and head."""
+        return int(np.broadcast_to(codec.page_bytes, self.shape)[layer, head])
+
+    def chunk_bytes(self, codec: PageFormat) -> int:
+        """Bytes of a chunk's pages, its sidecar apart."""
+        return int(self._sizes[codec.kernel_id].sum())
+
+    def page_sizes(self, codec: PageFormat) -> NDArray[np.int32]:
+        """Bytes of a chunk's pages, int32 [L, H]."""
+        return self._sizes[codec.kernel_id].reshape(self.shape)
+
+    def check(self) -> None:
+        """Proves the invariant, and that the ledger is whole."""
+        assert len(set(self._free)) == len(self._free), "a free chunk is listed twice"
+        assert (self.sidecars[self._free] == -1).all(), "a free chunk has a sidecar"
+        self._counts.check()
+        self._check_pages()
+
+    def _check_pages(self) -> None:
+        taken = np.flatnonzero(self._is_taken())
+        total = self._of_sidecar * int((self.sidecars[taken] >= 0).sum())
+        for kind, count in enumerate(np.bincount(self.kinds[taken]).tolist()):
+            if count:
+                total += self.cost(self.codecs[kind]) * count
+        assert [self._counts.out(size) for size in self._counts.page_sizes] == list(total[:-1]), "pages are miscounted"
+
+    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> NDArray[np.int32]:
+        chunks = self._blank(count, codec.kernel_id)
+        self._counts.count(demand, 1)
+        if sidecar:
+            self.sidecars[chunks[0]] = 0
+        return chunks
+
+    def _blank(self, count: int, kind: int) -> NDArray[np.int32]:
+        """Free rows, of a format, that hold nothing."""
+        if len(self._free) < count:
+            raise CacheFullError(f"all {self.capacity} rows of the chunk table are taken")
+        chunks = np.array([self._free.pop() for _ in range(count)], np.int32)
+        self.kinds[chunks] = kind
+        self.takes[chunks] += 1
+        return chunks
+
+    def _is_taken(self) -> NDArray[np.bool_]:
+        is_taken = np.ones(self.capacity, bool)
+        is_taken[self._free] = False
+        return is_taken
+
+    def _of_sizes(self, sizes: NDArray[np.int32], rows: int = 0) -> Demand:
+        """Pages of some sizes, and so many rows."""
+        return Demand([*(int((sizes == size).sum()) for size in self._counts.page_sizes), rows])

@@ -1,1 +1,0 @@
-"""Engines that work together: what crosses from one to another."""

@@ -1,1 +1,0 @@
-"""Memories that page images live in, and what moves them. Tiers see bytes and ids only."""

@@ -1,0 +1,349 @@
+"""The ledger against a dictionary model, and the bytes of the pages it moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from quire.cache.arena import Arena
+from quire.cache.ledger import UNIT, Move, PageLedger
+from quire.engine.build import slab_bytes
+from quire.errors import CacheFullError, ConfigError
+from tests.effort import tries
+
+SIZES = [UNIT, 3 * UNIT, 8 * UNIT]  # a slab of 16 units is not a whole number of the second
+SLABS = 40
+
+
+def moved(moves: list[Move]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """All ids before and after."""
+    before, after = ([np.empty(0, np.int32), *(move[part] for move in moves)] for part in (1, 2))
+    return np.concatenate(before), np.concatenate(after)
+
+
+@dataclass
+class Page:
+    """What a page must be: its size, the byte all of it is, and who has it."""
+
+    size: int
+    byte: int
+    holders: int = 1
+    holds: int = 0
+
+
+@dataclass
+class Model:
+    """Pages of three sizes out of one arena: takes, shares, holds, moves, releases and gives what a random number says,
+    beside a dictionary that knows what each page must be.
+    """
+
+    rng: np.random.Generator
+    ledger: PageLedger = field(default_factory=lambda: PageLedger(SLABS * 16 * UNIT, 16 * UNIT))
+    arena: Arena = field(default_factory=lambda: Arena(SLABS * 16 * UNIT))
+    pages: dict[int, Page] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
+
+    def some(self, size: int, count: int, *, held: bool = False) -> list[int]:
+        """Some pages of a size that somebody holds, or under a hold."""
+        found = [
+            id
+            for id, page in self.pages.items()
+            if page.size == size and (page.holds if held else page.holders > page.holds)
+        ]
+        return sorted(self.rng.permutation(found)[:count].tolist())
+
+    def step(self) -> None:
+        """One operation."""
+        size, count = int(self.rng.choice(SIZES)), int(self.rng.integers(1, 12))
+        # As often as it grows it shrinks, about a full arena.
+        what = self.rng.choice(
+            ["take", "make_room", "share", "hold", "release", "give"], p=[0.2, 0.15, 0.1, 0.1, 0.15, 0.3]
+        )
+        getattr(self, what)(size, count)
+        self.done[what] += 1
+
+    def take(self, size: int, count: int) -> None:
+        count *= 3
+        if count > self.ledger.available(size):
+            with pytest.raises(CacheFullError):
+                self.ledger.take(count, size)
+            return
+        ids = self.ledger.take(count, size)
+        assert ids.dtype == np.int32 and len(set(ids.tolist())) == count and not set(ids.tolist()) & set(self.pages)
+        images = self.rng.integers(0, 256, count, np.uint8)
+        self.arena.store(ids, size, np.repeat(images[:, None], size, 1))
+        self.pages |= {id: Page(size, int(image)) for id, image in zip(ids.tolist(), images, strict=True)}
+
+    def make_room(self, size: int, count: int) -> None:
+        needs = {size: 4 * count}
+        if not self.ledger.fits(needs):
+            return
+        moves = self.ledger.make_room(self.ledger.by_class(needs))
+        for move in moves:
+            self.arena.copy(move.before, move.after, move.page_bytes)
+        before, after = moved(moves)
+        assert not any(self.pages[id].holds for id in before.tolist()), "a page under a hold was moved"
+        self.done["moved"] += len(before)
+        self.pages |= dict(zip(after.tolist(), [self.pages.pop(id) for id in before.tolist()], strict=True))
+        assert self.ledger.available(size) >= 4 * count
+
+    def share(self, size: int, count: int) -> None:
+        ids = self.some(size, count)
+        self.ledger.share(np.array(ids, np.int32), size)
+        for id in ids:
+            self.pages[id].holders += 1
+
+    def hold(self, size: int, count: int) -> None:
+        ids = self.some(size, count)
+        self.ledger.hold(np.array(ids, np.int32), size)
+        for id in ids:
+            self.pages[id].holders += 1
+            self.pages[id].holds += 1
+
+    def release(self, size: int, count: int) -> None:
+        ids = self.some(size, count, held=True)
+        self.ledger.release(np.array(ids, np.int32), size)
+        for id in ids:
+            self.pages[id].holds -= 1
+            self.let_go(id)
+
+    def give(self, size: int, count: int) -> None:
+        ids = self.some(size, count)
+        self.ledger.give(np.array(ids, np.int32), size)
+        for id in ids:
+            self.let_go(id)
+
+    def let_go(self, id: int) -> None:
+        page = self.pages[id]
+        assert (self.arena.load(np.array([id], np.int32), page.size) == page.byte).all(), "written over"
+        page.holders -= 1
+        if not page.holders:
+            del self.pages[id]
+
+    def check(self) -> None:
+        """Ledger and dictionary agree."""
+        self.ledger.check()
+        assert self.ledger.bytes_out == sum(page.size for page in self.pages.values())
+        for size in SIZES:
+            out = sorted(id for id, page in self.pages.items() if page.size == size)
+            assert self.ledger.ids_out(size).tolist() == out and self.ledger.out(size) == len(out)
+            ids = np.array(out, np.int32)
+            assert self.ledger.holders(ids, size).tolist() == [self.pages[id].holders for id in out]
+            assert self.ledger.holds(ids, size).tolist() == [self.pages[id].holds for id in out]
+
+
+def test_pages_are_what_was_put_into_them_until_their_last_holder_is_gone(seed: int) -> None:
+    """100,000 operations in a full run."""
+    model = Model(np.random.default_rng(seed))
+    for number in range(tries(20_000)):
+        model.step()
+        if number % 100 == 0:
+            model.check()
+    assert min(model.done.values()) > 100 and model.done["moved"] > 100, model.done
+
+
+def test_a_page_under_a_hold_neither_moves_nor_becomes_free() -> None:
+    ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
+    ids = ledger.take(64, UNIT)
+    kept = ids[[0, 20, 40, 60]]
+    ledger.hold(kept[:2], UNIT)
+    ledger.give(ids, UNIT)
+    assert ledger.ids_out(UNIT).tolist() == kept[:2].tolist(), "what is under way has no other holder"
+    assert ledger.fits({8 * UNIT: 4}) and not ledger.fits({8 * UNIT: 5}), "two slabs of four are held"
+    assert ledger.fits({UNIT: 62}), "and have room for pages of their size"
+    with pytest.raises(AssertionError, match="no other holder"):
+        ledger.give(kept[:1], UNIT)
+    ledger.hold(kept[:1], UNIT)
+    ledger.release(kept[:2], UNIT)
+    assert ledger.ids_out(UNIT).tolist() == kept[:1].tolist(), "one hold of two is left"
+    ledger.release(kept[:1], UNIT)
+    assert ledger.bytes_out == 0 and ledger.fits({8 * UNIT: 8})
+    ledger.check()
+    with pytest.raises(AssertionError, match="nobody holds"):
+        ledger.release(ledger.take(1, UNIT), UNIT)
+
+
+def test_an_empty_slab_serves_another_page_size() -> None:
+    ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
+    small = ledger.take(64, SIZES[0])
+    with pytest.raises(CacheFullError, match="1 pages of 1024 bytes do not fit: 0 of that size are free in 8192 bytes"):
+        ledger.take(1, SIZES[2])
+    ledger.give(small, SIZES[0])
+    assert ledger.available(SIZES[2]) == 8
+    assert len(ledger.take(8, SIZES[2])) == 8
+    ledger.check()
+
+
+def test_pages_gather_in_the_lowest_slabs() -> None:
+    ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
+    low = ledger.take(16, UNIT)
+    other = ledger.take(2, SIZES[2])
+    high = ledger.take(32, UNIT)
+    assert np.unique(ledger.slabs_of(high)).tolist() == [2, 3]
+    ledger.give(high[[3, 20]], UNIT)
+    ledger.give(low[7:9], UNIT)
+    # What is free in slab 0, then in 2, then in 3, then the lowest free slab.
+    assert ledger.slabs_of(ledger.take(5, UNIT)).tolist() == [0, 0, 2, 3, 4]
+    ledger.give(other, SIZES[2])
+    ledger.give(low[9:10], UNIT)
+    # 16 are free; the slab that the other two need lies before the last.
+    assert ledger.slabs_of(ledger.take(18, UNIT)).tolist() == [0] + [1] * 16 + [4]
+    ledger.check()
+
+
+def test_what_fits_is_counted_in_whole_slabs_of_each_size() -> None:
+    ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
+    assert ledger.fits({}) and ledger.fits({3 * UNIT: 20}) and not ledger.fits({3 * UNIT: 21})
+    assert ledger.fits({UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 2}), "2 + 1 + 1 slabs"
+    assert not ledger.fits({UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 3})
+    ids = ledger.take(48, UNIT)
+    ledger.give(ids[1:47], UNIT)
+    # Two pages in two slabs count as one.
+    assert ledger.fits({8 * UNIT: 6}) and not ledger.fits({8 * UNIT: 7}) and ledger.available(8 * UNIT) == 4
+
+
+def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
+    ledger, arena = PageLedger(4 * 16 * UNIT, 16 * UNIT), Arena(4 * 16 * UNIT)
+    ids = ledger.take(64, UNIT)
+    kept = ids[[0, 1, 2, 20, 33, 34, 48, 63]]
+    images = torch.arange(8, dtype=torch.uint8)[:, None].expand(-1, UNIT)
+    arena.store(kept, UNIT, images)
+    ledger.give(np.setdiff1d(ids, kept), UNIT)
+    before, after = moved(ledger.make_room(ledger.by_class({8 * UNIT: 4})))
+    arena.copy(before, after, UNIT)
+    # The one page of slab 1 first, then the two of a slab further on, here of the last.
+    assert sorted(before.tolist()) == [20, 48, 63]
+    ledger.check()
+    where = dict(zip(before.tolist(), after.tolist(), strict=True))
+    now = np.array([where.get(page, page) for page in kept.tolist()], np.int32)
+    assert np.sort(now).tolist() == ledger.ids_out(UNIT).tolist()
+    assert torch.equal(arena.load(now, UNIT), images)
+    assert len(ledger.take(4, 8 * UNIT)) == 4
+    assert ledger.make_room(ledger.by_class({UNIT: 8})) == []
+
+
+def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> None:
+    ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
+    threes = ledger.take(15, 3 * UNIT)
+    ledger.give(threes[[0, 1, 5, 6, 7, 10, 11]], 3 * UNIT)
+    fives = ledger.take(9, 5 * UNIT)
+    ledger.give(fives[[0, 4, 5, 7]], 5 * UNIT)
+    # By slab, in units: 9, 6, 9 of three, then 10, 5, 10 of five.
+    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 2})))
+    assert ledger.slabs_of(before).tolist() == [4]
+    ledger.take(2, 8 * UNIT)
+    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 2})))
+    assert ledger.slabs_of(before).tolist() == [1, 1]
+    ledger.check()
+
+
+def test_the_last_slab_of_a_size_is_left_to_it() -> None:
+    ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
+    for page_bytes, count in ((UNIT, 1), (4 * UNIT, 2)):
+        ids = ledger.take(2 * 16 * UNIT // page_bytes, page_bytes)
+        ledger.give(ids[count:-count], page_bytes)
+    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 4})))
+    assert sorted(ledger.slabs_of(before).tolist()) == [1, 3, 3], "though both slabs of the first size hold less"
+    assert len(ledger.take(4, 8 * UNIT)) == 4 and ledger.out(UNIT) == 2
+    ledger.check()
+
+
+def test_no_slab_is_emptied_that_its_own_size_needs() -> None:
+    ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
+    alone = ledger.take(1, UNIT)
+    growing = ledger.take(16, 2 * UNIT)
+    ledger.give(growing[1:-1], 2 * UNIT)
+    halves = ledger.take(12, 4 * UNIT)
+    ledger.give(halves[::2], 4 * UNIT)
+    # Slabs of 1, of 2 and 2, and of 8, 8 and 8 units: the last size alone can spare one.
+    needs = {2 * UNIT: 16}
+    assert ledger.fits(needs)
+    before, _ = moved(ledger.make_room(ledger.by_class(needs)))
+    assert ledger.slabs_of(before).tolist() == [5, 5]
+    assert len(ledger.take(16, 2 * UNIT)) == 16 and ledger.ids_out(UNIT).tolist() == alone.tolist()
+    ledger.check()
+
+
+def test_slabs_are_whole_open_pages_and_a_small_share_of_the_arena() -> None:
+    for page_bytes in (UNIT, 1024, 9 * UNIT, 16 << 10, 40 << 10):
+        for memory in (200 * page_bytes, 100 << 20, 1 << 30, 80 << 30):
+            slab = slab_bytes(page_bytes, memory)
+            assert slab % page_bytes == 0
+            assert slab == page_bytes or slab <= min(1 << 20, memory // 128)
+            assert slab + page_bytes > min(1 << 20, memory // 128), "no smaller than it must be"
+    assert slab_bytes(16 << 10, 1 << 30, largest=1_500_032) == 92 * (16 << 10), "the largest page fits"
+    assert slab_bytes(16 << 10, 1 << 30, largest=1 << 20) == 1 << 20
+
+
+def test_giving_a_page_back_twice_is_caught() -> None:
+    ledger = PageLedger(2 * 16 * UNIT, 16 * UNIT)
+    ids = ledger.take(3, UNIT)
+    with pytest.raises(AssertionError, match="twice"):
+        ledger.give(ids[[0, 1, 0]], UNIT)
+    ledger.give(ids[:1], UNIT)
+    with pytest.raises(AssertionError, match="twice"):
+        ledger.give(ids[:1], UNIT)
+    ledger.take(1, 3 * UNIT)
+    with pytest.raises(AssertionError, match="another size"):
+        ledger.give(ids[1:2], 3 * UNIT)
+    ledger.check()
+
+
+def test_an_arena_too_small_for_a_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.memory"):
+        PageLedger(0)
+    ledger = PageLedger(16 * UNIT, 16 * UNIT)
+    for page_bytes in (17 * UNIT, 100, 0):
+        for ask in (lambda size: ledger.take(1, size), lambda size: ledger.fits({size: 1}), ledger.available):
+            with pytest.raises(ConfigError, match=f"a page of {page_bytes} bytes .* cache.memory"):
+                ask(page_bytes)
+
+
+def test_taking_thousands_of_pages_costs_no_loop_over_them() -> None:
+    ledger = PageLedger(64 << 20)
+    ids = ledger.take(90 * 500, UNIT)
+    assert ids.dtype == np.int32
+    assert ledger.bytes_out == 90 * 500 * UNIT
+    ledger.give(ids, UNIT)
+    ledger.check()
+
+
+def test_a_page_is_free_when_its_last_holder_gives_it_back() -> None:
+    ledger = PageLedger(64 * UNIT, 8 * UNIT)
+    ids = ledger.take(5, 2 * UNIT)
+    ledger.share(ids[:3], 2 * UNIT)
+    ledger.share(ids[:1], 2 * UNIT)
+    assert ledger.holders(ids, 2 * UNIT).tolist() == [3, 2, 2, 1, 1]
+    assert ledger.bytes_out == 5 * 2 * UNIT, "what is shared counts once"
+    ledger.give(ids, 2 * UNIT)
+    assert ledger.holders(ids[:3], 2 * UNIT).tolist() == [2, 1, 1] and ledger.bytes_out == 3 * 2 * UNIT
+    assert not np.isin(ledger.take(2, 2 * UNIT), ids[:3]).any()
+    ledger.give(ids[:3], 2 * UNIT)
+    ledger.check()
+    assert ledger.holders(ids[:3], 2 * UNIT).tolist() == [1, 0, 0]
+    with pytest.raises(AssertionError, match="free page"):
+        ledger.share(ids[1:2], 2 * UNIT)
+    with pytest.raises(AssertionError, match="twice"):
+        ledger.give(ids[1:2], 2 * UNIT)
+
+
+def test_holders_move_with_their_page() -> None:
+    ledger = PageLedger(4 * 8 * UNIT, 8 * UNIT)
+    ids = ledger.take(4 * 8, UNIT)
+    kept = ids[[0, 9, 18, 27]]
+    ledger.share(kept[2:], UNIT)
+    ledger.give(np.setdiff1d(ids, kept), UNIT)
+    before, after = moved(ledger.make_room(ledger.by_class({4 * UNIT: 6})))
+    now = kept.copy()
+    for old, new in zip(before, after, strict=True):
+        now[kept == old] = new
+    assert len(before) and ledger.holders(now, UNIT).tolist() == [1, 1, 2, 2]
+    ledger.give(now, UNIT)
+    ledger.give(now[2:], UNIT)
+    ledger.check()
+    assert ledger.bytes_out == 0
