@@ -73,12 +73,12 @@ async def test_prefixes_are_printed_under_their_parents(capsys):
             assert await inspect(address) == 0
             head, *lines = capsys.readouterr().out.splitlines()
             rows = [line.split() for line in lines]
-            assert head.split() == "prefix tokens sharers hits hit rate bytes last use pinned".split()
+            assert head.split() == "prefix key tokens sharers hits hit rate bytes last use pinned".split()
             assert lines[0].startswith("[bold]begin[/]\\x1b[2J"), "a prompt neither steers the terminal nor is markup"
-            assert rows[0][1:] == "0-128 0 3 75% 10B 0 s ago below".split()
-            assert rows[1][0] == "└─" and rows[1][2:] == "64-128 2 1 33% 10B now below".split()
-            assert lines[2].startswith("   └─ CCC") and rows[2][2:] == "128-192 0 1 33% 10B 90 s ago forever".split()
-            assert rows[3][1:] == "0-64 0 1 33% 2KiB 2 h ago 30 s more".split()
+            assert rows[0][1:] == "p0 0-128 0 3 75% 10B 0 s ago below".split()
+            assert rows[1][0] == "└─" and rows[1][2:] == "p1 64-128 2 1 33% 10B now below".split()
+            assert lines[2].startswith("   └─ CCC") and rows[2][2:] == "p2 128-192 0 1 33% 10B 90 s ago forever".split()
+            assert rows[3][1:] == "p3 0-64 0 1 33% 2KiB 2 h ago 30 s more".split()
             assert lines[4] == "4 prefixes"
             assert lines[5] == "cache of 100B: 0B used, 7B cached, 93B free; 11B evicted since start"
             assert lines[6] == "pinned 2.029KiB; sharing saves 10B now"
@@ -94,9 +94,10 @@ async def test_a_narrow_terminal_shows_every_number(capsys, monkeypatch, width, 
     async with served(found) as url:
         assert await inspect(url) == 0
     *_, long = [line for line in capsys.readouterr().out.splitlines() if "12,345" in line]
-    found = re.fullmatch(r"(.*…) +0-\d+ +0 +12,345 +33% +1\.465GiB +0 s ago *", long)
+    found = re.fullmatch(r"(.*…) +(?:p4 +)?0-\d+ +0 +12,345 +33% +1\.465GiB +0 s ago *", long)
     assert found is not None and cell_len(found[1]) <= max(tree.MIN_TEXT_WIDTH, width - 50)
     assert width < 80 or cell_len(long) <= width
+    assert (" p4 " in long) == (width >= tree.KEYS_WIDTH)
 
 
 async def test_prefixes_of_several_salts_are_told_apart(capsys):

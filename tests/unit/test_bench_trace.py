@@ -181,8 +181,8 @@ def test_a_single_chunk_that_is_not_found_ends_with_status_one(
 
     extend = PrefixTree.extend
 
-    def forgetful(self: PrefixTree, namespace: Any, path: Any, tokens: Any, limit: int, is_hit: bool = True) -> int:
-        return extend(self, namespace, path, tokens, min(limit, 1) if len(tokens) == 192 else limit, is_hit)
+    def forgetful(self: PrefixTree, path: Any, keys: Any, limit: int, is_hit: bool = True) -> int:
+        return extend(self, path, keys, min(limit, 1) if len(keys._token_ids) == 192 else limit, is_hit)
 
     monkeypatch.setattr(PrefixTree, "extend", forgetful)
     status, row = bench(folder, write(tmp_path / "trace", FORKS))

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.namespace import FORMAT_VERSION, Namespace
@@ -55,6 +56,10 @@ class Holder:
     @property
     def num_prompt(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def keys(self) -> ChunkKeys:
+        return ChunkKeys(self.namespace, self.token_ids)
 
 
 def make_manager(chunks: int) -> CacheManager:
@@ -157,7 +162,8 @@ def test_what_nobody_reads_stays_until_room_is_needed_and_the_oldest_goes_first(
     assert run_prompt(manager, Holder(chunk(5) + chunk(6) + chunk(7, 5)))
     manager.check()
     found = {
-        letter: manager.tree.extend("model", Path(), chunk(letter) + chunk(letter + 10) + [7], 2) for letter in (1, 2)
+        letter: manager.tree.extend(Path(), ChunkKeys("model", chunk(letter) + chunk(letter + 10) + [7]), 2)
+        for letter in (1, 2)
     }
     assert found == {1: 2, 2: 1}, "leaves go from their end"
 
@@ -170,7 +176,7 @@ def test_what_was_read_until_last_is_evicted_last_whoever_began_first() -> None:
     manager.release(first)
     assert run_prompt(manager, Holder(chunk(5) + chunk(6) + [7])), "three chunks, and two are free"
     assert manager.tree is not None
-    assert [[*manager.tree.walk("model", chunk(letter), 1)] == [] for letter in (1, 2)] == [False, True]
+    assert [[*manager.tree.walk(ChunkKeys("model", chunk(letter)), 1)] == [] for letter in (1, 2)] == [False, True]
 
 
 def test_locked_paths_are_never_evicted() -> None:
@@ -230,7 +236,7 @@ def test_what_is_pinned_stays_until_its_time_is_over() -> None:
         other = Holder(chunk(letter) * 3 + [letter])
         assert run_prompt(manager, other)
         manager.release(other)
-    assert manager.tree.extend("model", Path(), holder.token_ids, 2) == 2, "other requests dropped a pinned prefix"
+    assert manager.tree.extend(Path(), holder.keys, 2) == 2, "other requests dropped a pinned prefix"
     manager.tick(149.9)
     assert manager.tree.num_pinned == 2
     manager.tick(150.0)
@@ -266,9 +272,9 @@ def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
     assert manager.pin(holder, 128, 100.0) and manager.pin(holder, 128, 10.0)
     manager.tick(50.0)
     assert manager.tree is not None and manager.tree.num_pinned == 2, "a shorter pin ended a longer one"
-    assert manager.unpin("model", chunk(1)) == manager.unpin("other", holder.token_ids) == 0
-    assert manager.unpin("model", holder.token_ids + chunk(8)) == 1, "a longer prompt begins with it"
-    assert manager.unpin("model", holder.token_ids) == 0
+    assert manager.unpin(ChunkKeys("model", chunk(1))) == manager.unpin(ChunkKeys("other", holder.token_ids)) == 0
+    assert manager.unpin(ChunkKeys("model", holder.token_ids + chunk(8))) == 1, "a longer prompt begins with it"
+    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0
     assert manager.tree.num_pinned == 0
     manager.check()
 
@@ -283,7 +289,7 @@ def test_pins_take_half_of_the_arena_at_most_and_the_same_prefix_counts_once() -
     manager.release(second)
     third = Holder([*chunk(7), 4])
     assert run_prompt(manager, third)
-    assert not manager.may_pin("model", third.token_ids) and not manager.pin(third, 65, 10.0)
+    assert not manager.may_pin(third.keys, 1) and not manager.pin(third, 65, 10.0)
     manager.check()
 
 
@@ -305,17 +311,17 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     assert tree is not None
     holder = Holder(chunk(1) + chunk(2) + [3])
     assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
-    tree.protect("model", chunk(1) + chunk(2))
+    tree.protect(ChunkKeys("model", chunk(1) + chunk(2)))
     other = Holder([*chunk(1), 9])
     assert run_prompt(manager, other) and manager.pin(other, 64, 5.0)
     manager.release(holder)
     manager.release(other)
     assert tree.num_protected == (2, 1)
-    assert manager.unpin("model", holder.token_ids) == 1, "the shorter one alone"
+    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
     assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
     manager.tick(1e9)
     assert tree.num_pinned == 2
-    assert tree.extend("model", Path(), holder.token_ids, 2) == 2
+    assert tree.extend(Path(), holder.keys, 2) == 2
     manager.check()
 
 
@@ -325,10 +331,10 @@ def test_who_pins_a_protected_prefix_again_can_neither_end_it_nor_have_it_given_
     assert tree is not None
     holder = Holder([*chunk(1), *chunk(2), 3])
     assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
-    tree.protect("model", chunk(1) + chunk(2))
+    tree.protect(ChunkKeys("model", chunk(1) + chunk(2)))
     assert manager.pin(holder, 128, 9.0), "a request with the same beginning asks for it, too"
     manager.release(holder)
-    assert manager.unpin("model", holder.token_ids) == 0 and tree.unpin_oldest() is None
+    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0 and tree.unpin_oldest() is None
     assert tree.num_protected == (2, 1) and tree.num_pinned == 2
     manager.check()
 
@@ -346,7 +352,7 @@ def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range
     used: list[int] = []
     for letter in itertools.islice(itertools.cycle(order), 1000):
         num_notes, path = len(tree._leaves), Path()
-        assert tree.extend("model", path, chunk(letter), 1) == 1
+        assert tree.extend(path, ChunkKeys("model", chunk(letter)), 1) == 1
         tree.release(path)
         used.append(letter)
         if len(tree._leaves) < num_notes:
@@ -354,9 +360,11 @@ def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range
     else:
         pytest.fail(f"{len(tree._leaves)} notes of six leaves")
     for letter in used[-6:]:
-        assert list(tree.walk("model", chunk(letter), 1))
+        assert list(tree.walk(ChunkKeys("model", chunk(letter)), 1))
         manager.table.give(tree.evict(1))
-        assert not list(tree.walk("model", chunk(letter), 1)), f"{letter} was used longest ago of {used[-6:]}"
+        assert not list(tree.walk(ChunkKeys("model", chunk(letter)), 1)), (
+            f"{letter} was used longest ago of {used[-6:]}"
+        )
 
 
 def test_to_end_a_pin_is_a_use() -> None:
@@ -366,7 +374,7 @@ def test_to_end_a_pin_is_a_use() -> None:
     assert run_prompt(manager, holder) and manager.pin(holder, 64, float("inf"))
     manager.release(holder)
     manager.tick(50.0)
-    assert manager.unpin("model", holder.token_ids) == 1
+    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 1
     manager.tick(59.0)
     admission = manager.admit(Holder([*chunk(1), 3]))
     assert admission is not None and admission.cached_tokens == 64
@@ -385,7 +393,7 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
             assert manager.pin(holder, 128, float("inf"))
         manager.release(holder)
     manager.tick(14.0)
-    assert manager.unpin("model", pinned.token_ids) == 1
+    assert manager.unpin(ChunkKeys("model", pinned.token_ids)) == 1
     manager.check()
     manager.lifetime = 10.0
     manager.tick(15.0)
@@ -465,6 +473,20 @@ def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
     manager.tick(27.0)
     assert tree.num_chunks == 0 and not list(tree._roots), "an empty root is kept"
     manager.check()
+
+
+def test_a_prefix_keeps_its_id_when_another_prompt_divides_it() -> None:
+    manager = make_manager(20)
+    assert manager.tree is not None
+    assert run_prompt(manager, Holder(chunk(1) + chunk(2) + chunk(3)))
+    (whole,) = prefixes(manager.tree, 1000)
+    assert run_prompt(manager, Holder(chunk(1) + chunk(9)))
+    front, *others = sorted(prefixes(manager.tree, 1000), key=lambda each: each.start)
+    back = next(each for each in others if each.token_ids[0] == 2)
+    assert (back.id, back.parent) == (whole.id, front.id) and front.parent is whole.parent is None
+    names = ChunkKeys("model", chunk(1) + chunk(2) + chunk(3)).first(3)
+    assert [front.id, back.id] == [names[0].hex(), names[2].hex()], "ids are keys of their last chunks"
+    assert front.space == whole.space
 
 
 def test_prefixes_show_what_is_resident_and_who_uses_it() -> None:
@@ -631,14 +653,14 @@ class Churn(RuleBasedStateMachine):
             return
         self.count()
         num_tokens = min(part, holder.path.num_shared * PAGE_TOKENS)
-        allowed = self.manager.may_pin(holder.namespace, holder.token_ids[:num_tokens])
+        allowed = self.manager.may_pin(holder.keys, num_tokens // PAGE_TOKENS)
         assert self.manager.pin(holder, num_tokens, seconds) == (allowed and num_tokens >= PAGE_TOKENS)
         assert self.tree.num_pinned <= self.manager.table.capacity * PINNED_SHARE
 
     @rule(holder=live)
     def unpin(self, holder: Holder) -> None:
         self.count()
-        self.manager.unpin(holder.namespace, holder.token_ids)
+        self.manager.unpin(holder.keys)
 
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
@@ -695,7 +717,7 @@ class Churn(RuleBasedStateMachine):
     def sharers_stand_side_by_side(self) -> None:
         """In the order in which the scheduler puts them, the readers of every segment are neighbours."""
         for holder in self.holders:
-            fresh = tuple((segment.name, len(segment.chunks)) for segment in holder.path.segments)
+            fresh = tuple((segment.number, len(segment.chunks)) for segment in holder.path.segments)
             assert self.tree.shared(holder.path) == fresh, "what a path remembers of its segments is out of date"
         rows = sorted(self.holders, key=lambda holder: self.tree.shared(holder.path))
         for _, segment in self.tree.segments():

@@ -17,6 +17,7 @@ from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import Need
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.path import Path
@@ -52,6 +53,10 @@ class Holder:
     @property
     def num_prompt(self) -> int:
         return len(self.prompt)
+
+    @property
+    def keys(self) -> ChunkKeys:
+        return ChunkKeys(self.namespace, self.token_ids)
 
 
 def make_manager(chunks: int, *, share: bool = True, rows: int = 16) -> CacheManager:

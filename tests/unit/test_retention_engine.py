@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache.keys import ChunkKeys
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
@@ -166,7 +167,7 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, bu
     found += answer(bench, "together", asked, (prompt_of(150, 2), greedy(20)), asked)[::2]
     assert manager.tree is not None
     seed = 3
-    while list(manager.tree.walk(engine.namespace, asked[0], 1)):
+    while list(manager.tree.walk(ChunkKeys(engine.namespace, asked[0]), 1)):
         answer(bench, f"other {seed}", (prompt_of(250, seed), greedy(2)))
         seed += 1
     found += answer(bench, "after eviction", asked)

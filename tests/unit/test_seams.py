@@ -57,7 +57,7 @@ def test_chunks_are_taken_whole_or_not_at_all() -> None:
 def test_a_segment_holds_whole_chunks_from_a_chunk_boundary() -> None:
     for tokens, start in ((63, 0), (64, 1)):
         with pytest.raises(AssertionError):
-            Segment(np.zeros(tokens, np.int32), np.array([1], np.int32), start, np.zeros((1, 1), np.int32))
+            Segment(np.zeros(tokens, np.int32), [b"key"], np.array([1], np.int32), start)
 
 
 def test_partials_merge_to_attention_over_the_union_in_any_order() -> None:

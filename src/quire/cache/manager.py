@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.counts import ChunkCounts, Need
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.prefixes import explain
@@ -44,13 +45,12 @@ class Holder(Protocol):
     """What the manager needs to know of a sequence."""
 
     path: Path
+    num_preemptions: int
 
     @property
-    def namespace(self) -> Hashable:
-        """What must be equal for two sequences to share pages."""
+    def keys(self) -> ChunkKeys:
+        """The names of its chunks."""
         ...
-
-    num_preemptions: int
 
     @property
     def reads_cache(self) -> bool:
@@ -144,10 +144,10 @@ class CacheManager:
         found = starts = alone = unused = 0
         part: NDArray[np.int64] | None = None
         if self.tree is not None and holder.reads_cache:
-            namespace, tokens, limit = holder.namespace, holder.token_ids, self._limit(holder)
+            limit = self._limit(holder)
             if self.retainer is not None:
                 limit = self.retainer.reusable(holder, limit)
-            for segment, count in self.tree.walk(namespace, tokens, limit):
+            for segment, count in self.tree.walk(holder.keys, limit):
                 found += count
                 if segment.pins:
                     continue
@@ -193,20 +193,19 @@ class CacheManager:
         count = num_tokens // PAGE_TOKENS
         if self.tree is None or count == 0:
             return False
-        if not self.may_pin(holder.namespace, holder.token_ids[:num_tokens]):
+        if not self.may_pin(holder.keys, count):
             return False
         self.tree.pin(holder.path, count, self.tree.now + seconds)
         return True
 
-    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+    def unpin(self, keys: ChunkKeys) -> int:
         """Ends the pins of a prompt and of what it begins with; returns how many."""
-        return 0 if self.tree is None else self.tree.unpin(namespace, tokens)
+        return 0 if self.tree is None else self.tree.unpin(keys)
 
-    def may_pin(self, namespace: Hashable, tokens: Sequence[int]) -> bool:
-        """Whether pins have room for the whole chunks of these tokens."""
+    def may_pin(self, keys: ChunkKeys, count: int) -> bool:
+        """Whether pins have room for the first `count` chunks of a prompt."""
         assert self.tree is not None
-        count = len(tokens) // PAGE_TOKENS
-        pinned = sum(found for segment, found in self.tree.walk(namespace, tokens, count) if segment.pins)
+        pinned = sum(found for segment, found in self.tree.walk(keys, count) if segment.pins)
         return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
@@ -226,28 +225,27 @@ class CacheManager:
                 f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
                 f" {holder.path.num_shared * PAGE_TOKENS}: retention needs both"
             )
-        return explain(self.tree, holder.namespace, holder.token_ids)
+        return explain(self.tree, holder.keys, holder.token_ids)
 
     def _known(self, holder: Holder) -> int:
         """Chunks of a prompt that the tree has, as far as they may be found."""
         assert self.tree is not None
-        return sum(count for _, count in self.tree.walk(holder.namespace, holder.token_ids, self._limit(holder)))
+        return sum(count for _, count in self.tree.walk(holder.keys, self._limit(holder)))
 
-    def next_chunk(self, holder: Holder) -> Hashable:
-        """What the next whole chunk of a prompt is known by, so that two sequences about to compute the same one can
-        be told; None where it is not to be shared.
+    def next_chunk(self, holder: Holder) -> bytes | None:
+        """The key of the next whole chunk of a prompt, so that two sequences about to compute the same one can be told;
+        None where it is not to be shared.
         """
         path = holder.path
-        start = path.num_tokens
         if (
             self.tree is None
             or not holder.reads_cache
             or path.retained is not None
             or path.num_chunks != path.num_shared
-            or start + PAGE_TOKENS > self._limit(holder) * PAGE_TOKENS
+            or path.num_sealed >= self._limit(holder)
         ):
             return None
-        return holder.namespace, id(path.tip), tuple(holder.token_ids[start : start + PAGE_TOKENS])
+        return holder.keys.first(path.num_sealed + 1)[-1]
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Makes room for the sequence's first `num_tokens` tokens, in the chunks they will be stored in; False, with
@@ -296,15 +294,14 @@ class CacheManager:
         path.num_tokens = num_tokens
         if num_tokens // PAGE_TOKENS == path.num_sealed:
             return
-        first, path.num_sealed = path.num_sealed, num_tokens // PAGE_TOKENS
+        path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
         if path.retained is not None:
             assert self.retainer is not None
             self.retainer.reseal(path, holder.token_ids[:num_tokens])
         elif self.tree is not None:
-            tokens = np.array(holder.token_ids[first * PAGE_TOKENS : path.num_sealed * PAGE_TOKENS], np.int32)
-            self.table.give(self.tree.publish(holder.namespace, path, tokens))
+            self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
             if self.retainer is not None:
                 self._store_sums(holder)
         self._settle(holder)
@@ -493,7 +490,7 @@ class CacheManager:
         if tree is not None and holder.reads_cache:
             limit, is_hit = self._limit(holder), not holder.num_preemptions
             if self.retainer is None:
-                count = tree.extend(holder.namespace, path, holder.token_ids, limit, is_hit)
+                count = tree.extend(path, holder.keys, limit, is_hit)
             else:
                 count, sums = self.retainer.match(holder, limit, is_hit)
                 if count:

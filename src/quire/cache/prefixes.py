@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from quire.cache.keys import ChunkKeys, namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
@@ -22,8 +22,8 @@ SHOWN_TOKENS = 320
 class Prefix:
     """One segment of the tree: the tokens after its parent's, and who uses them.
 
-    id                digest of the namespace and of all tokens up to its end: the same on every machine
-    space             digest of the namespace: equal for all that may share
+    id                key of its last chunk (`cache/keys.py`): the same on every machine, whatever else is cached
+    space             key of the namespace: equal for all that may share
     parent            id of the segment before it; None for a first one
     start             position of its first token
     num_tokens        how many it holds
@@ -59,27 +59,19 @@ def prefixes(
 ) -> list[Prefix]:
     """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
-    ids: dict[Segment, str] = {}
-    spaces: dict[Hashable, str] = {}
     same: dict[Segment, dict[Segment, int]] = {}
     for namespace, segment in tree.segments():
         if not visible(namespace):
             continue
-        parent = None if segment.parent is None else ids.get(segment.parent)
-        # Each id hashes its parent's: a chain, as deep as the tree.
-        if namespace not in spaces:
-            spaces[namespace] = _digest(repr(namespace).encode())
-        space = spaces[namespace]
-        ids[segment] = _digest((parent or space).encode() + segment.tokens.tobytes())
         assert segment.parent is not None
         if segment.parent not in same:
             same[segment.parent] = _in_common(list(segment.parent.children.values()))
         sharers = int(segment.locks.max())
         found.append(
             Prefix(
-                id=ids[segment],
-                space=space,
-                parent=parent,
+                id=segment.keys[-1].hex(),
+                space=namespace_key(namespace).hex(),
+                parent=segment.parent.keys[-1].hex() if segment.parent.keys else None,
                 start=segment.start,
                 num_tokens=len(segment.tokens),
                 token_ids=segment.tokens[:SHOWN_TOKENS].tolist(),
@@ -96,18 +88,18 @@ def prefixes(
     return found
 
 
-def explain(tree: PrefixTree, namespace: Hashable, tokens: Sequence[int]) -> str:
+def explain(tree: PrefixTree, keys: ChunkKeys, tokens: Sequence[int]) -> str:
     """Why a prompt finds as much as it does, in a sentence."""
     limit = (len(tokens) - 1) // PAGE_TOKENS
     if limit < 1:
         return f"of {len(tokens)} tokens no whole chunk of {PAGE_TOKENS} lies before the last one, which is computed"
-    found = list(tree.walk(namespace, tokens, limit))
+    found = list(tree.walk(keys, limit))
     num_chunks = sum(count for _, count in found)
     at = num_chunks * PAGE_TOKENS
     if num_chunks == limit:
         return "everything but its last tokens, which are always computed"
     if not found:
-        candidates = tree.children(namespace)
+        candidates = tree.children(keys.namespace)
         if not candidates:
             return "nothing is cached with its salt"
     else:
@@ -128,16 +120,12 @@ def explain(tree: PrefixTree, namespace: Hashable, tokens: Sequence[int]) -> str
 def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
     """Of each segment the leading tokens that its first chunk has in common with the nearest other."""
     # Neighbours in any order of tokens are most alike, and bytes are compared fastest.
-    ordered = sorted(siblings, key=lambda segment: segment.key)
+    ordered = sorted(siblings, key=lambda segment: segment.tokens[:PAGE_TOKENS].tobytes())
     found = dict.fromkeys(ordered, 0)
     for left, right in itertools.pairwise(ordered):
         same = _same_tokens(left.tokens[:PAGE_TOKENS], right.tokens[:PAGE_TOKENS])
         found[left], found[right] = max(found[left], same), same
     return found
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _same_tokens(left: np.ndarray, right: np.ndarray) -> int:

@@ -10,13 +10,14 @@ Within a budget nothing of this is needed: what ranks tokens is what the last ro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.codecs.sums import SumsCodec
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.retained import Retained, drop_empty, has_page, pack, places_of, to_own
@@ -44,8 +45,8 @@ class Prompted(Protocol):
     path: Path
 
     @property
-    def namespace(self) -> Hashable:
-        """What must be equal for two sequences to share pages."""
+    def keys(self) -> ChunkKeys:
+        """The names of its chunks."""
         ...
 
     @property
@@ -126,14 +127,14 @@ class Retainer:
         """
         path, tree = holder.path, self.tree
         assert tree is not None
-        tokens, first = holder.token_ids, path.num_shared
+        keys, first = holder.keys, path.num_shared
         if not self._keeps_sums:
-            return tree.extend(holder.namespace, path, tokens, limit, is_hit), np.empty(0, np.int32)
-        count, sums = tree.sums_within(holder.namespace, tokens, limit)
+            return tree.extend(path, keys, limit, is_hit), np.empty(0, np.int32)
+        count, sums = tree.sums_within(keys, limit)
         if count > first:
-            tree.extend(holder.namespace, path, tokens, count, is_hit)
+            tree.extend(path, keys, count, is_hit)
         # Sums are kept where the last rows begin, and where what the tree has of this prompt ends: others may, too.
-        known = sum(each for _, each in tree.walk(holder.namespace, tokens, limit))
+        known = sum(each for _, each in tree.walk(keys, limit))
         path.stops = tuple(sorted({stop for stop in (known, limit) if stop > path.num_shared}))
         if path.stops:
             self._coming.setdefault(holder)
@@ -146,7 +147,7 @@ class Retainer:
         if not self._keeps_sums:
             return limit
         assert self.tree is not None
-        return self.tree.sums_within(holder.namespace, holder.token_ids, limit)[0]
+        return self.tree.sums_within(holder.keys, limit)[0]
 
     def copy_sums(self, path: Path, sums: NDArray[np.int32]) -> None:
         """The path, which has none, begins with these sums, in rows of its own."""
@@ -156,15 +157,14 @@ class Retainer:
         """Whether another sequence that came before is about to keep sums this one could begin with."""
         if self.tree is None or not self._coming:
             return False
-        tokens, limit = holder.token_ids, self.retention.num_reusable(holder.num_prompt)
+        limit = self.retention.num_reusable(holder.num_prompt)
+        keys = holder.keys.first(limit)
         for other in self._coming:
             if other is holder:
                 return False
-            # Most prompts differ in their first chunk, if they do.
-            if other.namespace == holder.namespace and other.token_ids[:PAGE_TOKENS] == tokens[:PAGE_TOKENS]:
-                stops = [stop for stop in other.path.stops if holder.path.num_shared < stop <= limit]
-                ends = (end for stop in stops if (end := stop * PAGE_TOKENS) > other.path.num_tokens)
-                if any(other.token_ids[:end] == tokens[:end] for end in ends):
+            for stop in other.path.stops:
+                is_ahead = holder.path.num_shared < stop <= limit and stop * PAGE_TOKENS > other.path.num_tokens
+                if is_ahead and other.keys.first(stop)[-1] == keys[stop - 1]:
                     return True
         return False
 

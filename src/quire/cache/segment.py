@@ -17,6 +17,7 @@ class Segment:
     it or, for its only reader, lengthen it.
 
     tokens        int32 [n * 64], the tokens the chunks hold
+    keys          of the chunks, [n]
     chunks        int32 [n], chunk ids
     start         position of the first token, a multiple of 64
     users         live paths that found or computed it, whatever of it they still read
@@ -25,10 +26,10 @@ class Segment:
     sums          int32 [end / 64], rows with the attention that every chunk up to the segment's end has had from all
                   rows before that; None where nobody kept them
     is_dropped    whether the tree has let go of it, while paths still read some heads' pages
-    name          the tree's number for it
+    number        the tree's for it: segments are ordered by it
     parent        the segment before it; a root has neither tokens nor a parent
     namespace     of a root: whose segments follow
-    children      the segments after it, by the bytes of their first chunk's tokens
+    children      the segments after it, by the keys of their first chunks
     last_use      the tree's count of uses when a path last took or left it
     used_at       seconds, the tree's `now` at that moment
     hits          sequences that found it
@@ -38,9 +39,10 @@ class Segment:
     """
 
     tokens: NDArray[np.int32]
+    keys: list[bytes]
     chunks: NDArray[np.int32]
     start: int
-    name: int = 0
+    number: int = 0
     parent: Segment | None = None
     namespace: Hashable = None
     children: dict[bytes, Segment] = field(default_factory=dict)
@@ -56,15 +58,10 @@ class Segment:
     is_dropped: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.chunks) * PAGE_TOKENS, (
-            f"{len(self.tokens)} tokens in {len(self.chunks)} chunks"
+        assert len(self.tokens) == len(self.chunks) * PAGE_TOKENS and len(self.keys) == len(self.chunks), (
+            f"{len(self.tokens)} tokens and {len(self.keys)} keys in {len(self.chunks)} chunks"
         )
         assert self.start % PAGE_TOKENS == 0, f"a segment starts on a chunk boundary, not at {self.start}"
-
-    @property
-    def key(self) -> bytes:
-        """What it is found by among its parent's children: equal tokens, not an equal hash of them."""
-        return self.tokens[:PAGE_TOKENS].tobytes()
 
     @property
     def num_sums(self) -> int:

@@ -7,7 +7,7 @@ What nobody locks stays cached until memory is wanted, and then goes from the le
 pinned stays even then.
 
 Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, finished
-sequences stay, and a chunk is found by all its tokens, so that no two of equal hash are ever taken for each other.
+sequences stay, and chunks are found by keys of all tokens up to their end (`cache/keys.py`).
 
 A path that retention has made smaller reads a segment's pages of some heads only. The tree may then drop the segment:
 pages that the path still reads have it as their last holder.
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.segment import Segment
@@ -67,57 +69,54 @@ class PrefixTree:
     num_divided: int = 0
     _roots: dict[Hashable, Segment] = field(default_factory=dict)
     _pinned: dict[Segment, bool] = field(default_factory=dict)  # in order of their first pin; whether it is protected
-    _names: int = 0
+    _numbers: int = 0
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
     _pushes: int = 0
 
     def __post_init__(self) -> None:
         self.part_read, self.part_idle = np.zeros((2, *self.shape), np.int64)
 
-    def extend(self, namespace: Hashable, path: Path, tokens: Sequence[int], limit: int, is_hit: bool = True) -> int:
-        """Carries a path without chunks of its own on, as far as the tree holds the tokens, and locks what it takes.
+    def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
+        """Carries a path without chunks of its own on, as far as the tree has the keys, and locks what it takes.
         Returns the chunks it took.
 
         limit   chunks in all at most
         is_hit  whether it counts as one: a sequence that comes back after a preemption finds what it left
         """
         assert path.num_chunks == path.num_shared, "a path with chunks of its own cannot take others"
-        at = path.tip or self._roots.get(namespace)
+        at = path.tip or self._roots.get(keys.namespace)
         first = path.num_shared
         if at is None or first >= limit:
             return 0
-        rest = np.array(tokens[first * PAGE_TOKENS : limit * PAGE_TOKENS], np.int32)
-        while len(rest) and (child := at.children.get(rest[:PAGE_TOKENS].tobytes())) is not None:
-            count = _common_chunks(child.tokens, rest)
+        rest = keys.first(limit)[first:]
+        while rest and (child := at.children.get(rest[0])) is not None:
+            count = num_common(child.keys, rest)
             at = self._divide(child, count) if count < len(child.chunks) else child
             at.hits += is_hit
             self._take(at)
             path.append(at.chunks)
-            rest = rest[count * PAGE_TOKENS :]
+            rest = rest[count:]
         if path.num_chunks > first:
             path.tip, path.num_shared = at, path.num_chunks
         return path.num_chunks - first
 
-    def publish(self, namespace: Hashable, path: Path, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Gives the tree the chunks a path has sealed: those after its shared ones that hold `tokens`, int32 [n * 64].
-        They are locked for the path and shared from now on.
+    def publish(self, path: Path, keys: ChunkKeys, end: int) -> NDArray[np.int32]:
+        """Gives the tree the chunks a path has sealed: those after its shared ones, up to chunk `end`. They are locked
+        for the path and shared from now on.
 
         Where the tree has the same tokens already the path takes the tree's chunks; returns the ids of its own that it
         needs no longer.
         """
-        first, count = path.num_shared, len(tokens) // PAGE_TOKENS
-        at = path.tip or self._roots.get(namespace)
+        first, count = path.num_shared, end - path.num_shared
+        at = path.tip or self._roots.get(keys.namespace)
         if at is None:
             none = np.empty(0, np.int32)
-            at = Segment(none, none, 0, namespace=namespace)
-            self._roots[namespace] = at
+            at = Segment(none, [], none, 0, namespace=keys.namespace)
+            self._roots[keys.namespace] = at
         spare = path.chunks[first : first + count].copy()
-        taken = 0
-        while (
-            taken < count
-            and (child := at.children.get(tokens[taken * PAGE_TOKENS :][:PAGE_TOKENS].tobytes())) is not None
-        ):
-            common = _common_chunks(child.tokens, tokens[taken * PAGE_TOKENS :])
+        taken, new = 0, keys.first(end)[first:]
+        while taken < count and (child := at.children.get(new[taken])) is not None:
+            common = num_common(child.keys, new[taken:])
             at = self._divide(child, common) if common < len(child.chunks) else child
             at.computed += 1
             self._take(at)
@@ -126,7 +125,8 @@ class PrefixTree:
             held = [segment.chunks for segment in Path(at).segments]
             path.replace(first, np.concatenate(held)[first : first + taken])
         if taken < count:
-            at = self._add(at, path, tokens[taken * PAGE_TOKENS :], path.chunks[first + taken : first + count].copy())
+            tokens = keys.tokens(first + taken, end).copy()
+            at = self._add(at, path, tokens, new[taken:], path.chunks[first + taken : first + count].copy())
         path.tip, path.num_shared = at, first + count
         return spare[:taken]
 
@@ -196,10 +196,10 @@ class PrefixTree:
         self._count(segment, 1)
         return before
 
-    def sums_within(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> tuple[int, NDArray[np.int32]]:
-        """The longest beginning of the tokens, `limit` chunks at most, that has sums: its chunks, and their rows."""
+    def sums_within(self, keys: ChunkKeys, limit: int) -> tuple[int, NDArray[np.int32]]:
+        """The longest beginning of a sequence, `limit` chunks at most, that has sums: its chunks, and their rows."""
         found = 0, np.empty(0, np.int32)
-        for segment, count in self.walk(namespace, tokens, limit):
+        for segment, count in self.walk(keys, limit):
             if count == len(segment.chunks) and segment.sums is not None:
                 found = segment.end // PAGE_TOKENS, segment.sums
         return found
@@ -239,17 +239,17 @@ class PrefixTree:
             self._pinned[segment] = False
             self._count_pin(segment, 1)
 
-    def protect(self, namespace: Hashable, tokens: Sequence[int]) -> None:
+    def protect(self, keys: ChunkKeys) -> None:
         """Makes the pin of a prompt, which it has, one that nothing ends."""
-        *_, (segment, count) = self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS)
+        *_, (segment, count) = self.walk(keys)
         assert segment in self._pinned and count == len(segment.chunks), "what is protected is pinned"
         segment.pinned_until, self._pinned[segment] = math.inf, True
 
-    def unpin(self, namespace: Hashable, tokens: Sequence[int]) -> int:
+    def unpin(self, keys: ChunkKeys) -> int:
         """Ends the pins of a prompt and of all that it begins with, but for protected ones; returns how many. What
         they kept counts as used now.
         """
-        found = self.walk(namespace, tokens, len(tokens) // PAGE_TOKENS)
+        found = self.walk(keys)
         held = [segment for segment, count in found if count == len(segment.chunks)]
         ended = [each for each in held if self._pinned.get(each) is False]
         if ended:
@@ -283,24 +283,23 @@ class PrefixTree:
                 at = at.parent
         return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
 
-    def walk(self, namespace: Hashable, tokens: Sequence[int], limit: int) -> Iterator[tuple[Segment, int]]:
-        """(segment, leading chunks of it) that hold the first tokens, `limit` chunks at most; changes nothing."""
-        at = self._roots.get(namespace)
-        rest = np.array(tokens[: limit * PAGE_TOKENS], np.int32)
-        while at is not None and len(rest) and (at := at.children.get(rest[:PAGE_TOKENS].tobytes())) is not None:
-            count = _common_chunks(at.tokens, rest)
+    def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
+        """(segment, leading chunks of it) that have a sequence's first keys, `limit` at most; changes nothing."""
+        at, rest = self._roots.get(keys.namespace), keys.first(limit)
+        while at is not None and rest and (at := at.children.get(rest[0])) is not None:
+            count = num_common(at.keys, rest)
             yield at, count
             if count < len(at.chunks):
                 return
-            rest = rest[count * PAGE_TOKENS :]
+            rest = rest[count:]
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
-        """(name, chunks) of the path's segments: paths whose tuples begin alike share as much, and sorted by them
+        """(number, chunks) of the path's segments: paths whose tuples begin alike share as much, and sorted by them
         stand side by side.
         """
         known, found = path.shared
         if known != (self.num_divided, path.num_shared):
-            found = tuple((segment.name, len(segment.chunks)) for segment in path.segments)
+            found = tuple((segment.number, len(segment.chunks)) for segment in path.segments)
             path.shared = (self.num_divided, path.num_shared), found
         return found
 
@@ -325,7 +324,7 @@ class PrefixTree:
             parent = segment.parent
             assert not segment.is_dropped, "a dropped segment is in the tree"
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
-            assert parent.children[segment.key] is segment, "a segment is not found by its first chunk"
+            assert parent.children[segment.keys[0]] is segment, "a segment is not found by its first chunk"
             assert parent.parent is None or (segment.locks <= parent.locks).all(), (
                 "a segment is locked and its parent is not"
             )
@@ -394,7 +393,9 @@ class PrefixTree:
         segment = next(each for each in path.segments if each.end >= end)
         return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
 
-    def _add(self, at: Segment, path: Path, tokens: NDArray[np.int32], chunks: NDArray[np.int32]) -> Segment:
+    def _add(
+        self, at: Segment, path: Path, tokens: NDArray[np.int32], keys: list[bytes], chunks: NDArray[np.int32]
+    ) -> Segment:
         """Puts chunks after a segment: at its end where nothing follows and only this path ever had to do with it, else
         as a child.
         """
@@ -402,18 +403,21 @@ class PrefixTree:
         if at is path.tip and not at.children and alone:
             self._count(at, -1)
             at.tokens = np.concatenate((at.tokens, tokens))
+            at.keys = at.keys + keys
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
-        child = Segment(tokens, chunks, at.end, self._name(), at, last_use=self.num_uses, used_at=self.now, users=1)
-        at.children[child.key] = child
+        child = Segment(
+            tokens, keys, chunks, at.end, self._number(), at, last_use=self.num_uses, used_at=self.now, users=1
+        )
+        at.children[keys[0]] = child
         self._count(child, 1)
         return child
 
-    def _name(self) -> int:
-        self._names += 1
-        return self._names
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     def _divide(self, segment: Segment, count: int) -> Segment:
         """Splits a segment after `count` chunks and returns the front. The back is the segment itself, which paths
@@ -425,9 +429,10 @@ class PrefixTree:
         self._count(segment, -1)
         front = Segment(
             segment.tokens[:cut],
+            segment.keys[:count],
             segment.chunks[:count],
             segment.start,
-            self._name(),
+            self._number(),
             parent,
             last_use=segment.last_use,
             used_at=segment.used_at,
@@ -437,14 +442,15 @@ class PrefixTree:
             users=segment.users,
             unread=None if segment.unread is None else segment.unread.copy(),
         )
-        parent.children[front.key] = front
-        segment.tokens, segment.chunks, segment.start, segment.parent = (
+        parent.children[front.keys[0]] = front
+        segment.tokens, segment.keys, segment.chunks, segment.start, segment.parent = (
             segment.tokens[cut:],
+            segment.keys[count:],
             segment.chunks[count:],
             front.end,
             front,
         )
-        front.children[segment.key] = segment
+        front.children[segment.keys[0]] = segment
         self._count(front, 1)
         self._count(segment, 1)
         return front
@@ -478,12 +484,16 @@ class PrefixTree:
         self._count(leaf, -1)
         leaf.sums = None
         if kept:
-            leaf.chunks, leaf.tokens = leaf.chunks[:kept], leaf.tokens[: kept * PAGE_TOKENS]
+            leaf.chunks, leaf.tokens, leaf.keys = (
+                leaf.chunks[:kept],
+                leaf.tokens[: kept * PAGE_TOKENS],
+                leaf.keys[:kept],
+            )
             self._count(leaf, 1)
             return gone
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.key]
+        del parent.children[leaf.keys[0]]
         leaf.is_dropped = True  # and keeps its parent, for the paths that still go through it
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]
@@ -508,10 +518,3 @@ class PrefixTree:
 
 def _together(runs: list[NDArray[np.int32]]) -> NDArray[np.int32]:
     return np.concatenate(runs) if runs else np.empty(0, np.int32)
-
-
-def _common_chunks(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    """Leading chunks in which two runs of tokens are equal."""
-    count = min(len(left), len(right)) // PAGE_TOKENS
-    differ = (left[: count * PAGE_TOKENS] != right[: count * PAGE_TOKENS]).reshape(count, PAGE_TOKENS).any(axis=1)
-    return int(differ.argmax()) if differ.any() else count

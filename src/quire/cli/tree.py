@@ -22,8 +22,10 @@ from quire.errors import ConfigError, QuireError
 TIMEOUT_SECONDS = 35.0
 """The server itself waits 30 s for its engine."""
 MAX_ANSWER_BYTES = 256 * 2**20
-COLUMNS = ("prefix", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
+COLUMNS = ("prefix", "key", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
 PIPED_WIDTH = 160
+SHOWN_KEY = 8
+KEYS_WIDTH = 100
 MIN_TEXT_WIDTH = 12
 
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
@@ -127,16 +129,19 @@ def print_tree(answer: dict[str, Any]) -> None:
         console = Console(highlight=False, width=PIPED_WIDTH)
     try:
         rows = [(guide, _cells(prefix)) for guide, prefix in _rows(answer["prefixes"])]
+        columns: tuple[str, ...] = COLUMNS
+        if console.width < KEYS_WIDTH:
+            columns, rows = _without_keys(columns), [(guide, _without_keys(cells)) for guide, cells in rows]
         lines = _totals(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise QuireError("the server's answer has another form; is it of another version of Quire?") from error
     table = Table(box=None, pad_edge=False, header_style="bold")
     # The numbers take what they need, the text what they leave: cut here, by the cells it takes on a terminal.
-    numbers = [max(map(len, column)) for column in zip(COLUMNS[1:], *(cells[1:] for _, cells in rows), strict=True)]
+    numbers = [max(map(len, column)) for column in zip(columns[1:], *(cells[1:] for _, cells in rows), strict=True)]
     room = max(MIN_TEXT_WIDTH, console.width - sum(numbers) - 2 * len(numbers) - 2)
-    table.add_column(COLUMNS[0], no_wrap=True)
-    for name, width in zip(COLUMNS[1:], numbers, strict=True):
-        table.add_column(name, no_wrap=True, min_width=width, justify="left" if name == COLUMNS[-1] else "right")
+    table.add_column(columns[0], no_wrap=True)
+    for name, width in zip(columns[1:], numbers, strict=True):
+        table.add_column(name, no_wrap=True, min_width=width, justify="left" if name == columns[-1] else "right")
     for guide, cells in rows:
         # Text, so that brackets of a prompt are no markup.
         text = Text(guide, "dim") + Text(cells[0])
@@ -177,6 +182,7 @@ def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
     start, tokens, pinned = prefix["start"], prefix["tokens"], prefix["pinned_seconds"]
     return (
         "(several keys share: no text)" if prefix["text"] is None else _plain(prefix["text"]),
+        prefix["id"][:SHOWN_KEY],
         f"{start:,}-{start + tokens:,}",
         f"{prefix['sharers']:,}",
         f"{prefix['hits']:,}",
@@ -189,6 +195,11 @@ def _cells(prefix: dict[str, Any]) -> tuple[str, ...]:
         if pinned == "forever"
         else f"{_duration(pinned)} more",
     )
+
+
+def _without_keys(cells: tuple[str, ...]) -> tuple[str, ...]:
+    """A row for a narrow terminal."""
+    return cells[0], *cells[2:]
 
 
 def _totals(answer: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from quire.attention.plan import AttentionBackend, AttentionPlan, Profiled, RowSlice
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
@@ -172,7 +173,7 @@ class Engine:
         self._requests[request_id] = request
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # what it kept counts as used now, not when the last step was
-            manager.unpin(namespace, prompt_ids)
+            manager.unpin(request.sequences[0].keys)
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
@@ -232,7 +233,8 @@ class Engine:
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
-        return self.scheduler.manager.may_pin(replace(self.namespace, salt=salt), prompt_ids)
+        keys = ChunkKeys(replace(self.namespace, salt=salt), prompt_ids)
+        return self.scheduler.manager.may_pin(keys, len(prompt_ids) // PAGE_TOKENS)
 
     def protect(self, prompt_ids: list[int], salt: str = "") -> None:
         """Makes the pin of a prompt, which it has, one that nothing ends; requests may from then on be as long as the
@@ -242,7 +244,7 @@ class Engine:
         assert manager.tree is not None
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
-        manager.tree.protect(replace(self.namespace, salt=salt), prompt_ids)
+        manager.tree.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
         left = manager.unprotected * PAGE_TOKENS
         if left < self.max_context:
             self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire.cache.keys import ChunkKeys
 from quire.cache.namespace import Namespace
 from quire.cache.path import Path
 from quire.engine.outputs import Logprob
@@ -35,6 +36,7 @@ class Sequence:
     high_water  most tokens ever computed; below it, after a preemption, they are computed again
     kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
     num_prompt  tokens of the prompt
+    keys        the names of its chunks
     """
 
     request: Request
@@ -50,9 +52,11 @@ class Sequence:
     high_water: int = 0
     kept_fraction: float | None = None
     num_prompt: int = field(init=False)
+    keys: ChunkKeys = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_ids)
+        self.keys = ChunkKeys(self.namespace, self.token_ids)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -122,7 +122,7 @@ class Scheduler:
         what fits.
         """
         slices: list[Slice] = []
-        underway: set[Hashable] = set()
+        underway: set[bytes] = set()
         budget = self.token_budget
         num_preempted = self.counters.preemptions
         retains = self.manager.retainer is not None
@@ -273,7 +273,7 @@ class Scheduler:
         )
         self.manager.check()
 
-    def _ready(self, sequence: Sequence, underway: set[Hashable]) -> bool:
+    def _ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
         """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
         it will be there for the next.
         """

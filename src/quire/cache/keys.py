@@ -1,0 +1,80 @@
+"""Names of chunks: 16 bytes for all tokens up to a chunk's end, the same on every machine, however the tree is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.ledger import PAGE_TOKENS
+
+KEY_BYTES = 16
+"""2^64 different chunks until two of equal keys are likely, and none that anybody can find by trying."""
+
+
+@functools.lru_cache(maxsize=1024)
+def namespace_key(namespace: Hashable) -> bytes:
+    """What the keys of a namespace begin with: a digest of its fields by their names, as JSON."""
+    fields: object = namespace
+    if dataclasses.is_dataclass(namespace) and not isinstance(namespace, type):
+        fields = dataclasses.asdict(namespace)
+    text = json.dumps(fields, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+class ChunkKeys:
+    """Keys and tokens of one sequence's chunks, made once each while it grows.
+
+        key 0 = blake2b(key of the namespace, tokens of chunk 0)      key i = blake2b(key i - 1, tokens of chunk i)
+
+    where tokens are int32, little-endian. Equal keys mean equal tokens from the beginning on.
+
+    namespace  what must be equal for two sequences to share pages
+    token_ids  the sequence's tokens: a list that only grows
+    """
+
+    def __init__(self, namespace: Hashable, token_ids: list[int]) -> None:
+        self.namespace = namespace
+        self._token_ids = token_ids
+        self._tokens = np.empty(0, np.int32)
+        self._keys: list[bytes] = []
+
+    def first(self, count: int) -> list[bytes]:
+        """The keys of the first `count` chunks, or of all whole ones that there are."""
+        known = self._keys
+        if len(known) < count:
+            count = min(count, len(self._token_ids) // PAGE_TOKENS)
+            tokens = self.tokens(len(known), count)
+            key = known[-1] if known else namespace_key(self.namespace)
+            data, step = tokens.astype("<i4", copy=False).tobytes(), 4 * PAGE_TOKENS
+            for start in range(0, len(data), step):
+                key = hashlib.blake2b(key + data[start : start + step], digest_size=KEY_BYTES).digest()
+                known.append(key)
+        return known[:count]
+
+    def tokens(self, first: int, end: int) -> NDArray[np.int32]:
+        """The tokens of chunks [first, end), int32 [n * 64]: a view."""
+        have = len(self._tokens)
+        if have < end * PAGE_TOKENS:
+            new = np.array(self._token_ids[have : end * PAGE_TOKENS], np.int32)
+            self._tokens = np.concatenate((self._tokens, new)) if have else new
+        return self._tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
+
+
+def num_common(left: list[bytes], right: list[bytes]) -> int:
+    """Leading keys in which two runs of chunks are equal; they begin at the same place of their sequences."""
+    low, high = 0, min(len(left), len(right))
+    if high and left[high - 1] == right[high - 1]:
+        return high
+    while low < high:
+        middle = (low + high) // 2
+        if left[middle] == right[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
