@@ -56,7 +56,7 @@ class Profiled:
     near: int = sys.maxsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowSlice:
     """Consecutive query rows of one sequence in this step.
 
@@ -300,7 +300,7 @@ def _run(chunks: NDArray[np.int32], low: int, high: int, own: NDArray[np.int32])
     """Chunks [low, high), the last of them those that rows write themselves."""
     run = chunks[low:high]
     own = own[max(0, len(own) - len(run)) :]
-    if run[-1] != own[-1] or len(own) > 1:
+    if len(own) > 1 or run[-1] != own[-1]:
         run = run.copy()
         run[len(run) - len(own) :] = own
     return run
@@ -330,8 +330,12 @@ def lay_out(
     sources = Sources(encodes)
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
-    write_chunk = np.array([sources.of(piece)[0] for piece in singles], np.int32)
     num_gone = np.array([piece.num_gone for piece in singles], np.int32)
+    if encodes and ((positions + 1) % PAGE_TOKENS == 0).any():
+        write_chunk = np.array([sources.of(piece)[0] for piece in singles], np.int32)
+    else:
+        own = (positions // PAGE_TOKENS - num_gone).tolist()
+        write_chunk = np.array([piece.chunks[at] for piece, at in zip(singles, own, strict=True)], np.int32)
     blocks = _single_blocks(positions, num_gone, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -339,9 +343,13 @@ def lay_out(
         blocks[first : first + count, 3] -= high - low
         blocks[first : first + count, 5] = _LEAVES_PARTIALS
     runs = [
-        _run(piece.chunks, low, low + count, write_chunk[row : row + 1])
-        for row, (piece, low, count) in enumerate(zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True))
+        piece.chunks[low : low + count]
+        for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
+    if len(sources.seals):
+        # A row that fills its chunk reads it where it was.
+        for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist():
+            runs[row] = np.append(runs[row][:-1], write_chunk[row])
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))

@@ -55,15 +55,11 @@ LOGIT_ROWS = 32
 """Prompt rows whose logits are computed at once: 19 MB in float32 at a vocabulary of 152,064. More are no faster."""
 
 
-def row_slice(piece: Slice, shared: tuple[tuple[int, int], ...], looks: Looks | None = None) -> RowSlice:
+def row_slice(piece: Slice, looks: Looks | None = None) -> RowSlice:
     """The rows of a sequence in a step, as attention sees them."""
     path = piece.sequence.path
     profiled = None if looks is None else Profiled(path.sums, *looks)
-    return RowSlice(piece.start, piece.count, path.chunks, shared, path.filled, profiled, path.num_gone)
-
-
-def _wants_prompts(batch: Batch) -> bool:
-    return any(piece.sequence.wants_prompt_logprobs for piece in batch.slices)
+    return RowSlice(piece.start, piece.count, path.chunks, piece.shared, path.filled, profiled, path.num_gone)
 
 
 class Engine:
@@ -196,24 +192,25 @@ class Engine:
         if batch is None:
             return []
         manager = self.scheduler.manager
-        slices = [
-            row_slice(piece, manager.shared(piece.sequence), manager.looks(piece.sequence, piece.last_rows))
-            for piece in batch.slices
-        ]
+        if manager.retainer is None:
+            slices = [row_slice(piece) for piece in batch.slices]
+        else:
+            slices = [row_slice(piece, manager.looks(piece.sequence, piece.last_rows)) for piece in batch.slices]
         tokens, positions, last_rows = self._inputs(batch)
         plan = self.attention.plan(slices)
         decided: dict[Sequence, Decided] = {}
         sampling = [(piece.sequence, row) for piece, row in zip(batch.slices, last_rows, strict=True) if piece.samples]
         decides = any(piece.last_rows for piece in batch.slices)
-        is_decode = len(sampling) == len(last_rows) == len(tokens) and not decides and not _wants_prompts(batch)
+        wants_prompts = any(piece.sequence.wants_prompt_logprobs for piece in batch.slices)
+        is_decode = len(sampling) == len(last_rows) == len(tokens) and not decides and not wants_prompts
         if self.decode is not None and is_decode:
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)
-            failed = self._prompt_logprobs(batch, hidden)
-            if failed:
+            if wants_prompts and (failed := self._prompt_logprobs(batch, hidden)):
                 return self._fail(batch, slices, failed)
-            decided = self._decide(batch, slices, plan)
+            if decides:
+                decided = self._decide(batch, slices, plan)
             if not sampling:
                 self.scheduler.commit(batch, (), decided)
                 return []
@@ -309,7 +306,7 @@ class Engine:
         padding = [0] * (self.padded_rows(len(tokens)) - len(tokens))
         tokens += padding
         positions += padding
-        both = torch.tensor([tokens, positions])
+        both = torch.from_numpy(np.array([tokens, positions], np.int64))
         if self.device.type != "cpu":
             both = both.pin_memory().to(self.device, non_blocking=True)
         return both[0], both[1], last_rows
@@ -393,23 +390,22 @@ class Engine:
     ) -> list[RequestOutput]:
         """Commits the step and turns its tokens into deltas."""
         deltas: dict[Request, list[CompletionOutput]] = {}
-        for row, failed in enumerate(piece.sequence for piece in batch.slices if piece.samples):
-            if row in errors:
-                log.error("request %s: %s", failed.request.request_id, errors[row])
-                deltas.setdefault(failed.request, []).append(self._end(failed, "error", errors[row]))
+        extras: dict[Sequence, dict[int, Any]] = {}
+        if errors or any(logprobs):
+            sampling = [piece.sequence for piece in batch.slices if piece.samples]
+            extras = {sequence: entry for sequence, entry in zip(sampling, logprobs, strict=True) if entry}
+            for row, reason in sorted(errors.items()):
+                failed = sampling[row]
+                log.error("request %s: %s", failed.request.request_id, reason)
+                deltas.setdefault(failed.request, []).append(self._end(failed, "error", reason))
         now = self.clock()
-        extras = {
-            id(piece.sequence): entry
-            for piece, entry in zip((p for p in batch.slices if p.samples), logprobs, strict=True)
-            if entry
-        }
         for sampled in self.scheduler.commit(batch, token_ids, decided):
             sequence = sampled.sequence
             request = sequence.request
             self._rows[sequence].output_ids.append(sampled.token_id)
             if request.first_token_at is None:
                 request.first_token_at = now
-            delta = self._answers[sequence].push(sampled.token_id, extras.get(id(sequence)), sampled.finished_by_length)
+            delta = self._answers[sequence].push(sampled.token_id, extras.get(sequence), sampled.finished_by_length)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)
                 del self._answers[sequence], self._rows[sequence]

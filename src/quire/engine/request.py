@@ -87,7 +87,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt rows need logits: only the first sequence of a request computes them, and only once."""
-        return self.index == 0 and self.request.params.prompt_logprobs is not None and self.num_generated == 0
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.num_generated == 0
 
     @property
     def awaits_scores(self) -> bool:
@@ -118,4 +118,6 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether every sequence is complete."""
-        return all(sequence.state is State.FINISHED for sequence in self.sequences)
+        return self.sequences[-1].state is State.FINISHED and all(
+            sequence.state is State.FINISHED for sequence in self.sequences
+        )

@@ -8,6 +8,7 @@ waiting --admit--> running --commit--> finished
 from __future__ import annotations
 
 import logging
+import operator
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -29,6 +30,7 @@ class Slice:
     """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token.
 
     last_rows  rows at its end over which retention is decided once they are computed; 0 if it is not yet, or was
+    shared     see PrefixTree.shared
     """
 
     sequence: Sequence
@@ -36,6 +38,10 @@ class Slice:
     count: int
     samples: bool
     last_rows: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+
+
+_by_shared = operator.attrgetter("shared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +186,10 @@ class Scheduler:
             slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
         if self.manager.tree is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+            for piece in slices:
+                piece.shared = self.manager.shared(piece.sequence)
             decoding = [piece for piece in slices if piece.count == 1]
-            shared = self.manager.shared
-            decoding.sort(key=lambda piece: shared(piece.sequence))
+            decoding.sort(key=_by_shared)
             slices = decoding + [piece for piece in slices if piece.count > 1]
         return Batch(slices) if slices else None
 
@@ -196,19 +203,22 @@ class Scheduler:
         """
         self.counters.steps += 1
         sampled: list[Sampled] = []
-        tokens = iter(token_ids)
+        tokens, decoded = iter(token_ids), 0
         for piece in batch.slices:
             token_id = next(tokens) if piece.samples else None
             sequence = piece.sequence
             if sequence.state is not State.RUNNING:
                 continue
             end, path = piece.start + piece.count, sequence.path
-            self._count(sequence, end, piece.count)
+            generated = len(sequence.token_ids) - sequence.num_prompt
+            if generated and end == sequence.high_water + 1:
+                sequence.high_water, decoded = end, decoded + 1
+            else:
+                self._count(sequence, end, piece.count)
             if end < path.next_seal:
                 path.num_tokens = end
             else:
                 self.manager.commit(sequence, end)
-            generated = len(sequence.token_ids) - sequence.num_prompt
             if token_id is not None and not generated:
                 self._pin(sequence)
             if decided and sequence in decided:
@@ -220,6 +230,7 @@ class Scheduler:
                 sampled.append(Sampled(sequence, token_id, ended))
                 if ended:
                     self.finish(sequence)
+        self.counters.decode_tokens += decoded
         return sampled
 
     def finish(self, sequence: Sequence) -> None:

@@ -57,6 +57,8 @@ class StopChecker:
         assert not self._stopped, "push after the sequence ended"
         ends_here = self.ends_at(token_id)
         self._num_tokens += 1
+        if not (ends_here or finished_by_length or self._matchers):
+            return text_delta, None
         emitted, stop = self._advance(text_delta)
         if stop is None and ends_here:
             stop = Stop("stop", None if token_id in self._eos_ids else token_id)
