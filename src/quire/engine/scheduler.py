@@ -211,7 +211,7 @@ class Scheduler:
                 continue
             end, path = piece.start + piece.count, sequence.path
             generated = len(sequence.token_ids) - sequence.num_prompt
-            if generated and end == sequence.high_water + 1:
+            if generated and piece.count == 1 and end > sequence.high_water:
                 sequence.high_water, decoded = end, decoded + 1
             else:
                 self._count(sequence, end, piece.count)
