@@ -1,10 +1,11 @@
 """Requests a second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
 
-    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 1] [--rounds 5] [--json FILE]
+    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--rounds 5] [--json FILE]
 
 Prompts of 1,024 tokens, half of them in eight groups that share 512; 64 to 192 generated tokens; 32 layers of 8 kv
 heads of 128 in 16 bits. Every step is taken, sampled tokens differ from sequence to sequence. The arena holds twice
-what runs, so that finished requests are cached and evicted. Seconds are the processor's, of this process.
+what runs, or what runs and the chunks cached before, so that finished requests are cached and evicted. Seconds are the
+processor's, of this process.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ BUDGET = 2048
 
 @dataclass
 class Load:
-    """Requests one after the other, the same whatever the batch."""
+    """Requests one after the other, the same whatever the batch.
+
+    output  of how many tokens answers are at least and at most
+    """
 
     count: int
     seed: int = 0
+    output: tuple[int, int] = OUTPUT
 
     def requests(self) -> list[Request]:
         """All of them, with their tokens."""
@@ -54,7 +59,7 @@ class Load:
         for number in range(self.count):
             prompt = list(shared[number // 2 % GROUPS]) if number % 2 else []
             prompt += [rng.randrange(VOCABULARY) for _ in range(PROMPT - len(prompt))]
-            length = rng.randint(*OUTPUT)
+            length = rng.randint(*self.output)
             request = Request(str(number), None, prompt, SamplingParams(max_tokens=length), 0.0)
             request.sequences.append(Sequence(request, 0, list(prompt), length))
             found.append(request)
@@ -95,13 +100,17 @@ def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
     parser.add_argument("--running", default="32,128,256", help="sequences in the batch, with commas between")
-    parser.add_argument("--cached", type=int, default=1, help="chunks the arena holds beside those that run, at least")
+    parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts that are cached before")
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
         found = []
         for number in range(args.rounds + 1):
             scheduler = scheduler_of(running, args.cached)
+            # Half of them add half a prompt.
+            before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
+            run(scheduler, Load(before, seed=1, output=(1, 1)).requests())
+            assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached
             count = max(256, 4 * running)
             seconds, _ = run(scheduler, Load(count).requests())
             scheduler.check()

@@ -102,8 +102,6 @@ class PageCounts:
         if self.num_slabs < 1:
             raise ConfigError(f"a cache of {num_bytes} bytes holds no slab of {slab_bytes} bytes; raise cache.memory")
         self.num_bytes = self.num_slabs * self.slab_bytes
-        if self.num_bytes > MAX_ARENA_BYTES:
-            raise ConfigError(f"a cache holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
         self.bytes_out = 0
         self._classes: dict[int, _SizeClass] = {}
 
@@ -170,10 +168,14 @@ class PageLedger(PageCounts):
 
     A page may have several holders: it is free when the last of them has given it back, and counts once. A hold is a
     holder that copies the page's bytes elsewhere: until it is released the page neither moves nor becomes free.
+
+    Raises ConfigError for more bytes than ids reach.
     """
 
     def __init__(self, num_bytes: int, slab_bytes: int | None = None) -> None:
         super().__init__(num_bytes, slab_bytes)
+        if self.num_bytes > MAX_ARENA_BYTES:
+            raise ConfigError(f"a cache holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
         self._free_slabs = list(range(self.num_slabs))  # a heap
         self._page_bytes = np.zeros(self.num_slabs, np.int32)  # of the slab's pages, 0 in the common stock
         self._out = np.zeros(self.num_slabs, np.int32)  # pages taken and not given back
