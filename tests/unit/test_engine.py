@@ -13,7 +13,7 @@ from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.sampler import SampleRow
-from quire.engine.scheduler import Scheduler
+from quire.engine.scheduler import Batch, Scheduler
 from quire.errors import ConfigError, QueueFullError, RequestError
 
 from ..effort import tries
@@ -67,9 +67,20 @@ def test_preempted_requests_resume_with_the_same_tokens() -> None:
     prompts = prompts_of([60, 61, 62, 63], 4)
     roomy = generate(make_engine(), prompts, params)
     tight = make_engine(chunks=10)
+    made, rows = tight.scheduler.next_batch, []
+
+    def counting() -> Batch | None:
+        batch = made()
+        rows.append(0 if batch is None else sum(piece.count for piece in batch.slices))
+        return batch
+
+    tight.scheduler.next_batch = counting  # type: ignore[method-assign]
     assert generate(tight, prompts, params) == roomy
     stats = tight.stats()
     assert stats["preemptions"] > 0 and stats["replayed_tokens"] > 60
+    computed = stats["prefill_tokens_computed"] + stats["decode_tokens"]
+    assert computed + stats["prefill_tokens_cached"] == sum(len(prompt) + 149 for prompt in prompts)
+    assert computed + stats["replayed_tokens"] == sum(rows), "every row counts once"
     assert stats["prefill_tokens_computed"] == 60 + 61 + 62 + 63, "what a preemption recomputes is no new prefill"
     assert stats["decode_tokens"] == 4 * 149
     assert used_bytes(tight) == 0

@@ -23,6 +23,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.path import Path
 from quire.cache.policies import Chain
 from quire.cache.retention import Decided, Retention
+from quire.cache.room import Found
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from tests.effort import examples
@@ -270,6 +271,14 @@ def test_full_heads_go_on_reading_what_is_shared() -> None:
     assert manager.tree is not None
     (segment,) = {id(each): each for each in holder.path.segments}.values()
     assert segment.locks.tolist() == [[1, 0], [0, 0]]
+    # Another prompt that finds all of it takes its pages and its rows, which then are not there to be evicted.
+    idle = (segment.locks == 0) * np.int64(len(segment.chunks))
+    found = Found(num_parted=len(segment.chunks), pages=idle)
+    sums = manager.table.demand(Need(sums=manager.tree.num_sums))
+    assert manager.room.evictable(found) == sums
+    assert manager.room.evictable() == sums + manager.table.demand_of_pages(idle) + manager.table.demand(
+        Need(rows=len(segment.chunks))
+    )
     check_tokens(manager, holder)
     # Under pressure the tree lets go of all, and the head keeps its pages.
     manager.table.give(manager.tree.evict(manager.tree.num_idle))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.ledger import Demand, PageCounts
+from quire.cache.ledger import PAGE_TOKENS, Demand, PageCounts
 from quire.errors import CacheFullError, ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from quire.cache.codecs.dense import DenseCodec
     from quire.cache.codecs.sums import SumsCodec
     from quire.cache.sinks import Sinks
+
+POSITIONS_BYTES = 4 * PAGE_TOKENS
+"""Of a page that says where the slots of another stand, int32 [64]."""
 
 RETAINED_ROWS = 8
 """Rows of the table for each whole chunk that the arena could hold, where retention is on: 1 % of the arena's bytes
@@ -90,6 +93,8 @@ class ChunkCounts:
             for each in formats
         }
         sizes = {int(size) for each in self._sizes.values() for size in np.unique(each)}
+        if sums is not None:
+            sizes.add(POSITIONS_BYTES)
         for size in sorted(sizes | {self.sidecar_bytes} - {0}):
             ledger.size_class(size)
         # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, and sums;

@@ -9,7 +9,6 @@ page is given back.
 from __future__ import annotations
 
 import heapq
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,10 +49,10 @@ class Demand(tuple[int, ...]):
     __slots__ = ()
 
     def __add__(self, other: tuple[int, ...]) -> Demand:  # type: ignore[override]
-        return Demand(map(operator.add, self, other))
+        return Demand([a + b for a, b in zip(self, other, strict=True)])
 
     def __sub__(self, other: tuple[int, ...]) -> Demand:
-        return Demand(map(operator.sub, self, other))
+        return Demand([a - b for a, b in zip(self, other, strict=True)])
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
         return Demand([each * count for each in self])

@@ -31,7 +31,7 @@ from quire.cache.path import Path
 from quire.cache.prefixes import explain
 from quire.cache.retainer import Looks, Retainer
 from quire.cache.retention import Decided, Retention
-from quire.cache.room import Ahead, Room
+from quire.cache.room import Ahead, Found, Room
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
@@ -141,7 +141,7 @@ class CacheManager:
         """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
         taking: who waits is no sharer, and has no hits.
         """
-        found = starts = alone = unused = 0
+        found = starts = alone = unused = num_parted = 0
         part: NDArray[np.int64] | None = None
         if self.tree is not None and holder.reads_cache:
             limit = self._limit(holder)
@@ -158,6 +158,7 @@ class CacheManager:
                 elif segment.unread is not None:
                     is_idle = segment.unread == segment.users
                     part = count * is_idle + (0 if part is None else part)
+                    num_parted += count * bool(is_idle.any())
                     alone += count * bool(is_idle.all())
         num_tokens = len(holder.token_ids) if self.retainer is None else holder.num_prompt
         need = self.room.need(0, False, num_tokens)
@@ -172,7 +173,7 @@ class CacheManager:
             coming = Ahead(need.sealed, need.sealed + found, alone)
             wanted = need._replace(sealed=0)
         demand = self.table.demand(wanted) + self.table.demand(growth) + self.room.promised(coming=coming)
-        return need if self.room.fits(demand, (unused, starts, part)) else None
+        return need if self.room.fits(demand, Found(unused, starts, num_parted, part)) else None
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
@@ -409,6 +410,9 @@ class CacheManager:
         """Proves the invariant of the manager, the tree, the table and the ledger."""
         self.table.check()
         self.room.check()
+        for holder in self._live:
+            found = holder.path.free_until, holder.path.next_seal
+            assert found == self._events(holder.path), f"{found} tokens until something happens"
         held = [int(chunk) for holder in self._live for chunk in holder.path.private]
         held += [holder.path.filled for holder in self._live if holder.path.filled >= 0]
         held += [int(row) for holder in self._live for row in holder.path.sums]
@@ -464,11 +468,13 @@ class CacheManager:
 
     def _settle(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
-        path = holder.path
-        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
-        path.free_until = holds - (self.table.encodes or path.retained is not None)
-        path.next_seal = (path.num_sealed + 1) * PAGE_TOKENS
+        holder.path.free_until, holder.path.next_seal = self._events(holder.path)
         self.room.update(holder)
+
+    def _events(self, path: Path) -> tuple[int, int]:
+        """See Path.free_until and Path.next_seal."""
+        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
+        return holds - (self.table.encodes or path.retained is not None), (path.num_sealed + 1) * PAGE_TOKENS
 
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.bytes_out - self._bytes_cached)

@@ -41,6 +41,17 @@ class Ahead(NamedTuple):
     held: int = 0
 
 
+class Found(NamedTuple):
+    """Idle chunks that a sequence finds in the tree: whole ones, those of them that begin a sequence, those that are
+    idle in some heads alone, and the pages of these, int64 [L, H].
+    """
+
+    chunks: int = 0
+    starts: int = 0
+    num_parted: int = 0
+    pages: NDArray[np.int64] | None = None
+
+
 class Room:
     """The room of one cache, and what live sequences were promised of it: a running sum, told of every change by
     `update`. `check` adds it up again.
@@ -68,14 +79,12 @@ class Room:
         has_sidecar = self.table.sinks is not None and sealed > 0 and num_stored == 0
         return Need(sealed, int(in_open and not (has_open and not sealed)), int(has_sidecar))
 
-    def evictable(self, apart_from: tuple[int, int, NDArray[np.int64] | None] = (0, 0, None)) -> Demand:
-        """What eviction would give back, some chunks left out: so many whole ones, so many that begin a sequence, and
-        pages of others, int64 [L, H].
-        """
+    def evictable(self, apart_from: Found | None = None) -> Demand:
+        """What eviction would give back, but for what a sequence has found."""
         tree = self.tree
         if tree is None:
             return self.table.nothing
-        chunks, starts, pages = apart_from
+        chunks, starts, num_parted, pages = apart_from or Found()
         has_sidecars = self.table.sinks is not None
         # Sums may go wherever they are: what was found with them can be computed.
         found = self._of_chunk * (tree.num_unused - chunks) + self.table.demand(
@@ -84,7 +93,7 @@ class Room:
         if tree.num_parted:
             part = tree.part_idle if pages is None else tree.part_idle - pages
             found += self.table.demand_of_pages(part)
-            found += Demand([*([0] * (len(found) - 1)), tree.num_idle - tree.num_unused])
+            found += self.table.demand(Need(rows=tree.num_idle - tree.num_unused - num_parted))
         return found
 
     def at_best(self, count: int) -> Demand:
@@ -96,8 +105,9 @@ class Room:
         starts = min(count, tree.num_idle_starts) * (table.sinks is not None)
         return self._of_chunk * count + table.demand(Need(sidecars=starts, sums=tree.num_idle_sums))
 
-    def fits(self, demand: Demand, apart_from: tuple[int, int, NDArray[np.int64] | None] = (0, 0, None)) -> bool:
-        """Whether so much is free, or would be after eviction of what is idle; see `evictable`."""
+    def fits(self, demand: Demand, apart_from: Found | None = None) -> bool:
+        """Whether so much is free, or would be after eviction of what is idle but for what a sequence has found."""
+        # The first alone would do where it holds, and is quicker.
         return self.table.fits(demand) or self.table.fits(demand - self.evictable(apart_from))
 
     def capacity(self, num_chunks: int = 0, num_starts: int = 0) -> int:
@@ -156,6 +166,8 @@ class Room:
             assert need == self._share(holder, tokens), f"{need} promised, {self._share(holder, tokens)} lacking"
             total += self.table.demand(need)
         assert total == self._promised, f"{self._promised} pages promised, {total} lacking"
+        undecided = {holder for holder in self._shares if not holder.path.is_decided} if self.retainer else set()
+        assert self._undecided.keys() == undecided, "who is yet to be decided on is not known"
 
     def _share(self, holder: Promised, tokens: int) -> Need:
         """What a sequence was promised and has not taken, but for chunks of which retention may leave fewer."""

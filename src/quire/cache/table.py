@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.counts import ChunkCounts
+from quire.cache.counts import POSITIONS_BYTES, ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageLedger
 from quire.errors import CacheFullError
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 ALL_SLOTS = np.uint64(2**PAGE_TOKENS - 1)
 """The mask of a page whose slots are all seen."""
-
-POSITIONS_BYTES = 4 * PAGE_TOKENS
-"""Of a page that says where the slots of another stand, int32 [64]."""
 
 Places = tuple[NDArray[np.int32], NDArray[np.intp], NDArray[np.intp]]
 """Pages of rows: row, layer and head of each, of equal length."""

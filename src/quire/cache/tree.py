@@ -32,7 +32,7 @@ from quire.cache.segment import Segment
 
 @dataclass
 class PrefixTree:
-    """Segments by namespace and tokens. Invariants (`check`): a segment begins where its parent ends; whoever locks or
+    """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; whoever locks or
     pins a segment does so with its parent; the counts are right; no root is empty.
 
     shape        (L, H) of the pages of a chunk

@@ -184,13 +184,13 @@ class Scheduler:
         # A sequence may have been preempted after its slice was made: its pages are gone.
         if self.counters.preemptions != num_preempted:
             slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
+        decoding = [piece for piece in slices if piece.count == 1]
         if self.manager.tree is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
             for piece in slices:
                 piece.shared = self.manager.shared(piece.sequence)
-            decoding = [piece for piece in slices if piece.count == 1]
             decoding.sort(key=_by_shared)
-            slices = decoding + [piece for piece in slices if piece.count > 1]
+        slices = decoding + [piece for piece in slices if piece.count > 1]
         return Batch(slices) if slices else None
 
     def commit(
@@ -370,7 +370,7 @@ class Scheduler:
         """
         if sequence.num_generated == 0:
             for other in sequence.request.sequences[::-1]:
-                if other.awaits_scores and other.state is State.RUNNING:
+                if other is not sequence and other.awaits_scores and other.state is State.RUNNING:
                     self._preempt(other)
         self._preempt(sequence)
 
