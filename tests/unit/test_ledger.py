@@ -20,6 +20,17 @@ SIZES = [UNIT, 3 * UNIT, 8 * UNIT]  # a slab of 16 units is not a whole number o
 SLABS = 40
 
 
+def by_class(ledger: PageLedger, needs: dict[int, int]) -> list[int]:
+    """Pages by their size as pages by size class."""
+    for page_bytes in needs:
+        ledger.size_class(page_bytes)
+    return [needs.get(page_bytes, 0) for page_bytes in ledger.page_sizes]
+
+
+def fits(ledger: PageLedger, needs: dict[int, int]) -> bool:
+    return ledger.has_room(by_class(ledger, needs))
+
+
 def moved(moves: list[Move]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """All ids before and after."""
     before, after = ([np.empty(0, np.int32), *(move[part] for move in moves)] for part in (1, 2))
@@ -81,9 +92,9 @@ class Model:
 
     def make_room(self, size: int, count: int) -> None:
         needs = {size: 4 * count}
-        if not self.ledger.fits(needs):
+        if not fits(self.ledger, needs):
             return
-        moves = self.ledger.make_room(self.ledger.by_class(needs))
+        moves = self.ledger.make_room(by_class(self.ledger, needs))
         for move in moves:
             self.arena.copy(move.before, move.after, move.page_bytes)
         before, after = moved(moves)
@@ -154,15 +165,15 @@ def test_a_page_under_a_hold_neither_moves_nor_becomes_free() -> None:
     ledger.hold(kept[:2], UNIT)
     ledger.give(ids, UNIT)
     assert ledger.ids_out(UNIT).tolist() == kept[:2].tolist(), "what is under way has no other holder"
-    assert ledger.fits({8 * UNIT: 4}) and not ledger.fits({8 * UNIT: 5}), "two slabs of four are held"
-    assert ledger.fits({UNIT: 62}), "and have room for pages of their size"
+    assert fits(ledger, {8 * UNIT: 4}) and not fits(ledger, {8 * UNIT: 5}), "two slabs of four are held"
+    assert fits(ledger, {UNIT: 62}), "and have room for pages of their size"
     with pytest.raises(AssertionError, match="no other holder"):
         ledger.give(kept[:1], UNIT)
     ledger.hold(kept[:1], UNIT)
     ledger.release(kept[:2], UNIT)
     assert ledger.ids_out(UNIT).tolist() == kept[:1].tolist(), "one hold of two is left"
     ledger.release(kept[:1], UNIT)
-    assert ledger.bytes_out == 0 and ledger.fits({8 * UNIT: 8})
+    assert ledger.bytes_out == 0 and fits(ledger, {8 * UNIT: 8})
     ledger.check()
     with pytest.raises(AssertionError, match="nobody holds"):
         ledger.release(ledger.take(1, UNIT), UNIT)
@@ -198,13 +209,13 @@ def test_pages_gather_in_the_lowest_slabs() -> None:
 
 def test_what_fits_is_counted_in_whole_slabs_of_each_size() -> None:
     ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
-    assert ledger.fits({}) and ledger.fits({3 * UNIT: 20}) and not ledger.fits({3 * UNIT: 21})
-    assert ledger.fits({UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 2}), "2 + 1 + 1 slabs"
-    assert not ledger.fits({UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 3})
+    assert fits(ledger, {}) and fits(ledger, {3 * UNIT: 20}) and not fits(ledger, {3 * UNIT: 21})
+    assert fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 2}), "2 + 1 + 1 slabs"
+    assert not fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 3})
     ids = ledger.take(48, UNIT)
     ledger.give(ids[1:47], UNIT)
     # Two pages in two slabs count as one.
-    assert ledger.fits({8 * UNIT: 6}) and not ledger.fits({8 * UNIT: 7}) and ledger.available(8 * UNIT) == 4
+    assert fits(ledger, {8 * UNIT: 6}) and not fits(ledger, {8 * UNIT: 7}) and ledger.available(8 * UNIT) == 4
 
 
 def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
@@ -214,7 +225,7 @@ def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     images = torch.arange(8, dtype=torch.uint8)[:, None].expand(-1, UNIT)
     arena.store(kept, UNIT, images)
     ledger.give(np.setdiff1d(ids, kept), UNIT)
-    before, after = moved(ledger.make_room(ledger.by_class({8 * UNIT: 4})))
+    before, after = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
     arena.copy(before, after, UNIT)
     # The one page of slab 1 first, then the two of a slab further on, here of the last.
     assert sorted(before.tolist()) == [20, 48, 63]
@@ -224,7 +235,7 @@ def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     assert np.sort(now).tolist() == ledger.ids_out(UNIT).tolist()
     assert torch.equal(arena.load(now, UNIT), images)
     assert len(ledger.take(4, 8 * UNIT)) == 4
-    assert ledger.make_room(ledger.by_class({UNIT: 8})) == []
+    assert ledger.make_room(by_class(ledger, {UNIT: 8})) == []
 
 
 def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> None:
@@ -234,10 +245,10 @@ def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> N
     fives = ledger.take(9, 5 * UNIT)
     ledger.give(fives[[0, 4, 5, 7]], 5 * UNIT)
     # By slab, in units: 9, 6, 9 of three, then 10, 5, 10 of five.
-    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 2})))
+    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [4]
     ledger.take(2, 8 * UNIT)
-    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 2})))
+    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [1, 1]
     ledger.check()
 
@@ -247,7 +258,7 @@ def test_the_last_slab_of_a_size_is_left_to_it() -> None:
     for page_bytes, count in ((UNIT, 1), (4 * UNIT, 2)):
         ids = ledger.take(2 * 16 * UNIT // page_bytes, page_bytes)
         ledger.give(ids[count:-count], page_bytes)
-    before, _ = moved(ledger.make_room(ledger.by_class({8 * UNIT: 4})))
+    before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
     assert sorted(ledger.slabs_of(before).tolist()) == [1, 3, 3], "though both slabs of the first size hold less"
     assert len(ledger.take(4, 8 * UNIT)) == 4 and ledger.out(UNIT) == 2
     ledger.check()
@@ -262,8 +273,8 @@ def test_no_slab_is_emptied_that_its_own_size_needs() -> None:
     ledger.give(halves[::2], 4 * UNIT)
     # Slabs of 1, of 2 and 2, and of 8, 8 and 8 units: the last size alone can spare one.
     needs = {2 * UNIT: 16}
-    assert ledger.fits(needs)
-    before, _ = moved(ledger.make_room(ledger.by_class(needs)))
+    assert fits(ledger, needs)
+    before, _ = moved(ledger.make_room(by_class(ledger, needs)))
     assert ledger.slabs_of(before).tolist() == [5, 5]
     assert len(ledger.take(16, 2 * UNIT)) == 16 and ledger.ids_out(UNIT).tolist() == alone.tolist()
     ledger.check()
@@ -299,7 +310,7 @@ def test_an_arena_too_small_for_a_page_is_refused() -> None:
         PageLedger(0)
     ledger = PageLedger(16 * UNIT, 16 * UNIT)
     for page_bytes in (17 * UNIT, 100, 0):
-        for ask in (lambda size: ledger.take(1, size), lambda size: ledger.fits({size: 1}), ledger.available):
+        for ask in (lambda size: ledger.take(1, size), lambda size: fits(ledger, {size: 1}), ledger.available):
             with pytest.raises(ConfigError, match=f"a page of {page_bytes} bytes .* cache.memory"):
                 ask(page_bytes)
 
@@ -338,7 +349,7 @@ def test_holders_move_with_their_page() -> None:
     kept = ids[[0, 9, 18, 27]]
     ledger.share(kept[2:], UNIT)
     ledger.give(np.setdiff1d(ids, kept), UNIT)
-    before, after = moved(ledger.make_room(ledger.by_class({4 * UNIT: 6})))
+    before, after = moved(ledger.make_room(by_class(ledger, {4 * UNIT: 6})))
     now = kept.copy()
     for old, new in zip(before, after, strict=True):
         now[kept == old] = new

@@ -331,11 +331,12 @@ def lay_out(
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
     num_gone = np.array([piece.num_gone for piece in singles], np.int32)
-    if encodes and ((positions + 1) % PAGE_TOKENS == 0).any():
-        write_chunk = np.array([sources.of(piece)[0] for piece in singles], np.int32)
-    else:
-        own = (positions // PAGE_TOKENS - num_gone).tolist()
-        write_chunk = np.array([piece.chunks[at] for piece, at in zip(singles, own, strict=True)], np.int32)
+    own_chunks = (positions // PAGE_TOKENS - num_gone).tolist()
+    write_chunk = np.array([piece.chunks[at] for piece, at in zip(singles, own_chunks, strict=True)], np.int32)
+    # Rows that fill a chunk which is then encoded: they write and read it where it was.
+    filling = np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else []
+    for row in filling:
+        write_chunk[row] = sources.of(singles[row])[0]
     blocks = _single_blocks(positions, num_gone, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -346,10 +347,8 @@ def lay_out(
         piece.chunks[low : low + count]
         for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
-    if len(sources.seals):
-        # A row that fills its chunk reads it where it was.
-        for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist():
-            runs[row] = np.append(runs[row][:-1], write_chunk[row])
+    for row in filling:
+        runs[row] = np.append(runs[row][:-1], write_chunk[row])
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))

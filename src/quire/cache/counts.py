@@ -106,16 +106,18 @@ class ChunkCounts:
         self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
+        self._costs = {kind: self._of_sizes(sizes, rows=1) for kind, sizes in self._sizes.items()}
+        self._of_row = self._of_sizes(np.empty(0, np.int32), rows=1)
         # A sealed chunk may get another row, of a path that holds its pages beside the tree.
-        self._of_sealed = self.cost(self.sealed_codec, rows=1 if sums is None else 2)
+        of_sealed = self.cost(self.sealed_codec)
+        self._of_sealed = of_sealed if sums is None else of_sealed + self._of_row
         self._of_open = self.cost(open_codec)
         self._of_sidecar = self.nothing if sinks is None else self._of_sizes(np.array([self.sidecar_bytes]))
         self._of_sums = self.nothing if sums is None else self.cost(sums)
-        self._of_row = self.nothing + self._of_sizes(np.empty(0, np.int32), 1)
 
-    def cost(self, codec: PageFormat, rows: int = 1) -> Demand:
-        """What one chunk of a codec takes, its sidecar apart, and so many rows."""
-        return self._of_sizes(self._sizes[codec.kernel_id], rows)
+    def cost(self, codec: PageFormat) -> Demand:
+        """What one chunk of a codec takes, its sidecar apart."""
+        return self._costs[codec.kernel_id]
 
     def demand(self, need: Need) -> Demand:
         """What some chunks take."""
@@ -155,7 +157,7 @@ class ChunkCounts:
         """Gives chunks and their sidecars back."""
         kinds = np.bincount(self.kinds[chunks])
         for kind in np.flatnonzero(kinds).tolist():
-            self._counts.count(self.cost(self.codecs[kind]) * int(kinds[kind]), -1)
+            self._counts.count(self._costs[kind] * int(kinds[kind]), -1)
         if self.sinks is not None:
             self._counts.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
         self.sidecars[chunks] = -1
@@ -209,7 +211,7 @@ class ChunkCounts:
         total = self._of_sidecar * int((self.sidecars[taken] >= 0).sum())
         for kind, count in enumerate(np.bincount(self.kinds[taken]).tolist()):
             if count:
-                total += self.cost(self.codecs[kind]) * count
+                total += self._costs[kind] * count
         assert [self._counts.out(size) for size in self._counts.page_sizes] == list(total[:-1]), "pages are miscounted"
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> NDArray[np.int32]:

@@ -118,22 +118,14 @@ class PageCounts:
         """Pages of a size taken and not given back."""
         return self._size_class(page_bytes).num_out
 
-    def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether so many pages more of each size, by bytes of a page, fit if pages lie as densely as they can."""
-        return self.has_room(self.by_class(needs))
-
-    def by_class(self, needs: Mapping[int, int]) -> list[int]:
-        """Pages by their size as pages by size class."""
-        for page_bytes in needs:
-            self._size_class(page_bytes)
-        return [needs.get(page_bytes, 0) for page_bytes in self._classes]
-
     def has_room(self, needs: Sequence[int]) -> bool:
-        """The same by size class; what else stands in `needs` does not count."""
+        """Whether so many pages more of each size class fit if pages lie as densely as they can; what else stands in
+        `needs` does not count.
+        """
         assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
         for pages, need in zip(self._classes.values(), needs, strict=False):
-            left -= max(pages.num_held, -(-(pages.num_out + need) // pages.pages_per_slab))
+            left -= pages.slabs_for(need)
         return left >= 0
 
     def count(self, needs: Sequence[int], by: int) -> None:

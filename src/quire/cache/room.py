@@ -64,9 +64,8 @@ class Room:
         self.tree = tree
         self.retainer = retainer
         self._promised = table.nothing
-        self._shares: dict[
-            Promised, tuple[int, Need, Demand]
-        ] = {}  # tokens promised, what is lacking, the same as pages
+        # Of each sequence the tokens it was promised room for, what it lacks of that, and what this takes.
+        self._shares: dict[Promised, tuple[int, Need, Demand]] = {}
         self._undecided: dict[Promised, None] = {}  # whose prompts retention has yet to decide on
         self._of_chunk = table.cost(table.sealed_codec)
 

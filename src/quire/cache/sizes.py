@@ -23,7 +23,7 @@ def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an arena has room for, as `PageLedger.fits` counts, before there is one.
+    """What an arena has room for, as `PageCounts.has_room` counts, before there is one.
 
     num_bytes      whole slabs
     slab_bytes     of one
