@@ -46,7 +46,6 @@ from common import append_record, commit, format_table, hardware, hardware_line
 from kv_simulation import SimulatedPlan, per_channel, per_token, rotation, simulated_loss
 
 from quire.attention.reference import rotate
-from quire.cache.calibration import Calibration
 from quire.calibrate import CalibrationSettings
 from quire.calibrate.fit import KINDS, LayerFit, fit_layer
 from quire.calibrate.samples import GradientOps, LayerSamples, gather
@@ -54,6 +53,7 @@ from quire.calibrate.settings import WINDOW_TOKENS
 from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write
 from quire.config import EngineConfig
+from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.evaluation.engines import REFERENCE, load_engines
 from quire.evaluation.perplexity import cut_windows, measure

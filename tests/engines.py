@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from quire.cache.calibration import Calibration
 from quire.config import EngineConfig
 from quire.engine.build import assemble, resolve
+from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams

@@ -21,8 +21,8 @@ from tasks import FULL, Engine, Result, Task, work
 
 import quire
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.policies import Chain
-from quire.cache.retention import RANKED, Decided
+from quire.cache.retention.decisions import RANKED, Decided
+from quire.cache.retention.policies import Chain
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampled, SampleRow

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine.prefixes import Prefix
 from quire.errors import QueueFullError, QuireError, RequestError
 from quire.llm import Face, Prompt, ReadPrompt, read_prompt
 from quire.load import Loaded, load_engine

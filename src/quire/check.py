@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.calibration import Calibration
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
 from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig
 from quire.engine.build import assemble, namespace_of, resolve
+from quire.engine.calibration import Calibration
 from quire.engine.engine import LOGIT_ROWS
 from quire.engine.reading import log_probabilities, read_window
 from quire.errors import ConfigError

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from quire.cache.prefixes import Prefix
-from quire.cache.retention_report import RetentionReport
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
+from quire.engine.prefixes import Prefix
 from quire.engine.request import NO_HINTS
+from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
@@ -226,7 +226,7 @@ class LLM(Face):
             raise ConfigError("nothing is retained; set retain.threshold or retain.budget")
         found: list[RetentionReport] = []
         with self._turn:
-            retainer.watch = lambda decided, before, after: found.append(decided.report(before, after))
+            retainer.watch = lambda decided, before, after: found.append(report_of(decided, before, after))
             try:
                 self._run_alone([prompt], [SamplingParams(max_tokens=1, temperature=0.0)], False)
             finally:

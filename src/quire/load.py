@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.cache.calibration import Calibration
-from quire.cache.sizes import Sizes
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
 from quire.engine.build import assemble, load_model, resolve
+from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
+from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
 from quire.models.fingerprint import fingerprint

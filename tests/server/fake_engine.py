@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from quire.cache.prefixes import Prefix
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
+from quire.engine.prefixes import Prefix
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.engine.stops import StopChecker
 from quire.errors import QueueFullError, RequestError

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from quire.cache.prefixes import Prefix
+from quire.engine.prefixes import Prefix
 from quire.server import debug
 from quire.server.tenants import Tenants, tenant_of
 from tests.server.fake_engine import FakeEngine

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.budget import AFTER, BEFORE, deal, worth
+from quire.cache.retention.budget import AFTER, BEFORE, deal, worth
 from tests.effort import examples
 
 PAGE = 4

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.cache.calibration import Calibration
 from quire.calibrate import CalibrationSettings, calibrate, samples
 from quire.calibrate.text import cut, write
 from quire.cli import main
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.build import resolve
+from quire.engine.calibration import Calibration
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.evaluation import perplexity

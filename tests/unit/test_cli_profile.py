@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from quire.cache.policies import MEMBERS
-from quire.cache.retention_report import RetentionReport, as_json
+from quire.cache.retention.policies import MEMBERS
 from quire.cli import main
+from quire.engine.retention_report import RetentionReport, as_json
 from quire.errors import ConfigError, RequestError
 from quire.evaluation.retention_plot import COLORS, save_retention
 from quire.models.chat import ChatTemplate

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from quire.cache.ledger import PageLedger
-from quire.cache.sizes import Capacity, sizes
 from quire.calibrate.run import _check
 from quire.calibrate.settings import CalibrationSettings
 from quire.config import CacheConfig, EngineConfig, ServeConfig
 from quire.engine.build import resolve
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.scheduler import check_budget
+from quire.engine.sizes import Capacity, sizes
 from quire.errors import QuireError
 from tests.engines import make_engine
 from tests.server.fake_engine import FakeEngine

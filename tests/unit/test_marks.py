@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Pipeline
 
-from quire.cache.policies import occurrences
+from quire.cache.retention.policies import occurrences
 from quire.models.chat import ChatTemplate
 from quire.models.marks import find_marks
 from quire.models.tokenizer import Tokenizer, load_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
+from quire.cache.retention.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
 from tests.effort import examples
 
 EXAMPLE = [

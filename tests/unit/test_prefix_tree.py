@@ -31,10 +31,10 @@ from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.namespace import FORMAT_VERSION, Namespace
 from quire.cache.path import Path
-from quire.cache.prefixes import prefixes
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
+from quire.engine.prefixes import prefixes
 from tests.effort import EFFORT, examples
 
 from ..nuq_tables import random_tables

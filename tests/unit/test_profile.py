@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.attention.profile import column_sums, recovered
 from quire.attention.reference import attend_dense
-from quire.cache.policies import Chain, decide
+from quire.cache.retention.policies import Chain, decide
 from tests.effort import examples
 
 H, G, D = 3, 2, 16

@@ -21,8 +21,8 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.path import Path
-from quire.cache.policies import Chain
-from quire.cache.retention import Decided, Retention
+from quire.cache.retention.decisions import Decided, Retention
+from quire.cache.retention.policies import Chain
 from quire.cache.room import Found
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree

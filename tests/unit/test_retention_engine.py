@@ -14,6 +14,7 @@ from quire.cache.keys import ChunkKeys
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
+from quire.engine.retention_report import report_of
 from tests.effort import tries
 from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
 from tests.retention_oracle import SPECIAL, Rules
@@ -277,7 +278,7 @@ def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> 
     manager = bench.witness.engine.scheduler.manager
     assert manager.retainer is not None
     reports = []
-    manager.retainer.watch = lambda decided, before, after: reports.append(decided.report(before, after))
+    manager.retainer.watch = lambda decided, before, after: reports.append(report_of(decided, before, after))
     answer(bench, "x", (prompt_of(300, 1), greedy(1)), (prompt_of(40, 2), greedy(1)))
     bench.check()
     for name, report in zip(("x 0", "x 1"), reports, strict=True):

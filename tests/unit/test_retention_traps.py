@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.cache import retention as retention_module
+from quire.cache.retention import decisions as retention_module
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Sequence

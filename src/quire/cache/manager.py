@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.counts import ChunkCounts, Need
+from quire.cache.explain import explain
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.prefixes import explain
-from quire.cache.retainer import Looks, Retainer
-from quire.cache.retention import Decided, Retention
+from quire.cache.retention.decisions import Decided, Retention
+from quire.cache.retention.retainer import Looks, Retainer
 from quire.cache.room import Ahead, Found, Room
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree

@@ -14,7 +14,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 
 if TYPE_CHECKING:
-    from quire.cache.retained import Retained
+    from quire.cache.retention.retained import Retained
 
 
 @dataclass(eq=False)

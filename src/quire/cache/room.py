@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from quire.cache.counts import ChunkCounts, Need
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.retainer import Retainer
+from quire.cache.retention.retainer import Retainer
 from quire.cache.tree import PrefixTree
 
 

@@ -21,7 +21,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from quire.cache.calibration import Calibration
 from quire.cache.codecs.nuq import NuqCodec, NuqTables
 from quire.calibrate.fit import Book, LayerFit, even_tables, fit_layer
 from quire.calibrate.progress import WAITING
@@ -31,6 +30,7 @@ from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.build import assemble, load_model, resolve
+from quire.engine.calibration import Calibration
 from quire.engine.machine import usable_cores
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels import runtime

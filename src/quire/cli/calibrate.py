@@ -21,8 +21,8 @@ from quire.config import CacheConfig, EngineConfig, options_from
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.cache.calibration import Calibration
     from quire.calibrate import CalibrationSettings
+    from quire.engine.calibration import Calibration
 
 HELP = "calibrate the nuq codecs for a model"
 SECTIONS = ("model", "runtime")

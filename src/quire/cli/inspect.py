@@ -18,8 +18,8 @@ from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.cache.calibration import Calibration
-    from quire.cache.sizes import Sizes
+    from quire.engine.calibration import Calibration
+    from quire.engine.sizes import Sizes
     from quire.models.loading import Held
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint

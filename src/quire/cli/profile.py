@@ -28,7 +28,7 @@ from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
 
 if TYPE_CHECKING:
-    from quire.cache.retention_report import RetentionReport
+    from quire.engine.retention_report import RetentionReport
 
 DEFAULT_THRESHOLD = 0.95
 """Of a profile, where neither threshold nor budget is given."""
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_figure(args.plot)
         shared.check_writable(args.plot)
-    from quire.cache.retention_report import as_json
+    from quire.engine.retention_report import as_json
 
     reports = _profile(args, prompts)
     facts = {"model": args.model, "prompts": [{"id": name} | as_json(report) for name, report in reports.items()]}

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.arena import Arena
-from quire.cache.calibration import Calibration
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
@@ -24,18 +23,19 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
-from quire.cache.policies import Chain
-from quire.cache.retainer import SUMS_ROWS
-from quire.cache.retention import RANKED, Retention
+from quire.cache.retention.decisions import RANKED, Retention
+from quire.cache.retention.policies import Chain
+from quire.cache.retention.retainer import SUMS_ROWS
 from quire.cache.sinks import Sinks
-from quire.cache.sizes import Capacity, Sizes, page_counts, sizes
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
+from quire.engine.calibration import Calibration
 from quire.engine.engine import Decode, Engine
 from quire.engine.machine import available_memory, usable_cores
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
+from quire.engine.sizes import Capacity, Sizes, page_counts, sizes
 from quire.errors import ConfigError
 from quire.kernels import runtime
 from quire.models.decoder import build_model

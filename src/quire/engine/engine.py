@@ -18,13 +18,14 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
-from quire.cache.prefixes import Prefix, prefixes
-from quire.cache.retainer import Looks
-from quire.cache.retention import Decided
+from quire.cache.retention.decisions import Decided
+from quire.cache.retention.retainer import Looks
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
+from quire.engine.retention_report import summary_of
 from quire.engine.sampler import Sampler, SampleRow, sequence_seed
 from quire.engine.scheduler import Batch, Scheduler, Slice
 from quire.errors import QuireError, RequestError
@@ -377,7 +378,7 @@ class Engine:
                     manager.retainer.page_bytes,
                 )
                 if log.isEnabledFor(logging.DEBUG):
-                    log.debug("request %s: %s", sequence.name, found[sequence].summary())
+                    log.debug("request %s: %s", sequence.name, summary_of(found[sequence]))
         return found
 
     def _deliver(

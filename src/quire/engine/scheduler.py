@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
-from quire.cache.retention import Decided
+from quire.cache.retention.decisions import Decided
 from quire.engine.request import Sequence, State
 from quire.errors import ConfigError, QueueFullError
 

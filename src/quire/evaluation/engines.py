@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cache.calibration import Calibration
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, resolve
+from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.load import Loaded, calibration_for, load_engine

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.retention_report import RetentionReport
 from quire.config import format_bytes
+from quire.engine.retention_report import RetentionReport
 from quire.evaluation.plot import load_figure, save_figure
 
 # By the last member of a policy: hues that colour-blind readers tell apart (Okabe and Ito), by lightness too.

@@ -1,6 +1,6 @@
 """Which tokens of a vocabulary mark the structure of a text: control tokens, headers of messages, punctuation.
 
-Knows the tokenizer and its chat template; what is done with marked tokens is decided in `quire.cache.policies`.
+Knows the tokenizer and its chat template; `quire.cache.retention.policies` decides what is done with marked tokens.
 
 Special tokens are what FastGen (arXiv 2310.01801) keeps first: `<s>`, `[INST]`. The paper does not say how they are
 found. Here they are all control tokens, and of what the chat template writes around messages

@@ -22,7 +22,7 @@ from quire.server.service import Found, Service
 from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:
-    from quire.cache.prefixes import Prefix
+    from quire.engine.prefixes import Prefix
 
 LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000}
 """How many prefixes are told of."""

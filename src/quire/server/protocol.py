@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from quire.cache.prefixes import Prefix
     from quire.config import EngineConfig
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
+    from quire.engine.prefixes import Prefix
     from quire.engine.sampling_defaults import SamplingDefaults
 
 

@@ -21,8 +21,8 @@ from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.retained import Retained, drop_empty, has_page, pack, places_of, to_own
-from quire.cache.retention import Decided, KeepRatio, PageBytes, Retention
+from quire.cache.retention.decisions import Decided, KeepRatio, PageBytes, Retention
+from quire.cache.retention.retained import Retained, drop_empty, has_page, pack, places_of, to_own
 from quire.cache.segment import Segment
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.retention.decisions import Decided
+
 
 @dataclass(frozen=True)
 class RetentionReport:
@@ -74,6 +76,38 @@ class RetentionReport:
         """Over the heads for which each policy was tried, float64 [len(members) + 1]; nan if it was for none."""
         tried = self.num_tried
         return np.where(tried > 0, np.nansum(self.recovery, (0, 1)) / np.maximum(tried, 1), np.nan)
+
+
+def report_of(decided: Decided, bytes_full: int, bytes_kept: int) -> RetentionReport:
+    """The report of a decision, with the bytes of the prompt's pages before and after it."""
+    chain = decided.chain
+    return RetentionReport(
+        decided.kept.shape[-1],
+        chain.members,
+        chain.threshold,
+        chain.frequent,
+        chain.local,
+        decided.policies,
+        decided.kept.sum(-1),
+        decided.recovery,
+        bytes_full,
+        bytes_kept,
+        decided.budget,
+    )
+
+
+def summary_of(decided: Decided) -> str:
+    """A decision in one line."""
+    chain = decided.chain
+    kept = f"keeps {decided.kept_fraction:.1%} of a prompt of {decided.kept.shape[-1]} tokens"
+    if decided.budget is not None:
+        shares = decided.kept.mean(-1)
+        return f"{kept}; heads from {shares.min():.1%} to {shares.max():.1%}"
+    counts = np.bincount(decided.policies.reshape(-1), minlength=chain.full + 1)
+    heads = ", ".join(
+        f"{count} {name}" for count, name in zip(counts.tolist(), (*chain.members, "full"), strict=True) if count
+    )
+    return f"{kept}; heads up to: {heads}"
 
 
 def as_json(report: RetentionReport) -> dict[str, Any]:

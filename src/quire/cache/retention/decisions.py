@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.budget import deal, worth
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.policies import Chain, Mask, decide, keep_on, occurrences
-from quire.cache.retained import Retained
-from quire.cache.retention_report import RetentionReport
+from quire.cache.retention.budget import deal, worth
+from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
+from quire.cache.retention.retained import Retained
 
 PROFILED_SHARE = 4
 """Of a short prompt only this part of the rows is profiled, the last ones, so that it may be found in the cache too."""
@@ -51,35 +50,6 @@ class Decided:
     def kept_fraction(self) -> float:
         """Of all tokens of all heads."""
         return float(self.kept.mean())
-
-    def report(self, bytes_full: int, bytes_kept: int) -> RetentionReport:
-        """What was decided, to be shown, with the bytes of the prompt's pages before and after."""
-        return RetentionReport(
-            self.kept.shape[-1],
-            self.chain.members,
-            self.chain.threshold,
-            self.chain.frequent,
-            self.chain.local,
-            self.policies,
-            self.kept.sum(-1),
-            self.recovery,
-            bytes_full,
-            bytes_kept,
-            self.budget,
-        )
-
-    def summary(self) -> str:
-        """What was decided, in a line."""
-        chain = self.chain
-        kept = f"keeps {self.kept_fraction:.1%} of a prompt of {self.kept.shape[-1]} tokens"
-        if self.budget is not None:
-            shares = self.kept.mean(-1)
-            return f"{kept}; heads from {shares.min():.1%} to {shares.max():.1%}"
-        counts = np.bincount(self.policies.reshape(-1), minlength=chain.full + 1)
-        heads = ", ".join(
-            f"{count} {name}" for count, name in zip(counts.tolist(), (*chain.members, "full"), strict=True) if count
-        )
-        return f"{kept}; heads up to: {heads}"
 
 
 @dataclass(frozen=True)

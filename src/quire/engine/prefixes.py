@@ -1,15 +1,14 @@
-"""What the prefix tree holds, and why a prompt found what it found, for people. Reads the tree, changes nothing."""
+"""What the prefix tree holds, for people. Reads the tree, changes nothing."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from quire.cache.keys import ChunkKeys, namespace_key
+from quire.cache.explain import num_same_tokens
+from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
@@ -88,47 +87,12 @@ def prefixes(
     return found
 
 
-def explain(tree: PrefixTree, keys: ChunkKeys, tokens: Sequence[int]) -> str:
-    """Why a prompt finds as much as it does, in a sentence."""
-    limit = (len(tokens) - 1) // PAGE_TOKENS
-    if limit < 1:
-        return f"of {len(tokens)} tokens no whole chunk of {PAGE_TOKENS} lies before the last one, which is computed"
-    found = list(tree.walk(keys, limit))
-    num_chunks = sum(count for _, count in found)
-    at = num_chunks * PAGE_TOKENS
-    if num_chunks == limit:
-        return "everything but its last tokens, which are always computed"
-    if not found:
-        candidates = tree.children(keys.namespace)
-        if not candidates:
-            return "nothing is cached with its salt"
-    else:
-        last, count = found[-1]
-        candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else tree.children(last)
-    if not candidates:
-        return f"no cached prompt goes on after token {at}"
-    wanted = np.array(tokens[at : at + PAGE_TOKENS], np.int32)
-    same = max(_same_tokens(candidate[:PAGE_TOKENS], wanted) for candidate in candidates)
-    if at + same == 0:
-        return "no cached prompt begins with its first token"
-    return (
-        f"the nearest cached prompt differs from it at token {at + same};"
-        f" chunks are shared whole, so it is computed from token {at} on"
-    )
-
-
 def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
     """Of each segment the leading tokens that its first chunk has in common with the nearest other."""
     # Neighbours in any order of tokens are most alike, and bytes are compared fastest.
     ordered = sorted(siblings, key=lambda segment: segment.tokens[:PAGE_TOKENS].tobytes())
     found = dict.fromkeys(ordered, 0)
     for left, right in itertools.pairwise(ordered):
-        same = _same_tokens(left.tokens[:PAGE_TOKENS], right.tokens[:PAGE_TOKENS])
+        same = num_same_tokens(left.tokens[:PAGE_TOKENS], right.tokens[:PAGE_TOKENS])
         found[left], found[right] = max(found[left], same), same
     return found
-
-
-def _same_tokens(left: np.ndarray, right: np.ndarray) -> int:
-    """Leading tokens in which two chunks are equal."""
-    differ = left != right
-    return int(differ.argmax()) if differ.any() else len(left)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from quire.cache.codecs import Moves
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.policies import Chain
+from quire.cache.retention.policies import Chain
 from quire.cache.table import ChunkTable, Places
 
 _BITS = np.uint64(1) << np.arange(PAGE_TOKENS, dtype=np.uint64)

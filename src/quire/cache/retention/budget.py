@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.policies import Mask
+from quire.cache.retention.policies import Mask
 
 BEFORE, AFTER = 2, 6
 """Tokens on either side of one that is looked at that are worth as much."""

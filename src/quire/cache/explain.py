@@ -1,0 +1,46 @@
+"""Why a prompt found in the prefix tree what it found, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.cache.keys import ChunkKeys
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.tree import PrefixTree
+
+
+def explain(tree: PrefixTree, keys: ChunkKeys, tokens: Sequence[int]) -> str:
+    """Says in one sentence why a prompt finds as much as it does."""
+    limit = (len(tokens) - 1) // PAGE_TOKENS
+    if limit < 1:
+        return f"of {len(tokens)} tokens no whole chunk of {PAGE_TOKENS} lies before the last one, which is computed"
+    found = list(tree.walk(keys, limit))
+    num_chunks = sum(count for _, count in found)
+    at = num_chunks * PAGE_TOKENS
+    if num_chunks == limit:
+        return "everything but its last tokens, which are always computed"
+    if not found:
+        candidates = tree.children(keys.namespace)
+        if not candidates:
+            return "nothing is cached with its salt"
+    else:
+        last, count = found[-1]
+        candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else tree.children(last)
+    if not candidates:
+        return f"no cached prompt goes on after token {at}"
+    wanted = np.array(tokens[at : at + PAGE_TOKENS], np.int32)
+    same = max(num_same_tokens(candidate[:PAGE_TOKENS], wanted) for candidate in candidates)
+    if at + same == 0:
+        return "no cached prompt begins with its first token"
+    return (
+        f"the nearest cached prompt differs from it at token {at + same};"
+        f" chunks are shared whole, so it is computed from token {at} on"
+    )
+
+
+def num_same_tokens(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of leading tokens that two chunks have in common."""
+    differ = left != right
+    return int(differ.argmax()) if differ.any() else len(left)
