@@ -13,8 +13,9 @@ from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout,
 from quire.attention.plan import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
+from quire.cache.retention.packing import pack
 from quire.cache.retention.policies import Chain
-from quire.cache.retention.retained import Retained, pack
+from quire.cache.retention.retained import Retained
 from tests.effort import examples
 
 from .harness import Shape, make_spec

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.cache.arena import Arena
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.counts import RETAINED_ROWS, ChunkCounts, Need
+from quire.cache.counts import RETAINED_ROWS, ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageCounts, PageLedger
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
@@ -61,7 +61,7 @@ def table_of(num_slabs: int, *sealed: Sized, sidecar_units: int = 0) -> ChunkTab
 
 def fits(table: ChunkCounts, *need: int) -> bool:
     """Whether sealed and open chunks, and sidecars, fit."""
-    return table.fits(table.demand(Need(*need)))
+    return table.fits(table.demand(*need))
 
 
 def sinks_of(units: int) -> Sinks:

@@ -311,12 +311,12 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     assert tree is not None
     holder = Holder(chunk(1) + chunk(2) + [3])
     assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
-    tree.protect(ChunkKeys("model", chunk(1) + chunk(2)))
+    manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
     other = Holder([*chunk(1), 9])
     assert run_prompt(manager, other) and manager.pin(other, 64, 5.0)
     manager.release(holder)
     manager.release(other)
-    assert tree.num_protected == (2, 1)
+    assert manager.pins.num_protected == (2, 1)
     assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
     assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
     manager.tick(1e9)
@@ -331,11 +331,11 @@ def test_who_pins_a_protected_prefix_again_can_neither_end_it_nor_have_it_given_
     assert tree is not None
     holder = Holder([*chunk(1), *chunk(2), 3])
     assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
-    tree.protect(ChunkKeys("model", chunk(1) + chunk(2)))
+    manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
     assert manager.pin(holder, 128, 9.0), "a request with the same beginning asks for it, too"
     manager.release(holder)
-    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0 and tree.unpin_oldest() is None
-    assert tree.num_protected == (2, 1) and tree.num_pinned == 2
+    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0 and manager.pins.end_oldest() is None
+    assert manager.pins.num_protected == (2, 1) and tree.num_pinned == 2
     manager.check()
 
 
@@ -409,8 +409,8 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
 def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(4)
     looks: list[object] = []
-    room_for = manager._room_for
-    monkeypatch.setattr(manager, "_room_for", lambda holder: (looks.append(holder), room_for(holder))[1])
+    room_for = manager._has_room_for
+    monkeypatch.setattr(manager, "_has_room_for", lambda holder: (looks.append(holder), room_for(holder))[1])
     running, waiting = Holder(chunk(1) + chunk(2)), Holder(chunk(3) * 3)
     assert run_prompt(manager, running)
     for _ in range(5):
@@ -737,7 +737,7 @@ class Churn(RuleBasedStateMachine):
         assert all(not segment.locks.any() for _, segment in tree.segments())
         assert tree.num_idle + tree.num_pinned == tree.num_chunks == self.manager.table.num_taken
         assert self.manager.stats()["bytes_used"] == 0
-        while tree.unpin_oldest():
+        while self.manager.pins.end_oldest():
             pass
         self.manager.table.give(tree.evict(tree.num_idle))
         assert self.manager.table.num_taken == 0

@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
-from quire.cache.counts import Need
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.policies import Chain
-from quire.cache.room import Found
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from tests.effort import examples
@@ -86,7 +84,7 @@ def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
     assert table.masks is not None
     for index in range(start // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
         at = np.arange(max(start, index * PAGE_TOKENS), min(end, (index + 1) * PAGE_TOKENS))
-        slots, row = torch.from_numpy(at % PAGE_TOKENS), index - path.num_gone
+        slots, row = torch.from_numpy(at % PAGE_TOKENS), index - path.num_dropped
         for layer in range(L):
             for head in range(H):
                 numbers = values(layer, head, at, np.array(holder.token_ids)[at])
@@ -181,7 +179,7 @@ def read(manager: CacheManager, holder: Holder) -> dict[tuple[int, int], set[flo
     for layer in range(L):
         for head in range(H):
             seen: list[float] = []
-            for row in path.chunks[: path.num_sealed - path.num_gone].tolist():
+            for row in path.chunks[: path.num_sealed - path.num_dropped].tolist():
                 mask = int(table.masks[row, layer, head])
                 if mask:
                     image = table.arena.load(table.pages[row, layer, head : head + 1], CODEC.page_bytes)
@@ -273,12 +271,11 @@ def test_full_heads_go_on_reading_what_is_shared() -> None:
     assert segment.locks.tolist() == [[1, 0], [0, 0]]
     # Another prompt that finds all of it takes its pages and its rows, which then are not there to be evicted.
     idle = (segment.locks == 0) * np.int64(len(segment.chunks))
-    found = Found(num_parted=len(segment.chunks), pages=idle)
-    sums = manager.table.demand(Need(sums=manager.tree.num_sums))
-    assert manager.room.evictable(found) == sums
-    assert manager.room.evictable() == sums + manager.table.demand_of_pages(idle) + manager.table.demand(
-        Need(rows=len(segment.chunks))
-    )
+    found = [(segment, len(segment.chunks))]
+    eviction, demand = manager.eviction, manager.table.demand
+    sums = demand(sums=manager.tree.num_attached)
+    assert eviction.evictable() - eviction.evictable_of(found) == sums
+    assert eviction.evictable() == sums + manager.table.demand_of_pages(idle) + demand(rows=len(segment.chunks))
     check_tokens(manager, holder)
     # Under pressure the tree lets go of all, and the head keeps its pages.
     manager.table.give(manager.tree.evict(manager.tree.num_idle))
@@ -406,7 +403,7 @@ def test_histories(data: st.DataObject, share: bool, chunks: int) -> None:
             if what == "end":
                 live.remove(holder)
                 manager.release(holder)
-            elif manager.room.fits(manager.table.demand(Need(4, sums=4))):
+            elif manager.eviction.fits(manager.table.demand(4, sums=4)):
                 decode(manager, holder, prompt(data.draw(st.integers(1, 130)), 9))
         manager.check()
         for holder in live:
@@ -429,13 +426,13 @@ def test_sums_that_are_found_are_copied_or_where_there_is_no_room_taken(
     first, again = Holder(prompt), Holder(list(prompt))
     assert start(manager, first, policies)
     manager.release(first)
-    held = tree.num_sums
+    held = tree.num_attached
     assert held > 0
     if is_tight:
-        monkeypatch.setattr(manager, "_make_room", lambda need, pages=None: False)
+        monkeypatch.setattr(manager.eviction, "make_room", lambda demand: False)
     assert manager.admit(again) is not None
     assert again.path.num_shared > 0 and len(again.path.sums) == again.path.num_shared
-    assert tree.num_sums == (held - again.path.num_shared if is_tight else held)
+    assert tree.num_attached == (held - again.path.num_shared if is_tight else held)
     manager.check()
     monkeypatch.undo()
     compute(manager, again)
@@ -449,10 +446,10 @@ def test_sums_of_the_tree_go_when_nothing_idle_is_left() -> None:
     holder = Holder([1, *range(10, 309)])
     assert manager.admit(holder) is not None
     compute(manager, holder)
-    held = tree.num_sums
+    held = tree.num_attached
     assert held > 0 and tree.num_idle == 0
     rows = manager.table.capacity - manager.table.num_taken + held
-    manager._evict_for(manager.table.demand(Need(rows=rows)))
-    assert tree.num_sums == 0 and manager.table.capacity - manager.table.num_taken == rows
+    manager.eviction.evict_for(lambda: manager.table.demand(rows=rows))
+    assert tree.num_attached == 0 and manager.table.capacity - manager.table.num_taken == rows
     manager.check()
     retain(manager, holder, [[0] * H for _ in range(L)])

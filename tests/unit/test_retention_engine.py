@@ -325,7 +325,8 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         witness.drain(outputs)
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
-        assert not manager.retainer._coming and witness.engine.stats()["cache"]["bytes_used"] == 0
+        prefixes = manager.retainer.prefixes
+        assert prefixes is not None and not prefixes._stops and witness.engine.stats()["cache"]["bytes_used"] == 0
         assert not any(segment.locks.any() or segment.users for _, segment in manager.tree.segments())
     assert len(phases) >= 3, phases
 

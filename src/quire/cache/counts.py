@@ -5,7 +5,7 @@ where pages lie nor what is in them; `cache/table.py` does.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +25,6 @@ POSITIONS_BYTES = 4 * PAGE_TOKENS
 RETAINED_ROWS = 8
 """Rows of the table for each whole chunk that the arena could hold, where retention is on: 1 % of the arena's bytes
 beside it, for SmolLM2's dense pages."""
-
-
-class Need(NamedTuple):
-    """Chunks that are wanted: sealed ones, open ones where these are of another codec, sidecars, and rows of sums; and
-    rows of the table for paths that will hold pages beside the tree.
-    """
-
-    sealed: int = 0
-    open: int = 0
-    sidecars: int = 0
-    sums: int = 0
-    rows: int = 0
 
 
 class ChunkCounts:
@@ -71,7 +59,7 @@ class ChunkCounts:
         sinks: Sinks | None = None,
         sums: SumsCodec | None = None,
     ) -> None:
-        self._counts = ledger
+        self.ledger = ledger
         self.shape = num_layers, num_heads
         self.sinks = sinks
         self.sums = sums
@@ -87,18 +75,14 @@ class ChunkCounts:
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
         self.pages_per_chunk = num_layers * num_heads
-        # Of each codec, bytes of a page, int32 [L * H].
-        self._sizes = {
-            each.kernel_id: np.broadcast_to(np.asarray(each.page_bytes, np.int32), self.shape).reshape(-1)
-            for each in formats
-        }
-        sizes = {int(size) for each in self._sizes.values() for size in np.unique(each)}
-        if sums is not None:
-            sizes.add(POSITIONS_BYTES)
-        for size in sorted(sizes | {self.sidecar_bytes} - {0}):
+        # Bytes of the pages of each format, int32 [formats, L, H], by kernel id.
+        self._sizes = np.zeros((max(self.codecs) + 1, num_layers, num_heads), np.int32)
+        for each in formats:
+            self._sizes[each.kernel_id] = each.page_bytes
+        sizes = {*self._sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}
+        for size in sorted(map(int, sizes - {0})):
             ledger.size_class(size)
-        # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, and sums;
-        # so many that bytes run out before, and `fits` counts them too.
+        # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, or sums.
         most = ledger.num_bytes // min(self.chunk_bytes(codec) for codec in codecs)
         self.capacity = most if sums is None else RETAINED_ROWS * most
         self.kinds = np.zeros(self.capacity, np.uint8)
@@ -106,36 +90,40 @@ class ChunkCounts:
         self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
-        self._costs = {kind: self._of_sizes(sizes, rows=1) for kind, sizes in self._sizes.items()}
-        self._of_row = self._of_sizes(np.empty(0, np.int32), rows=1)
-        # A sealed chunk may get another row, of a path that holds its pages beside the tree.
-        of_sealed = self.cost(self.sealed_codec)
-        self._of_sealed = of_sealed if sums is None else of_sealed + self._of_row
-        self._of_open = self.cost(open_codec)
-        self._of_sidecar = self.nothing if sinks is None else self._of_sizes(np.array([self.sidecar_bytes]))
-        self._of_sums = self.nothing if sums is None else self.cost(sums)
+        self._costs = {kind: self._of_sizes(self._sizes[kind], rows=1) for kind in self.codecs}
+        of_row = self._of_sizes(np.empty(0, np.int32), rows=1)
+        # A path that holds pages of a sealed chunk beside the tree has a row of its own for them.
+        of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
+        self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
+        of_sums = self.cost(sums) if sums else self.nothing
+        self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
 
     def cost(self, codec: PageFormat) -> Demand:
         """What one chunk of a codec takes, its sidecar apart."""
         return self._costs[codec.kernel_id]
 
-    def demand(self, need: Need) -> Demand:
-        """What some chunks take."""
-        total = self._of_sealed * need.sealed if need.sealed else self.nothing
-        for each, count in zip((self._of_open, self._of_sidecar, self._of_sums, self._of_row), need[1:], strict=True):
+    def demand(self, sealed: int = 0, open: int = 0, sidecars: int = 0, sums: int = 0, rows: int = 0) -> Demand:
+        """What some chunks take: sealed ones, open ones of another codec, sidecars, rows of sums, and rows of the table
+        for paths that hold pages beside the tree.
+        """
+        total = self.nothing
+        for unit, count in zip(self._units, (sealed, open, sidecars, sums, rows), strict=True):
             if count:
-                total = total + (each * count if count != 1 else each)
+                total = total + (unit * count if count != 1 else unit)
         return total
 
-    def demand_of_pages(self, pages: NDArray[np.int64]) -> Demand:
-        """What so many pages of sealed chunks take of each layer and head, int64 [L, H]."""
-        sizes, flat = self._sizes[self.sealed_codec.kernel_id], pages.reshape(-1)
-        counts = [int(flat[sizes == size].sum()) for size in self._counts.page_sizes]
-        return Demand([*counts, 0])
+    def num_sealed_for(self, num_tokens: int) -> int:
+        """Chunks of the sealed codec that a sequence of `num_tokens` tokens needs."""
+        return num_tokens // PAGE_TOKENS if self.encodes else -(-num_tokens // PAGE_TOKENS)
+
+    def demand_of_pages(self, num_pages: NDArray[np.int64]) -> Demand:
+        """What pages of sealed chunks take, given their number for each layer and head, int64 [L, H]."""
+        sizes = self.page_sizes(self.sealed_codec)
+        return Demand([*(int(num_pages[sizes == size].sum()) for size in self.ledger.page_sizes), 0])
 
     def fits(self, demand: Demand) -> bool:
-        """Whether so much more fits: then all of it can be taken."""
-        return demand[-1] <= len(self._free) and self._counts.has_room(demand)
+        """Whether a demand fits: then all of it can be taken."""
+        return demand[-1] <= len(self._free) and self.ledger.has_room(demand)
 
     def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> NDArray[np.int32]:
         """`count` new chunks with pages of the codec, int32 [count], the first of them with a sidecar if that is wanted
@@ -149,7 +137,7 @@ class ChunkCounts:
         if not self.fits(demand):
             raise CacheFullError(
                 f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit:"
-                f" there is room for {self.available(codec)} in {self._counts.num_bytes} bytes (cache.memory)"
+                f" there is room for {self.available(codec)} in {self.ledger.num_bytes} bytes (cache.memory)"
             )
         return self._take(count, codec, sidecar, demand)
 
@@ -157,21 +145,21 @@ class ChunkCounts:
         """Gives chunks and their sidecars back."""
         kinds = np.bincount(self.kinds[chunks])
         for kind in np.flatnonzero(kinds).tolist():
-            self._counts.count(self._costs[kind] * int(kinds[kind]), -1)
+            self.ledger.count(self._costs[kind] * int(kinds[kind]), -1)
         if self.sinks is not None:
-            self._counts.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
+            self.ledger.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
         self.sidecars[chunks] = -1
         self._free.extend(chunks.tolist())
 
     @property
     def bytes_out(self) -> int:
         """Of all pages that are not free."""
-        return self._counts.bytes_out
+        return self.ledger.bytes_out
 
     @property
     def num_bytes(self) -> int:
         """Of the arena."""
-        return self._counts.num_bytes
+        return self.ledger.num_bytes
 
     @property
     def num_taken(self) -> int:
@@ -180,30 +168,26 @@ class ChunkCounts:
 
     def available(self, codec: PageFormat) -> int:
         """How many chunks of the codec `take` can give now."""
-        cost = self.cost(codec)
-        most = min((self._counts.num_bytes - self._counts.bytes_out) // self.chunk_bytes(codec), len(self._free))
-        if self.fits(cost * most):
-            return most
-        # Partly filled slabs are in the way.
+        most, cost = self.ledger.num_bytes // self.chunk_bytes(codec), self.cost(codec)
         return bisect_left(range(1, most + 1), True, key=lambda count: not self.fits(cost * count))
 
     def page_bytes(self, codec: PageFormat, layer: int, head: int) -> int:
         """Bytes of a chunk's page of that layer and head."""
-        return int(np.broadcast_to(codec.page_bytes, self.shape)[layer, head])
+        return int(self.page_sizes(codec)[layer, head])
 
     def chunk_bytes(self, codec: PageFormat) -> int:
         """Bytes of a chunk's pages, its sidecar apart."""
-        return int(self._sizes[codec.kernel_id].sum())
+        return int(self.page_sizes(codec).sum())
 
     def page_sizes(self, codec: PageFormat) -> NDArray[np.int32]:
         """Bytes of a chunk's pages, int32 [L, H]."""
-        return self._sizes[codec.kernel_id].reshape(self.shape)
+        return np.asarray(self._sizes[codec.kernel_id])
 
     def check(self) -> None:
         """Proves the invariant, and that the ledger is whole."""
         assert len(set(self._free)) == len(self._free), "a free chunk is listed twice"
         assert (self.sidecars[self._free] == -1).all(), "a free chunk has a sidecar"
-        self._counts.check()
+        self.ledger.check()
         self._check_pages()
 
     def _check_pages(self) -> None:
@@ -212,11 +196,11 @@ class ChunkCounts:
         for kind, count in enumerate(np.bincount(self.kinds[taken]).tolist()):
             if count:
                 total += self._costs[kind] * count
-        assert [self._counts.out(size) for size in self._counts.page_sizes] == list(total[:-1]), "pages are miscounted"
+        assert [self.ledger.out(size) for size in self.ledger.page_sizes] == list(total[:-1]), "pages are miscounted"
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> NDArray[np.int32]:
         chunks = self._blank(count, codec.kernel_id)
-        self._counts.count(demand, 1)
+        self.ledger.count(demand, 1)
         if sidecar:
             self.sidecars[chunks[0]] = 0
         return chunks
@@ -236,5 +220,5 @@ class ChunkCounts:
         return is_taken
 
     def _of_sizes(self, sizes: NDArray[np.int32], rows: int = 0) -> Demand:
-        """Pages of some sizes, and so many rows."""
-        return Demand([*(int((sizes == size).sum()) for size in self._counts.page_sizes), rows])
+        """The demand for one page of each of the sizes, and for rows."""
+        return Demand([*(int((sizes == size).sum()) for size in self.ledger.page_sizes), rows])

@@ -5,9 +5,6 @@ Admission reserves the whole prompt and one chunk of growth for every running se
 pages: pages are taken when they are about to be written, so a sequence never holds what it does not use, and the counts
 keep a growing one from taking what an admitted prompt was promised.
 
-A sequence needs sealed chunks for what is full and one open chunk for the rest. Where sealed chunks are encoded the two
-differ in size, so what is asked is not how many chunks are free but whether so many of each fit.
-
 With retention a prompt is held whole until it is computed and decided on, and then in fewer pages, which are the
 sequence's own; what it was computed into stays cached. Requests that wait for others to decide are promised room
 beside what these are expected to keep.
@@ -15,23 +12,24 @@ beside what these are expected to keep.
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.counts import ChunkCounts, Need
+from quire.cache.counts import ChunkCounts
+from quire.cache.eviction import Eviction
 from quire.cache.explain import explain
+from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
+from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Decided, Retention
-from quire.cache.retention.retainer import Looks, Retainer
-from quire.cache.room import Ahead, Found, Room
+from quire.cache.retention.none import NoRetention
+from quire.cache.retention.retainer import Profiling, Retainer
+from quire.cache.room import Room
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
@@ -41,51 +39,25 @@ PINNED_SHARE = 0.5
 """Share of the arena that pins may keep: the rest goes on serving everybody."""
 
 
-class Holder(Protocol):
-    """What the manager needs to know of a sequence."""
-
-    path: Path
-    num_preemptions: int
-
-    @property
-    def keys(self) -> ChunkKeys:
-        """The names of its chunks."""
-        ...
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether its prompt may be matched; not if every prompt row is wanted."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens so far."""
-        ...
-
-    @property
-    def num_prompt(self) -> int:
-        """How many of them are the prompt."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an admitted sequence starts with: tokens found in the cache, and sealed chunks reserved for it."""
+    """What an admitted sequence starts with: tokens found in the cache."""
 
     cached_tokens: int
-    reserved_chunks: int
 
 
 class CacheManager:
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
-    table     the chunks of the arena
-    tree      what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
-    lifetime  seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
-    retainer  makes what sequences hold smaller; None without retention
-    room      what fits beside what was promised
-    capacity  sealed chunks that one sequence may have if it is alone
+    table      the chunks of the arena
+    tree       what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
+    lifetime   seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
+    pins       what the tree keeps for longer
+    retainer   makes what sequences hold smaller; None without retention
+    retention  the retainer, or what answers in its place
+    room       what fits beside what was promised
+    capacity   sealed chunks that one sequence may have if it is alone
     """
 
     def __init__(
@@ -98,13 +70,15 @@ class CacheManager:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
+        self.pins = None if tree is None else Pins(tree)
+        self.eviction = Eviction(table, tree)
         self.retainer: Retainer | None = None
         if retention is not None:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
-            self.retainer = Retainer(retention, table, tree)
-        self.room = Room(table, tree, self.retainer)
+            self.retainer = Retainer(retention, table, self.eviction)
+        self.retention = self.retainer or NoRetention(self.eviction)
+        self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
-        self._live: dict[Holder, None] = {}
         self._bytes_peak = 0
         self._refused: object = None  # who was last refused, and what it depended on
 
@@ -112,96 +86,68 @@ class CacheManager:
         """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
         wait.
         """
-        tokens = holder.token_ids
         tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self._live), self.table.bytes_out, self.room.promised(), tree
+        state = holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree
         if state == self._refused:
             return None
-        while (need := self._room_for(holder)) is None:
+        while not self._has_room_for(holder):
             # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
-            if self._live or self.tree is None or (given_up := self.tree.unpin_oldest()) is None:
+            if self.room.live or self.pins is None or (given_up := self.pins.end_oldest()) is None:
                 self._refused = state
                 return None
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
                 " leave",
                 given_up.end,
-                len(tokens),
+                len(holder.token_ids),
             )
         self._refused = None
         holder.path = Path()
-        self._live[holder] = None
-        self.room.promise(holder, len(tokens) if self.retainer is None else holder.num_prompt)
+        self.retention.enter(holder)
+        self.room.promise(holder)
         self._match(holder)
-        self._settle(holder)
         self._note_peak()
-        return Admission(holder.path.num_tokens, need.sealed)
+        return Admission(holder.path.num_tokens)
 
-    def _room_for(self, holder: Holder) -> Need | None:
-        """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
-        taking: who waits is no sharer, and has no hits.
-        """
-        found = starts = alone = unused = num_parted = 0
-        part: NDArray[np.int64] | None = None
-        if self.tree is not None and holder.reads_cache:
-            limit = self._limit(holder)
-            if self.retainer is not None:
-                limit = self.retainer.reusable(holder, limit)
-            for segment, count in self.tree.walk(holder.keys, limit):
-                found += count
-                if segment.pins:
-                    continue
-                if not segment.users:
-                    unused += count
-                    alone += count
-                    starts += segment.start == 0
-                elif segment.unread is not None:
-                    is_idle = segment.unread == segment.users
-                    part = count * is_idle + (0 if part is None else part)
-                    num_parted += count * bool(is_idle.any())
-                    alone += count * bool(is_idle.all())
-        num_tokens = len(holder.token_ids) if self.retainer is None else holder.num_prompt
-        need = self.room.need(0, False, num_tokens)
-        has_sidecar = self.table.sinks is not None and not found
-        sums = 0 if self.retainer is None else self.retainer.num_sums(num_tokens)
-        rows = 0 if self.retainer is None else found
-        need = Need(need.sealed - found, int(self.table.encodes), int(has_sidecar), sums, rows)
-        growth = Need(len(self._live) + 1 if self._live else 0, sums=len(self._live) * (self.retainer is not None))
-        coming = None
-        wanted = need
-        if self.retainer is not None:
-            coming = Ahead(need.sealed, need.sealed + found, alone)
-            wanted = need._replace(sealed=0)
-        demand = self.table.demand(wanted) + self.table.demand(growth) + self.room.promised(coming=coming)
-        return need if self.room.fits(demand, Found(unused, starts, num_parted, part)) else None
+    def _has_room_for(self, holder: Holder) -> bool:
+        """Whether a sequence may be admitted. Looks without taking: who waits is no sharer, and has no hits."""
+        tree, found = self.tree, []
+        if tree is not None and holder.reads_cache:
+            found = list(tree.walk(holder.keys, self.retention.findable(holder)))
+        # What it finds is not there to be evicted.
+        demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
+        return self.room.fits(demand)
 
     def match_again(self, holder: Holder) -> int:
         """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
         that end on a chunk boundary.
         """
+        return self._match(holder) * PAGE_TOKENS if holder.path.is_all_shared else 0
+
+    def _match(self, holder: Holder) -> int:
+        """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took. All it
+        then holds is sealed.
+        """
         path = holder.path
-        if path.retained is not None or path.num_chunks != path.num_shared:
-            return 0
-        count = self._match(holder)
-        if count:
-            self._settle(holder)
-        return count * PAGE_TOKENS
+        count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
+        path.num_sealed = path.num_stored = path.num_shared
+        path.num_tokens = path.num_shared * PAGE_TOKENS
+        self._settle(holder)
+        return count
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
-        """Keeps the whole chunks of the sequence's first `num_tokens` tokens, all computed, for so long from now.
-        False, and nothing kept, if pins would then hold more than `PINNED_SHARE` of the arena.
+        """Pins the whole chunks of the sequence's first `num_tokens` tokens, all computed, for some seconds. False, and
+        nothing pinned, if pins would then hold more than `PINNED_SHARE` of the arena.
         """
         count = num_tokens // PAGE_TOKENS
-        if self.tree is None or count == 0:
+        if self.tree is None or self.pins is None or count == 0 or not self.may_pin(holder.keys, count):
             return False
-        if not self.may_pin(holder.keys, count):
-            return False
-        self.tree.pin(holder.path, count, self.tree.now + seconds)
+        self.pins.add(holder.path, count, self.tree.now + seconds)
         return True
 
     def unpin(self, keys: ChunkKeys) -> int:
-        """Ends the pins of a prompt and of what it begins with; returns how many."""
-        return 0 if self.tree is None else self.tree.unpin(keys)
+        """Ends the pins of a prompt and of its prefixes; returns how many."""
+        return 0 if self.pins is None else self.pins.end(keys)
 
     def may_pin(self, keys: ChunkKeys, count: int) -> bool:
         """Whether pins have room for the first `count` chunks of a prompt."""
@@ -210,10 +156,12 @@ class CacheManager:
         return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
-        """Moves the clock of lifetimes on: pins end, and what is too old is dropped."""
-        if self.tree is not None:
+        """Sets the clock of lifetimes: pins end, and what is too old is dropped."""
+        if self.tree is not None and self.pins is not None:
             self.tree.now = now
-            self.table.give(self.tree.expire(self.lifetime))
+            self.pins.expire()
+            if self.lifetime is not None:
+                self.table.give(self.tree.expire(self.lifetime))
 
     def explain(self, holder: Holder) -> str:
         """Why a sequence finds in the cache what it finds, in a sentence."""
@@ -221,65 +169,56 @@ class CacheManager:
             return "cache.share is off"
         if not holder.reads_cache:
             return "log-probabilities of the prompt are wanted, so all of it is computed"
-        if self.retainer is not None and (known := self._known(holder)) > holder.path.num_shared:
+        found, known = holder.path.num_shared, self.tree.walk(holder.keys, self.retention.limit(holder))
+        if self.retainer is not None and (num_known := sum(count for _, count in known)) > found:
             return (
-                f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
-                f" {holder.path.num_shared * PAGE_TOKENS}: retention needs both"
+                f"{num_known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to"
+                f" token {found * PAGE_TOKENS}: retention needs both"
             )
         return explain(self.tree, holder.keys, holder.token_ids)
 
-    def _known(self, holder: Holder) -> int:
-        """Chunks of a prompt that the tree has, as far as they may be found."""
-        assert self.tree is not None
-        return sum(count for _, count in self.tree.walk(holder.keys, self._limit(holder)))
-
     def next_chunk(self, holder: Holder) -> bytes | None:
-        """The key of the next whole chunk of a prompt, so that two sequences about to compute the same one can be told;
+        """The key of the next whole chunk of a prompt, by which two sequences about to compute the same one are told;
         None where it is not to be shared.
         """
-        path = holder.path
-        if (
-            self.tree is None
-            or not holder.reads_cache
-            or path.retained is not None
-            or path.num_chunks != path.num_shared
-            or path.num_sealed >= self._limit(holder)
-        ):
+        path, keys = holder.path, holder.keys
+        may_share = self.tree is not None and holder.reads_cache and path.is_all_shared
+        if not may_share or path.num_sealed >= self.retention.limit(holder):
             return None
-        return holder.keys.first(path.num_sealed + 1)[-1]
+        return keys.first(path.num_sealed + 1)[-1]
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Makes room for the sequence's first `num_tokens` tokens, in the chunks they will be stored in; False, with
         nothing changed, if that would take what others were promised.
         """
         path, table = holder.path, self.table
-        has_open = path.num_chunks + path.num_gone > path.num_stored
-        need = self.room.need(path.num_stored, has_open, num_tokens)
-        if self.retainer is not None:
-            need = need._replace(sums=self.retainer.lacks(path, num_tokens) + self.retainer.places(path, need.sealed))
-        if not any(need):
+        num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
+        has_open = path.has_open
+        # What its open chunk holds is encoded once it is full, and the next one begins.
+        wants_open = num_tokens > (path.num_stored + num_sealed) * PAGE_TOKENS and (num_sealed > 0 or not has_open)
+        has_sidecar = num_sealed > 0 and path.num_stored == 0
+        demand = self.retention.growth(path, num_tokens, num_sealed)
+        demand += table.demand(num_sealed, wants_open, has_sidecar and table.sinks is not None)
+        if not any(demand):
             return True
-        demand = table.demand(need)
-        if not self.room.fits(demand + self.room.promised(apart_from=holder)):
+        if not self.room.fits(demand, holder):
             return False
-        self._evict_for(demand)
-        if need.sealed:
-            sealed = table.take(need.sealed, table.sealed_codec, sidecar=path.num_stored == 0)
+        self.eviction.evict_for(lambda: demand)
+        if num_sealed:
+            sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
             if has_open:
-                # What its open chunk holds is encoded once it is full; one of which nothing was computed is not needed.
                 begun = int(path.chunks[-1])
                 if path.num_tokens > path.num_stored * PAGE_TOKENS:
                     path.filled = begun
-                else:
+                else:  # nothing was computed of it
                     table.give(np.array([begun], np.int32))
-                path.replace(path.num_stored - path.num_gone, sealed[:1])
+                path.replace(path.num_stored - path.num_dropped, sealed[:1])
                 sealed = sealed[1:]
             path.append(sealed)
-            path.num_stored += need.sealed
-        if need.open:
-            path.append(table.take(need.open, table.open_codec))
-        if self.retainer is not None:
-            self.retainer.extend(path, num_tokens, need.sealed)
+            path.num_stored += num_sealed
+        if wants_open:
+            path.append(table.take(1, table.open_codec))
+        self.retention.extend(path, num_tokens, num_sealed)
         self._settle(holder)
         self._note_peak()
         return True
@@ -289,7 +228,7 @@ class CacheManager:
         pages need no encoding: sealing is a promise not to write. Others were encoded by the step.
         """
         path = holder.path
-        assert path.num_tokens <= num_tokens <= (path.num_chunks + path.num_gone) * PAGE_TOKENS, (
+        assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
             f"{num_tokens} tokens in {path.num_chunks} chunks"
         )
         path.num_tokens = num_tokens
@@ -298,13 +237,10 @@ class CacheManager:
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
-        if path.retained is not None:
-            assert self.retainer is not None
-            self.retainer.reseal(path, holder.token_ids[:num_tokens])
-        elif self.tree is not None:
-            self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
-            if self.retainer is not None:
-                self._store_sums(holder)
+        attached = self.retention.seal(holder)
+        if any(attached) and self.room.fits(attached, holder):
+            self.eviction.evict_for(lambda: attached)
+            self.retention.attach(holder)
         self._settle(holder)
 
     def sums_of(self, holder: Holder) -> NDArray[np.float32]:
@@ -313,45 +249,37 @@ class CacheManager:
         return self.retainer.sums_of(holder.path, holder.num_prompt)
 
     def is_coming(self, holder: Holder) -> bool:
-        """Whether a sequence had better wait for what another is about to leave in the cache."""
-        return self.retainer is not None and holder.reads_cache and self.retainer.is_coming(holder)
+        """See NoRetention.must_wait."""
+        return self.retention.must_wait(holder)
 
     def slice_end(self, holder: Holder) -> int:
-        """Where the next slice of a sequence must end at the latest, as a number of tokens: where sums are kept for
-        others, at the prompt's end, and after it with every token that is replayed.
-        """
-        return len(holder.token_ids) if self.retainer is None else self.retainer.slice_end(holder)
+        """See NoRetention.slice_end."""
+        return self.retention.slice_end(holder)
 
     def undivided(self, holder: Holder) -> int:
-        """Where the rows begin that must be computed in one slice, as a number of tokens: a sequence's end if none."""
-        return len(holder.token_ids) if self.retainer is None else self.retainer.undivided(holder)
+        """See NoRetention.undivided."""
+        return self.retention.undivided(holder)
 
     def last_rows(self, holder: Holder, num_tokens: int) -> int:
-        """Over how many of its last rows what a sequence keeps is decided, once so many tokens are computed; 0 if it is
-        not to be decided then.
-        """
-        return 0 if self.retainer is None else self.retainer.last_rows(holder, num_tokens)
+        """See NoRetention.last_rows."""
+        return self.retention.last_rows(holder, num_tokens)
 
-    def looks(self, holder: Holder, num_last: int) -> Looks | None:
-        """See Retainer.looks; None without retention."""
-        return None if self.retainer is None else self.retainer.looks(holder.path, num_last)
+    def looks(self, holder: Holder, num_last: int) -> Profiling | None:
+        """See Retainer.profiling; None without retention."""
+        return None if self.retainer is None else self.retainer.profiling(holder.path, num_last)
 
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""
-        assert self.retainer is not None and holder.path.retained is None
-        path, retainer, table = holder.path, self.retainer, self.retainer.table
-        before = table.bytes_of(path.chunks)
-        self._evict_for(table.demand(Need(rows=path.num_shared)))
-        places = table.demand(Need(sums=path.num_sealed * table.encodes))
-
-        def has_room(pages: NDArray[np.int64]) -> bool:
+        path, table, retainer = holder.path, self.table, self.retainer
+        assert retainer is not None and isinstance(table, ChunkTable) and path.retained is None
+        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
+        self.eviction.evict_for(lambda: rows)
+        is_stuck = retainer.decide(holder, decided)
+        if path.retained is not None and is_stuck.any():
             self.room.update(holder)
-            return self.room.fits(places + self.room.promised() + table.demand_of_pages(pages))
-
-        retainer.begin(holder, decided, has_room)
-        places = table.demand(Need(sums=retainer.places(path, path.num_sealed)))
-        self._evict_for(places, lambda: table.demand_of_pages(retainer.wanted(path)))
-        retainer.finish(path)
+            if not self.room.fits(retainer.copies(is_stuck)):
+                path.retained.in_place |= is_stuck
+        retainer.pack(path)
         self._settle(holder)
         self._note_peak()
         if retainer.watch is not None:
@@ -371,64 +299,57 @@ class CacheManager:
         self.table.give(path.sums)
         if self.tree is not None:
             self.tree.release(path)
-        if self.retainer is not None:
-            self.retainer.forget(holder)
+        self.retention.leave(holder)
         self.room.forget(holder)
-        del self._live[holder]
         holder.path = Path()
 
     def stats(self) -> dict[str, int]:
         """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used. Of the bytes
         cached or used some are pinned; saved are those that live sequences would take on top, did they share nothing.
         """
-        total, cached = self.table.num_bytes, self._bytes_cached
-        chunk_bytes, tree = self.chunk_bytes, self.tree
+        table, tree, cached = self.table, self.tree, self._bytes_cached
         # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
-        saved = 0
+        saved = num_pinned = num_evicted = 0
         if tree is not None:
+            num_pinned, num_evicted = tree.num_pinned, tree.num_evicted
             read = sum(
                 len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
-                for holder in list(self._live)
+                for holder in list(self.room.live)
                 for segment, heads in holder.path.reads()
                 if not segment.is_dropped
             )
             once = tree.num_read + tree.part_read
-            saved = max(0, int(((read - once) * self.table.page_sizes(self.table.sealed_codec)).sum()))
+            saved = max(0, int(((read - once) * table.page_sizes(table.sealed_codec)).sum()))
         return {
-            "bytes_total": total,
-            "bytes_used": self.table.bytes_out - cached,
+            "bytes_total": table.num_bytes,
+            "bytes_used": table.bytes_out - cached,
             "bytes_cached": cached,
-            "bytes_free": total - self.table.bytes_out,
+            "bytes_free": table.num_bytes - table.bytes_out,
             "bytes_peak": self._bytes_peak,
-            "bytes_pinned": 0 if tree is None else tree.num_pinned * chunk_bytes,
+            "bytes_pinned": num_pinned * self.chunk_bytes,
             "bytes_saved": saved,
-            "bytes_evicted": 0 if tree is None else tree.num_evicted * chunk_bytes,
-            "bytes_retention_freed": 0 if self.retainer is None else self.retainer.bytes_freed,
+            "bytes_evicted": num_evicted * self.chunk_bytes,
+            "bytes_retention_freed": self.retention.bytes_freed,
         }
 
     def check(self) -> None:
         """Proves the invariant of the manager, the tree, the table and the ledger."""
         self.table.check()
         self.room.check()
-        for holder in self._live:
-            found = holder.path.free_until, holder.path.next_seal
-            assert found == self._events(holder.path), f"{found} tokens until something happens"
-        held = [int(chunk) for holder in self._live for chunk in holder.path.private]
-        held += [holder.path.filled for holder in self._live if holder.path.filled >= 0]
-        held += [int(row) for holder in self._live for row in holder.path.sums]
-        if self.retainer is not None:
-            for holder in self._live:
-                self.retainer.check(holder.path)
-        if self.tree is not None:
-            self.tree.check()
-            for _, segment in self.tree.segments():
-                held += [*segment.chunks.tolist(), *(() if segment.sums is None else segment.sums.tolist())]
-            for holder in self._live:
-                path = holder.path
-                if path.retained is not None:
-                    continue
+        held: list[int] = []
+        for holder in self.room.live:
+            path = holder.path
+            assert (path.free_until, path.next_seal) == self._events(path), "what happens next is not known"
+            held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
+            self.retention.check(path)
+            if path.retained is None:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
+        if self.tree is not None and self.pins is not None:
+            self.tree.check()
+            self.pins.check()
+            for _, segment in self.tree.segments():
+                held += [*segment.chunks, *segment.attached]
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
 
@@ -445,114 +366,41 @@ class CacheManager:
     @property
     def _bytes_cached(self) -> int:
         """Bytes that the tree alone keeps."""
-        tree = self.tree
+        table, tree = self.table, self.tree
         if tree is None:
             return 0
         unread = (tree.num_chunks - tree.num_read) * self.chunk_bytes
         if tree.num_parted:
-            unread -= int((tree.part_read * self.table.page_sizes(self.table.sealed_codec)).sum())
-        sums = tree.num_sums * self.table.chunk_bytes(self.table.sums) if self.table.sums is not None else 0
-        return unread + tree.num_unread_starts * self.table.sidecar_bytes + sums
+            unread -= int((tree.part_read * table.page_sizes(table.sealed_codec)).sum())
+        attached = tree.num_attached * table.chunk_bytes(table.sums) if table.sums is not None else 0
+        return unread + tree.num_unread_firsts * table.sidecar_bytes + attached
 
     @property
     def unprotected(self) -> int:
         """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone. Only while nobody
         is there.
         """
-        assert not self._live, "what sequences hold would count as kept"
-        if self.tree is None:
+        assert not self.room.live, "what sequences hold would count as kept"
+        if self.tree is None or self.pins is None:
             return self.capacity
-        num_chunks, num_starts = self.tree.num_protected
+        num_chunks, num_firsts = self.pins.num_protected
         # All that is there now is the tree's, and what is not protected would go.
-        return self.room.capacity(num_chunks - self.tree.num_chunks, num_starts - self.tree.num_unread_starts)
+        return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)
 
     def _settle(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
         holder.path.free_until, holder.path.next_seal = self._events(holder.path)
         self.room.update(holder)
 
-    def _events(self, path: Path) -> tuple[int, int]:
-        """See Path.free_until and Path.next_seal."""
-        holds = (path.num_chunks + path.num_gone) * PAGE_TOKENS
-        return holds - (self.table.encodes or path.retained is not None), (path.num_sealed + 1) * PAGE_TOKENS
-
     def _note_peak(self) -> None:
         self._bytes_peak = max(self._bytes_peak, self.table.bytes_out - self._bytes_cached)
 
-    def _limit(self, holder: Holder) -> int:
-        """Chunks that a sequence may find in the cache: never its last token, which is computed, or there would be no
-        logits.
-        """
-        if self.retainer is not None:
-            return self.retainer.retention.num_reusable(holder.num_prompt)
-        return (len(holder.token_ids) - 1) // PAGE_TOKENS
-
-    def _match(self, holder: Holder) -> int:
-        """Carries a path without chunks of its own on, as far as the tree has what it needs; chunks that it took. All
-        of what it then holds is sealed.
-        """
-        path, tree = holder.path, self.tree
-        count = 0
-        if tree is not None and holder.reads_cache:
-            limit, is_hit = self._limit(holder), not holder.num_preemptions
-            if self.retainer is None:
-                count = tree.extend(path, holder.keys, limit, is_hit)
-            else:
-                count, sums = self.retainer.match(holder, limit, is_hit)
-                if count:
-                    self.table.give(path.sums)
-                    path.sums = path.sums[:0]
-                    # The path has locked whose sums these are. Where there is no room for both, they become its own.
-                    if self._make_room(self.table.demand(Need(sums=len(sums)))):
-                        self.retainer.copy_sums(path, sums)
-                    else:
-                        path.sums = tree.take_sums(path, len(sums))
-        path.num_sealed = path.num_stored = path.num_shared
-        path.num_tokens = path.num_shared * PAGE_TOKENS
-        return count
+    def _events(self, path: Path) -> tuple[int, int]:
+        """See Path.free_until and Path.next_seal."""
+        has_event = self.table.encodes or path.retained is not None
+        return path.num_begun * PAGE_TOKENS - has_event, (path.num_sealed + 1) * PAGE_TOKENS
 
     def _give_filled(self, path: Path) -> None:
         if path.filled >= 0:
             self.table.give(np.array([path.filled], np.int32))
             path.filled = -1
-
-    def _store_sums(self, holder: Holder) -> None:
-        """Keeps the sums of a prompt's beginning for others, if it ends where they may want them and there is room."""
-        path = holder.path
-        assert self.retainer is not None
-        demand = self.table.demand(Need(sums=self.retainer.to_store(path)))
-        if any(demand) and self.room.fits(demand + self.room.promised(apart_from=holder)):
-            self._evict_for(demand)
-            self.retainer.store(path)
-        self.retainer.stop_coming(holder)
-
-    def _evict_for(self, demand: Demand, more: Callable[[], Demand] | None = None) -> None:
-        """Drops as few idle chunks, and then sums of others, as leave room for what is needed, which fits.
-
-        more  what is needed besides: what is dropped may leave less of it
-        """
-        if not self._make_room(demand, more):
-            if self.tree is not None:
-                self.table.give(self.tree.drop_sums())
-            left = demand if more is None else demand + more()
-            assert self.table.fits(left), "what is needed was to fit once all that is idle is gone"
-
-    def _make_room(self, demand: Demand, more: Callable[[], Demand] | None = None) -> bool:
-        """The same with idle chunks alone. False if they do not suffice: then none is left."""
-        while not self.table.fits(needed := demand if more is None else demand + more()):
-            tree = self.tree
-            if tree is None or not tree.num_idle:
-                return False
-            # No fewer will do. More may have to go: what each of them has shows when they are gone.
-            least = _first(tree.num_idle, lambda count: self.table.fits(needed - self.room.at_best(count)))
-            self.table.give(tree.evict(least))
-        return True
-
-
-def _first(most: int, is_enough: Callable[[int], bool]) -> int:
-    """The least number from 1 that is enough, `most` if none is: usually a small one."""
-    high = 1
-    while high < most and not is_enough(high):
-        high *= 2
-    low = high // 2 + 1
-    return min(most, low + bisect.bisect_left(range(low, min(high, most)), True, key=is_enough))

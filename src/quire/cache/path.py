@@ -5,16 +5,13 @@ appended to.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.segment import Segment
-
-if TYPE_CHECKING:
-    from quire.cache.retention.retained import Retained
+from quire.cache.retention.retained import Retained
+from quire.cache.segment import NO_ROWS, Segment
 
 
 @dataclass(eq=False)
@@ -22,25 +19,23 @@ class Path:
     """What one sequence attends to: the tree from its root to one segment, then chunks of its own, the last of which
     is open.
 
-    tip         the last segment of the tree on the path, locked with all before it; None while it is in no tree
-    heads       bool [L, H] by segment: of which heads retention has left it pages; empty before
-    num_shared  leading chunks that belong to the tree
-    num_tokens  tokens whose keys and values are stored
-    num_sealed  leading chunks that are sealed; num_sealed * 64 <= num_tokens
-    num_stored  leading chunks that have, or get in this step, the codec of sealed ones; where that is the codec of open
-                ones too, all
-    free_until  tokens it may have without anything being taken, encoded or given back
-    next_seal   tokens with which the next chunk is full
-    filled      open chunk that the step at hand fills and whose place `chunks` has given to the one it is encoded into;
-                -1 if there is none
-    shared      what `PrefixTree.shared` found, after how many divisions and for how many shared chunks
-    stops       with retention, after how many chunks of a prompt its sums are to be kept for others
-    is_decided  whether retention has decided what to keep of the prompt
-    retained    what it has left of the sealed chunks; None if that is all
-    num_gone    chunks that `chunks` has fewer than the sequence since: chunk i of those that are not retained is the
-                sequence's chunk i + num_gone
-    sums        int32 [num_chunks], rows with the attention that the slots of each chunk have had; empty without
-                retention
+    tip          the last segment of the tree on the path, locked with all before it; None while it is in no tree
+    heads        bool [L, H] by segment: of which heads retention has left it pages; empty before
+    num_shared   leading chunks that belong to the tree
+    num_tokens   tokens whose keys and values are stored
+    num_sealed   leading chunks that are sealed; num_sealed * 64 <= num_tokens
+    num_stored   leading chunks that have, or get in this step, the codec of sealed ones; where that is the codec of
+                 open ones too, all
+    free_until   number of tokens up to which nothing is taken, encoded or given back
+    next_seal    number of tokens with which the next chunk is full
+    filled       open chunk that this step fills and encodes into another, which has its place in `chunks`; -1: none
+    shared       what `PrefixTree.shared` found, after how many divisions and for how many shared chunks
+    is_decided   whether retention has decided what to keep of the prompt
+    retained     what retention has left of the sealed chunks; None if that is all
+    num_dropped  chunks of the sequence that retention has left nothing of: a chunk i that is not sealed is
+                 chunks[i - num_dropped]
+    sums         int32 [num_chunks], rows with the attention that the slots of each chunk have had; empty without
+                 retention
     """
 
     tip: Segment | None = None
@@ -54,17 +49,31 @@ class Path:
     next_seal: int = PAGE_TOKENS
     filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
-    stops: tuple[int, ...] = ()
     is_decided: bool = False
     retained: Retained | None = None
-    num_gone: int = 0
-    sums: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_dropped: int = 0
+    sums: NDArray[np.int32] = field(default_factory=lambda: NO_ROWS)
     _chunks: NDArray[np.int32] = field(default_factory=lambda: np.empty(8, np.int32))
 
     @property
     def chunks(self) -> NDArray[np.int32]:
-        """Chunk ids in order of position, int32 [num_chunks]: a view that later appends leave valid or replace."""
+        """Chunk ids in order of position, int32 [num_chunks]. A view: do not keep it across steps."""
         return self._chunks[: self.num_chunks]
+
+    @property
+    def num_begun(self) -> int:
+        """Chunks of the sequence that have tokens or room for them, dropped ones included."""
+        return self.num_chunks + self.num_dropped
+
+    @property
+    def has_open(self) -> bool:
+        """Whether its last chunk is open and of a codec of its own."""
+        return self.num_begun > self.num_stored
+
+    @property
+    def is_all_shared(self) -> bool:
+        """Whether it may take cached chunks: it has none of its own."""
+        return self.retained is None and self.num_chunks == self.num_shared
 
     @property
     def segments(self) -> list[Segment]:
@@ -80,8 +89,6 @@ class Path:
         """The segments of the tree that it uses, from its beginning, and the heads whose pages it reads of each; None:
         all.
         """
-        if not self.heads:
-            return [(segment, None) for segment in self.segments]
         found: list[tuple[Segment, NDArray[np.bool_] | None]] = []
         heads: NDArray[np.bool_] | None = None
         for segment in reversed(self.segments):
@@ -106,17 +113,19 @@ class Path:
         self.num_chunks = need
 
     def replace(self, first: int, chunks: NDArray[np.int32]) -> None:
-        """Puts other chunks, with the same contents, in the place of those from index `first` on: in a new array, so
-        that whoever kept the old one sees that it is old.
+        """Replaces chunks from index `first` on by others with the same contents: in a new array, so that whoever kept
+        the old one sees that it is old.
         """
         self._chunks = self._chunks.copy()
         self._chunks[first : first + len(chunks)] = chunks
 
     def forget(self, indices: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Takes chunks out of it, which hold nothing any more: their rows, and those of their sums."""
+        """Removes chunks that hold nothing any more. Returns their rows and those of their sums; the caller frees
+        them.
+        """
         rows = np.concatenate((self.chunks[indices], self.sums[indices]))
         self.sums = np.delete(self.sums, indices)
         self._chunks = np.delete(self.chunks, indices)
         self.num_chunks -= len(indices)
-        self.num_gone += len(indices)
+        self.num_dropped += len(indices)
         return rows

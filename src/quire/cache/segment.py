@@ -10,22 +10,23 @@ from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS
 
+NO_ROWS = np.empty(0, np.int32)
+
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive sealed chunks, a node of the prefix tree. What it holds is never written again; the tree may divide
-    it or, for its only reader, lengthen it.
+    """Consecutive sealed chunks, a node of the prefix tree. Its pages are never written again. The tree may divide it
+    or, for its only reader, lengthen it.
 
     tokens        int32 [n * 64], the tokens the chunks hold
     keys          of the chunks, [n]
     chunks        int32 [n], chunk ids
     start         position of the first token, a multiple of 64
     users         live paths that found or computed it, whatever of it they still read
-    unread        int32 [L, H]: of how many of them retention has left nothing of the segment's pages, per layer and
-                  head; None while all of them read all
-    sums          int32 [end / 64], rows with the attention that every chunk up to the segment's end has had from all
-                  rows before that; None where nobody kept them
-    is_dropped    whether the tree has let go of it, while paths still read some heads' pages
+    unread        int32 [L, H]: number of users that no longer read any of its pages, per layer and head; None while
+                  all users read all pages
+    attached      int32 [m]: the attachment of its end, rows of the chunk table that are evicted with it; may be empty
+    is_dropped    whether the tree has dropped it while paths still read some heads' pages
     number        the tree's for it: segments are ordered by it
     parent        the segment before it; a root has neither tokens nor a parent
     namespace     of a root: whose segments follow
@@ -34,7 +35,7 @@ class Segment:
     used_at       seconds, the tree's `now` at that moment
     hits          sequences that found it
     computed      sequences that computed it: the first, and others that were at it at the same time
-    pinned_until  seconds; 0 where nobody asked to keep the prefix that ends here
+    pinned_until  seconds; 0 unless the prefix that ends here is pinned
     pins          pinned segments among this one and all that follow it
     """
 
@@ -54,7 +55,7 @@ class Segment:
     pins: int = 0
     users: int = 0
     unread: NDArray[np.int32] | None = None
-    sums: NDArray[np.int32] | None = None
+    attached: NDArray[np.int32] = field(default_factory=lambda: NO_ROWS)
     is_dropped: bool = False
 
     def __post_init__(self) -> None:
@@ -62,11 +63,6 @@ class Segment:
             f"{len(self.tokens)} tokens and {len(self.keys)} keys in {len(self.chunks)} chunks"
         )
         assert self.start % PAGE_TOKENS == 0, f"a segment starts on a chunk boundary, not at {self.start}"
-
-    @property
-    def num_sums(self) -> int:
-        """Rows of sums it has."""
-        return 0 if self.sums is None else len(self.sums)
 
     @property
     def end(self) -> int:
@@ -79,8 +75,13 @@ class Segment:
         return np.asarray(self.users, np.int32) if self.unread is None else self.users - self.unread
 
     @property
-    def may_go(self) -> bool:
-        """Whether dropping it frees anything that may be freed: pages of heads that nobody reads."""
+    def is_idle(self) -> bool:
+        """Whether it has pages that nobody reads, and is not pinned: dropping it frees them."""
         if self.pins:
             return False
         return not self.users if self.unread is None else bool((self.unread == self.users).any())
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it is the next to be dropped of its branch."""
+        return not self.children and self.parent is not None and not self.is_dropped and self.is_idle

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,19 +60,13 @@ class ChunkTable(ChunkCounts):
         arena: Arena | None = None,
     ) -> None:
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks, sums=sums)
-        self.ledger = ledger
+        self.ledger: PageLedger = ledger
         self._arena = arena
-        # Of each codec, by page size: which of the L * H pages of a chunk have it.
-        self._places = {
-            kind: {int(size): np.flatnonzero(sizes == size) for size in np.unique(sizes)}
-            for kind, sizes in self._sizes.items()
-        }
         self.masks = None if sums is None else np.zeros((self.capacity, num_layers, num_heads), np.uint64)
         self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)
         self.num_moved_pages = 0
-        self._rows = self.pages.reshape(self.capacity, -1)
 
     @property
     def arena(self) -> Arena:
@@ -91,9 +85,7 @@ class ChunkTable(ChunkCounts):
         """
         self._make_room(demand)
         chunks = self._blank(count, codec.kernel_id)
-        for page_bytes, places in self._places[codec.kernel_id].items():
-            ids = self.ledger.take(count * len(places), page_bytes)
-            self._rows[chunks[:, None], places] = ids.reshape(count, len(places))
+        self.pages[chunks] = self._take_pages(np.broadcast_to(self.page_sizes(codec), (count, *self.shape)))
         if sidecar:
             self.sidecars[chunks[0]] = self.ledger.take(1, self.sidecar_bytes)[0]
         if self.masks is not None:
@@ -103,8 +95,9 @@ class ChunkTable(ChunkCounts):
     def borrow(self, chunks: NDArray[np.int32]) -> NDArray[np.int32]:
         """New rows that hold the pages and sidecars of other chunks too, int32 [n]."""
         assert self.masks is not None
-        for page_bytes, ids in self._ids(chunks).items():
-            self.ledger.share(ids, page_bytes)
+        ids, sizes = self._pages_of(chunks)
+        for page_bytes, at in self._by_size(sizes):
+            self.ledger.share(ids[at], page_bytes)
         rows = self._blank(len(chunks), 0)
         assert (self.positions[chunks] < 0).all(), "slots with positions of their own are one path's alone"
         for of in (self.pages, self.masks, self.sidecars, self.kinds):
@@ -120,20 +113,14 @@ class ChunkTable(ChunkCounts):
         fit; may move pages, as `take`.
         """
         assert self.masks is not None and not self.masks[places].any(), "a page would be lost"
-        sizes = self._sizes_of(places)
-        self._make_room(self._room_for(sizes))
-        for page_bytes in np.unique(sizes).tolist():
-            at = tuple(part[sizes == page_bytes] for part in places)
-            self.pages[at] = self.ledger.take(len(at[0]), page_bytes)
+        self.pages[places] = self._new_pages(self._sizes_of(places))
         self.masks[places] = ALL_SLOTS
         self.takes[places[0]] += 1
 
     def drop(self, places: Places) -> None:
         """Gives back the pages at these places, which their rows hold."""
         assert self.masks is not None and self.masks[places].all(), "a page is dropped that is not there"
-        ids, sizes = self.pages[places], self._sizes_of(places)
-        for page_bytes in np.unique(sizes).tolist():
-            self.ledger.give(ids[sizes == page_bytes], page_bytes)
+        self._give_pages(self.pages[places], self._sizes_of(places))
         positions = self.positions[places]
         self.ledger.give(positions[positions >= 0], POSITIONS_BYTES)
         self.masks[places], self.positions[places] = 0, -1
@@ -142,25 +129,22 @@ class ChunkTable(ChunkCounts):
     def detach(self, places: Places) -> None:
         """Replaces pages that others hold too by copies. Raises CacheFullError, as `fill`."""
         sizes = self._sizes_of(places)
-        self._make_room(self._room_for(sizes))
-        for page_bytes in np.unique(sizes).tolist():
-            at = tuple(part[sizes == page_bytes] for part in places)
-            before = self.pages[at]
-            after = self.ledger.take(len(before), page_bytes)
+        after = self._new_pages(sizes)
+        before = self.pages[places]
+        for page_bytes, at in self._by_size(sizes):
             if self._arena is not None:
-                self._arena.copy(before, after, page_bytes)
-            self.ledger.give(before, page_bytes)
-            self.pages[at] = after
+                self._arena.copy(before[at], after[at], page_bytes)
+            self.ledger.give(before[at], page_bytes)
+        self.pages[places] = after
         self.takes[places[0]] += 1
 
     def place(self, places: Places, positions: NDArray[np.int32]) -> None:
-        """Says where the slots of pages stand, int32 [n, 64]; takes room for it beside pages that have none. Raises
-        CacheFullError, as `fill`. Slots that no mask shows need a position too, any there is.
+        """Stores the positions of the slots of pages, int32 [n, 64], and takes room for them beside pages that have
+        none. Raises CacheFullError, as `fill`. Slots that no mask shows need a position too, any there is.
         """
         new = tuple(part[self.positions[places] < 0] for part in places)
         if len(new[0]):
-            self._make_room(self._room_for(np.full(len(new[0]), POSITIONS_BYTES, np.int32)))
-            self.positions[new] = self.ledger.take(len(new[0]), POSITIONS_BYTES)
+            self.positions[new] = self._new_pages(np.full(len(new[0]), POSITIONS_BYTES))
             self.takes[new[0]] += 1
         if len(positions) and self._arena is not None:
             images = np.ascontiguousarray(positions, np.int32).view(np.uint8)
@@ -168,10 +152,9 @@ class ChunkTable(ChunkCounts):
 
     def is_shared(self, places: Places) -> NDArray[np.bool_]:
         """Whether another row holds the page too."""
-        ids, sizes = self.pages[places], self._sizes_of(places)
+        ids = self.pages[places]
         found = np.zeros(len(ids), bool)
-        for page_bytes in np.unique(sizes).tolist():
-            at = sizes == page_bytes
+        for page_bytes, at in self._by_size(self._sizes_of(places)):
             found[at] = self.ledger.holders(ids[at], page_bytes) > 1
         return found
 
@@ -179,8 +162,7 @@ class ChunkTable(ChunkCounts):
         """Gives chunks, their pages and their sidecars back."""
         if not len(chunks):
             return
-        for page_bytes, ids in self._ids(chunks).items():
-            self.ledger.give(ids, page_bytes)
+        self._give_pages(*self._pages_of(chunks))
         self.sidecars[chunks] = -1
         if self.masks is not None:
             self.masks[chunks], self.positions[chunks], self.bases[chunks] = 0, -1, -1
@@ -188,19 +170,13 @@ class ChunkTable(ChunkCounts):
 
     def bytes_of(self, chunks: NDArray[np.int32]) -> int:
         """Bytes of all pages that rows hold, and of positions beside them; sidecars apart."""
-        total = 0
-        for kind in np.unique(self.kinds[chunks]).tolist():
-            rows = chunks[self.kinds[chunks] == kind]
-            held = self._is_held(rows)
-            sizes = np.broadcast_to(self._sizes[kind], (len(rows), self.pages_per_chunk))
-            total += int(sizes.sum() if held is None else sizes[held].sum())
-            total += POSITIONS_BYTES * int((self.positions[rows] >= 0).sum())
-        return total
+        pages = self._sizes[self.kinds[chunks]][self._is_held(chunks)].sum()
+        return int(pages) + POSITIONS_BYTES * int((self.positions[chunks] >= 0).sum())
 
     def _check_pages(self) -> None:
-        held = self._ids(np.flatnonzero(self._is_taken()).astype(np.int32))
+        held, sizes = self._pages_of(np.flatnonzero(self._is_taken()).astype(np.int32))
         for page_bytes in self.ledger.page_sizes:
-            ids, holders = np.unique(held.get(page_bytes, np.empty(0, np.int32)), return_counts=True)
+            ids, holders = np.unique(held[sizes == page_bytes], return_counts=True)
             out = self.ledger.ids_out(page_bytes)
             # Who gave a page up while it is under a hold has none of it.
             out = out[self.ledger.holders(out, page_bytes) > self.ledger.holds(out, page_bytes)]
@@ -211,49 +187,38 @@ class ChunkTable(ChunkCounts):
                 counted = self.ledger.holders(ids, page_bytes) - self.ledger.holds(ids, page_bytes)
                 assert np.array_equal(holders, counted), "holders are counted wrongly"
 
-    def _ids(self, chunks: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
-        """The page ids of chunks, sidecars among them, by page size."""
-        found: dict[int, list[NDArray[np.int32]]] = {}
-        kinds = self.kinds[chunks]
-        for kind in np.unique(kinds).tolist():
-            of_kind = chunks[kinds == kind]
-            rows, held = self._rows[of_kind], self._is_held(of_kind)
-            for page_bytes, places in self._places[kind].items():
-                ids = rows[:, places]
-                found.setdefault(page_bytes, []).append(ids.reshape(-1) if held is None else ids[held[:, places]])
-        sidecars, positions = self.sidecars[chunks], self.positions[chunks]
-        if (sidecars >= 0).any():
-            found.setdefault(self.sidecar_bytes, []).append(sidecars[sidecars >= 0])
-        if self.masks is not None and (positions >= 0).any():
-            found.setdefault(POSITIONS_BYTES, []).append(positions[positions >= 0])
-        return {page_bytes: np.concatenate(ids) for page_bytes, ids in found.items()}
+    def _pages_of(self, chunks: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The page ids of chunks, sidecars and positions among them, and their sizes, int32 [n] each."""
+        held, sidecars, positions = self._is_held(chunks), self.sidecars[chunks], self.positions[chunks]
+        beside = (sidecars[sidecars >= 0], self.sidecar_bytes), (positions[positions >= 0], POSITIONS_BYTES)
+        return (
+            np.concatenate((self.pages[chunks][held], *(ids for ids, _ in beside))),
+            np.concatenate((self._sizes[self.kinds[chunks]][held], *(np.full(len(ids), size) for ids, size in beside))),
+        )
 
     def _follow(self, before: NDArray[np.int32], after: NDArray[np.int32]) -> None:
-        """Pages were moved: their chunks get the new ids."""
+        """Puts the new ids of moved pages into the rows that hold them."""
         order = np.argsort(before)
         before, after = before[order], after[order]
         emptied = np.zeros(self.ledger.num_slabs, bool)
         emptied[self.ledger.slabs_of(before)] = True
-        is_taken = self._is_taken()
-        # All pages of an emptied slab were moved, so whoever holds one there is found. Rows of free chunks are stale,
-        # and so are places where a row holds no page.
-        hits = np.flatnonzero(emptied[self.ledger.slabs_of(self._rows)])
-        hits = hits[is_taken[hits // self.pages_per_chunk]]
-        if self.masks is not None:
-            hits = hits[self.masks.reshape(-1)[hits] != 0]
-        chunks, places = np.divmod(hits, self.pages_per_chunk)
-        holders = np.flatnonzero(self.sidecars >= 0)
-        holders = holders[emptied[self.ledger.slabs_of(self.sidecars[holders])]]
-        placed = np.flatnonzero(self.positions >= 0) if self.masks is not None else np.empty(0, np.intp)
-        own = self.positions.reshape(-1)
-        placed = placed[emptied[self.ledger.slabs_of(own[placed])]]
-        found = np.concatenate((self._rows[chunks, places], self.sidecars[holders], own[placed]))
-        assert np.array_equal(np.unique(found), before), "a page belongs to no chunk: it cannot be moved"
-        ids = after[np.searchsorted(before, found)]
-        self._rows[chunks, places] = ids[: len(chunks)]
-        self.sidecars[holders] = ids[len(chunks) : len(chunks) + len(holders)]
-        own[placed] = ids[len(chunks) + len(holders) :]
-        self.takes[np.unique(np.concatenate((chunks, holders, placed // self.pages_per_chunk)))] += 1
+        is_taken, found = self._is_taken(), []
+        for array in (self.pages, self.sidecars, self.positions):
+            # All pages of an emptied slab were moved, so whoever holds one there is found. Rows of free chunks are
+            # stale, and so are places where a row holds no page.
+            ids = array.reshape(-1)
+            hits = np.flatnonzero(emptied[self.ledger.slabs_of(ids)])
+            rows = hits // (ids.size // self.capacity)
+            is_page = is_taken[rows] & (ids[hits] >= 0)
+            if array is self.pages and self.masks is not None:
+                is_page &= self.masks.reshape(-1)[hits] != 0
+            hits = hits[is_page]
+            found.append(ids[hits])
+            ids[hits] = after[np.searchsorted(before, ids[hits])]
+            self.takes[rows[is_page]] += 1
+        assert np.array_equal(np.unique(np.concatenate(found)), before), (
+            "a page belongs to no chunk: it cannot be moved"
+        )
         self.num_moved_pages += len(before)
 
     def _make_room(self, needs: Sequence[int]) -> None:
@@ -264,22 +229,38 @@ class ChunkTable(ChunkCounts):
                     self._arena.copy(before, after, page_bytes)
             self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
 
-    def _room_for(self, sizes: NDArray[np.int32]) -> Demand:
-        """How many pages there are of each size, which all fit. Raises CacheFullError."""
+    def _new_pages(self, sizes: NDArray[Any]) -> NDArray[np.int32]:
+        """New pages, one of each size. Raises CacheFullError if they do not all fit; may move pages."""
         demand = self._of_sizes(sizes)
         if not self.fits(demand):
             raise CacheFullError(f"{len(sizes)} pages do not fit in {self.ledger.num_bytes} bytes (cache.memory)")
-        return demand
+        self._make_room(demand)
+        return self._take_pages(sizes)
+
+    def _take_pages(self, sizes: NDArray[Any]) -> NDArray[np.int32]:
+        ids = np.empty(sizes.shape, np.int32)
+        for page_bytes, at in self._by_size(sizes):
+            ids[at] = self.ledger.take(int(at.sum()), page_bytes)
+        return ids
+
+    def _give_pages(self, ids: NDArray[np.int32], sizes: NDArray[Any]) -> None:
+        for page_bytes, at in self._by_size(sizes):
+            self.ledger.give(ids[at], page_bytes)
+
+    def _by_size(self, sizes: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """The size classes that some sizes are of, and where."""
+        for page_bytes in self.ledger.page_sizes:
+            at = sizes == page_bytes
+            if at.any():
+                yield page_bytes, at
 
     def _sizes_of(self, places: Places) -> NDArray[np.int32]:
-        """Bytes of the pages at some places, of rows of one format."""
+        """Bytes of the pages at some places."""
         rows, layers, heads = places
-        if not len(rows):
-            return np.empty(0, np.int32)
-        kind = int(self.kinds[rows[0]])
-        assert (self.kinds[rows] == kind).all(), "rows of several formats"
-        return self._sizes[kind].reshape(self.shape)[layers, heads]
+        return np.asarray(self._sizes[self.kinds[rows], layers, heads])
 
-    def _is_held(self, chunks: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """Which pages rows hold, bool [n, L * H]; None: all."""
-        return None if self.masks is None else np.not_equal(self.masks[chunks].reshape(len(chunks), -1), 0)
+    def _is_held(self, chunks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which pages rows hold, bool [n, L, H]."""
+        if self.masks is None:
+            return np.ones((len(chunks), *self.shape), bool)
+        return np.not_equal(self.masks[chunks], 0)

@@ -19,7 +19,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.cache.retention.decisions import Decided
-from quire.cache.retention.retainer import Looks
+from quire.cache.retention.retainer import Profiling
 from quire.engine.answers import Answer, Names, Tokenizer
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -56,11 +56,11 @@ LOGIT_ROWS = 32
 """Prompt rows whose logits are computed at once: 19 MB in float32 at a vocabulary of 152,064. More are no faster."""
 
 
-def row_slice(piece: Slice, looks: Looks | None = None) -> RowSlice:
+def row_slice(piece: Slice, looks: Profiling | None = None) -> RowSlice:
     """The rows of a sequence in a step, as attention sees them."""
     path = piece.sequence.path
     profiled = None if looks is None else Profiled(path.sums, *looks)
-    return RowSlice(piece.start, piece.count, path.chunks, piece.shared, path.filled, profiled, path.num_gone)
+    return RowSlice(piece.start, piece.count, path.chunks, piece.shared, path.filled, profiled, path.num_dropped)
 
 
 class Engine:
@@ -239,10 +239,10 @@ class Engine:
         rest of the cache. Raises QuireError while there are requests: they were promised more.
         """
         manager = self.scheduler.manager
-        assert manager.tree is not None
+        assert manager.pins is not None
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
-        manager.tree.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
+        manager.pins.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
         left = manager.unprotected * PAGE_TOKENS
         if left < self.max_context:
             self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
@@ -259,8 +259,9 @@ class Engine:
     def forgets(self) -> bool:
         """Whether time alone may change what is cached: then an idle engine is stepped now and again."""
         manager = self.scheduler.manager
-        tree = manager.tree
-        return tree is not None and ((manager.lifetime is not None and tree.num_chunks > 0) or tree.has_ending_pins)
+        tree, pins = manager.tree, manager.pins
+        has_lifetime = manager.lifetime is not None and tree is not None and tree.num_chunks > 0
+        return has_lifetime or (pins is not None and pins.has_ending)
 
     @property
     def holds_nothing(self) -> bool:

@@ -6,7 +6,6 @@ these settings alone, never on what the cache holds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -207,24 +206,3 @@ def _bits(kept: Mask) -> NDArray[np.uint64]:
     words = np.zeros((*kept.shape[:-1], -(-kept.shape[-1] // PAGE_TOKENS) * PAGE_TOKENS), bool)
     words[..., : kept.shape[-1]] = kept
     return np.packbits(words, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-
-
-@dataclass
-class KeepRatio:
-    """What requests kept of their prompts, to expect of the next ones. Knows the last `size` of them."""
-
-    size: int = 256
-    quantile: float = 0.9
-    least: int = 8
-    _seen: list[float] = field(default_factory=list)
-
-    def learn(self, ratio: float) -> None:
-        """One request kept this share of its pages."""
-        self._seen = [*self._seen[-self.size + 1 :], ratio]
-
-    @property
-    def expected(self) -> float:
-        """A share that only a tenth of the requests exceeded; 1 while too few are known."""
-        if len(self._seen) < self.least:
-            return 1.0
-        return sorted(self._seen)[math.ceil(self.quantile * len(self._seen)) - 1]

@@ -1,38 +1,40 @@
-"""Makes what sequences hold smaller: attention sums while a prompt is computed, packed pages once it is decided on, and
-again with every chunk that decoding fills. Knows paths, the chunk table and the tree; when, and whether there is room,
-is the manager's matter.
+"""Makes what sequences hold smaller: column sums while a prompt is computed, packed pages once it is decided on, and
+again with every chunk that decoding fills. Knows paths, the chunk table and the tree. The manager knows when, and
+whether there is room.
 
-Sums of a prompt are kept in the tree where its last rows begin, which are computed whatever is cached: a prompt that
-begins with the same tokens goes on from there. Of two that are about to compute the same beginning the later one waits.
-Within a budget nothing of this is needed: what ranks tokens is what the last rows look at.
+Within a budget nothing is attached to the tree: what ranks tokens is what the last rows look at.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
-from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.eviction import Eviction
+from quire.cache.holder import Holder
+from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.retention.decisions import Decided, KeepRatio, PageBytes, Retention
-from quire.cache.retention.retained import Retained, drop_empty, has_page, pack, places_of, to_own
-from quire.cache.segment import Segment
+from quire.cache.retention.decisions import Decided, PageBytes, Retention
+from quire.cache.retention.expected import Ahead, KeepRatio
+from quire.cache.retention.none import NoRetention, path_over
+from quire.cache.retention.packing import drop_empty, has_page, pack, places_of, sealed_rows, to_own
+from quire.cache.retention.prefix_sums import PrefixSums
+from quire.cache.retention.retained import Retained
+from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.table import ChunkTable
-from quire.cache.tree import PrefixTree
 
 SUMS_ROWS = 3
 """Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
 go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
 
 
-class Looks(NamedTuple):
+class Profiling(NamedTuple):
     """How a slice is profiled: see `Profiled`."""
 
     last_rows: int
@@ -40,154 +42,121 @@ class Looks(NamedTuple):
     near: int = sys.maxsize
 
 
-class Prompted(Protocol):
-    """What the retainer needs to know of a sequence."""
-
-    path: Path
-
-    @property
-    def keys(self) -> ChunkKeys:
-        """The names of its chunks."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens so far."""
-        ...
-
-    @property
-    def num_prompt(self) -> int:
-        """How many of them are the prompt."""
-        ...
-
-
-class Retainer:
+class Retainer(NoRetention):
     """Retention of all sequences of one engine.
 
-    ratio        what requests have kept of their prompts' pages
-    watch        is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
-    bytes_freed  of pages that requests held and that retention gave up, since start
+    ratio  what requests have kept of their prompts' pages
+    watch  is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
     """
 
-    def __init__(self, retention: Retention, table: ChunkTable, tree: PrefixTree | None) -> None:
+    def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction) -> None:
+        super().__init__(eviction)
         assert table.sums is not None and table.masks is not None, "the table has no room for sums"
+        self.table: ChunkTable = table
         self.retention = retention
-        self.table = table
-        self.tree = tree
+        self.per_chunk = table.demand(1, sums=1)
         self.ratio = KeepRatio()
         self.watch: Callable[[Decided, int, int], None] | None = None
-        self.bytes_freed = 0
+        self.prefixes: PrefixSums | None = None  # what who finds a beginning in the tree needs
         self._sums: SumsCodec = table.sums
-        # Who is about to keep sums, in the order in which they first said so: of a beginning at each of its stops.
-        self._coming: dict[Prompted, None] = {}
+        self._undecided: dict[Holder, None] = {}
+        if self.tree is not None and retention.budget is None:
+            self.prefixes = PrefixSums(table, self.tree, eviction, self._sums)
 
-    # ---- while the prompt is computed ------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------------------------
 
-    def num_sums(self, num_prompt: int) -> int:
+    def limit(self, holder: Holder) -> int:
+        """Chunks that a sequence may find in the cache: none of the last rows, over which is decided."""
+        return self.retention.num_reusable(holder.num_prompt)
+
+    def findable(self, holder: Holder) -> int:
+        """Chunks that a sequence finds if they are cached."""
+        limit = self.limit(holder)
+        return limit if self.prefixes is None else self.prefixes.find(holder.keys, limit)[0]
+
+    def num_reserved(self, holder: Holder) -> int:
+        """Tokens that admission reserves room for."""
+        return holder.num_prompt
+
+    def beside(self, num_tokens: int) -> Demand:
         """Rows of sums that a prompt needs at most: its own, and two beginnings that the tree keeps."""
-        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_prompt) if self._keeps_sums else 0
-        return (1 + self.table.encodes) * -(-num_prompt // PAGE_TOKENS) + kept
+        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_tokens) if self.prefixes is not None else 0
+        return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
-    def lacks(self, path: Path, num_tokens: int) -> int:
-        """Rows of sums to take before a path has so many tokens."""
-        if path.is_decided and path.retained is None:
-            return 0
-        return max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_gone)
+    def lacking(self, path: Path, num_tokens: int) -> Demand:
+        """What a path lacks. Before it is decided on, `expected` counts its chunks."""
+        if path.is_decided:
+            return super().lacking(path, num_tokens)
+        beside = self.beside(num_tokens) - self.table.demand(sums=len(path.sums))
+        return super().lacking(path, 0) + self.table.demand(rows=path.num_stored) + beside
 
-    def places(self, path: Path, num_sealed: int) -> int:
-        """Rows of sums whose room the positions of packed pages take, of so many chunks that are sealed."""
-        return num_sealed * (self.table.encodes and path.retained is not None)
+    def expected(self, apart_from: Holder | None = None) -> Demand:
+        """What sequences that are yet to be decided on will hold at most beyond what they hold."""
+        return self.table.demand(self.ratio.at_most(self._ahead(apart_from)))
 
-    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
-        """Takes rows of sums up to a number of tokens, which are zero; once decided, only of heads that need them. Then
-        chunks that are sealed get room for positions: when they are packed there might be none.
-        """
-        if num_sealed and self.places(path, num_sealed):
-            assert path.retained is not None
-            index = path.num_stored - path.num_gone - 1
-            row = path.chunks[index : index + 1]
-            first = (path.num_stored - 1) * PAGE_TOKENS
-            places = places_of(row, (path.retained.policies < path.retained.chain.full)[..., None])
-            positions = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
-            self.table.place(places, np.tile(positions, (len(places[0]), 1)))
-        count = self.lacks(path, num_tokens)
-        if not count:
-            return
-        if path.retained is None:
-            rows = self.table.take(count, self._sums)
-        else:
-            assert count == 1, "a sequence that decodes grows by a chunk"
-            rows = np.array([self.table.blank(self._sums)], np.int32)
-            self.table.fill(places_of(rows, self.retention.has_sums(path.retained.policies)[..., None]))
-        self._sums.store(self.table, rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
-        path.sums = np.append(path.sums, rows)
+    def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
+        """What to reserve for a sequence that finds some chunks in the tree."""
+        path, ahead = path_over(found), self._ahead()
+        own = Ahead.of(path, self.table.num_sealed_for(holder.num_prompt), found, 0)
+        more = self.ratio.at_most([*ahead, own]) - self.ratio.at_most(ahead)
+        return self.lacking(path, holder.num_prompt) + self.table.demand(more)
 
-    def match(self, holder: Prompted, limit: int, is_hit: bool) -> tuple[int, NDArray[np.int32]]:
-        """Carries a path without chunks of its own on, up to the last place, `limit` chunks at most, whose sums the
-        tree has: chunks it took, and the rows of these sums, which are not its own.
-        """
-        path, tree = holder.path, self.tree
-        assert tree is not None
-        keys, first = holder.keys, path.num_shared
-        if not self._keeps_sums:
-            return tree.extend(path, keys, limit, is_hit), np.empty(0, np.int32)
-        count, sums = tree.sums_within(keys, limit)
-        if count > first:
-            tree.extend(path, keys, count, is_hit)
-        # Sums are kept where the last rows begin, and where what the tree has of this prompt ends: others may, too.
-        known = sum(each for _, each in tree.walk(keys, limit))
-        path.stops = tuple(sorted({stop for stop in (known, limit) if stop > path.num_shared}))
-        if path.stops:
-            self._coming.setdefault(holder)
-        else:
-            self.forget(holder)
-        return max(0, count - first), sums
+    def enter(self, holder: Holder) -> None:
+        """A sequence is admitted."""
+        self._undecided[holder] = None
 
-    def reusable(self, holder: Prompted, limit: int) -> int:
-        """How many of its first `limit` chunks a sequence may find, if they are cached."""
-        if not self._keeps_sums:
-            return limit
-        assert self.tree is not None
-        return self.tree.sums_within(holder.keys, limit)[0]
+    def leave(self, holder: Holder) -> None:
+        """A sequence ends, is preempted, or has been decided on."""
+        self._undecided.pop(holder, None)
+        if self.prefixes is not None:
+            self.prefixes.forget(holder)
 
-    def copy_sums(self, path: Path, sums: NDArray[np.int32]) -> None:
-        """The path, which has none, begins with these sums, in rows of its own."""
-        path.sums = self._copy(sums)
+    def match(self, holder: Holder) -> int:
+        """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took."""
+        if self.prefixes is not None:
+            return self.prefixes.match(holder, self.limit(holder))
+        taken, path = super().match(holder), holder.path
+        if taken:
+            self.table.give(path.sums)
+            path.sums = NO_ROWS
+        return taken
 
-    def is_coming(self, holder: Prompted) -> bool:
-        """Whether another sequence that came before is about to keep sums this one could begin with."""
-        if self.tree is None or not self._coming:
-            return False
-        limit = self.retention.num_reusable(holder.num_prompt)
-        keys = holder.keys.first(limit)
-        for other in self._coming:
-            if other is holder:
-                return False
-            for stop in other.path.stops:
-                is_ahead = holder.path.num_shared < stop <= limit and stop * PAGE_TOKENS > other.path.num_tokens
-                if is_ahead and other.keys.first(stop)[-1] == keys[stop - 1]:
-                    return True
-        return False
+    def must_wait(self, holder: Holder) -> bool:
+        """Whether a sequence should wait for what another is about to leave in the cache."""
+        return self.prefixes is not None and holder.reads_cache and self.prefixes.must_wait(holder, self.limit(holder))
 
-    def slice_end(self, holder: Prompted) -> int:
-        """See CacheManager.slice_end."""
-        path = holder.path
-        if path.num_tokens >= holder.num_prompt:
-            return path.num_tokens + 1
-        ends = (stop * PAGE_TOKENS for stop in path.stops)
-        return next((end for end in ends if end > path.num_tokens), holder.num_prompt)
+    def _ahead(self, apart_from: Holder | None = None) -> list[Ahead]:
+        return [
+            Ahead.of(
+                holder.path,
+                self.table.num_sealed_for(holder.num_prompt),
+                ((segment, len(segment.chunks)) for segment in holder.path.segments),
+                1,
+            )
+            for holder in self._undecided
+            if holder is not apart_from
+        ]
 
-    def undivided(self, holder: Prompted) -> int:
-        """See CacheManager.undivided."""
-        path, num_prompt = holder.path, holder.num_prompt
-        return path.num_tokens if path.is_decided else self.retention.num_reusable(num_prompt) * PAGE_TOKENS
+    # ---- slices ----------------------------------------------------------------------------------------------------
 
-    def last_rows(self, holder: Prompted, num_tokens: int) -> int:
-        """See CacheManager.last_rows."""
+    def slice_end(self, holder: Holder) -> int:
+        """Where sums are to be kept, at the prompt's end, and after it with every token that is replayed."""
+        num_tokens = holder.path.num_tokens
+        if num_tokens >= holder.num_prompt:
+            return num_tokens + 1
+        ends = (stop * PAGE_TOKENS for stop in (self.prefixes.stops(holder) if self.prefixes is not None else ()))
+        return next((end for end in ends if end > num_tokens), holder.num_prompt)
+
+    def undivided(self, holder: Holder) -> int:
+        """Number of tokens before the rows that must be computed in one slice."""
+        return holder.path.num_tokens if holder.path.is_decided else self.limit(holder) * PAGE_TOKENS
+
+    def last_rows(self, holder: Holder, num_tokens: int) -> int:
+        """Number of last rows over which retention is decided once `num_tokens` tokens are computed; 0: not then."""
         is_end = num_tokens == holder.num_prompt and not holder.path.is_decided
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
-    def looks(self, path: Path, num_last: int) -> Looks | None:
+    def profiling(self, path: Path, num_last: int) -> Profiling | None:
         """How a slice is profiled; None if it is not.
 
         num_last  its rows at the end over which is decided then; 0: none
@@ -197,57 +166,91 @@ class Retainer:
         if self.retention.budget is None:
             # After the decision, if a head goes on needing them.
             is_wanted = path.retained is None or self.retention.has_sums(path.retained.policies).any()
-            return Looks(num_last) if is_wanted else None
+            return Profiling(num_last) if is_wanted else None
         if path.retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
-            return Looks(0, 1, 1 + int((path.retained.origins[-1:] == path.num_sealed - 1).sum()))
+            return Profiling(0, 1, 1 + int((path.retained.origins[-1:] == path.num_sealed - 1).sum()))
         # How much is recovered is shown, and decides nothing.
-        return Looks(num_last if self.watch is not None else 0, num_last) if num_last else None
+        return Profiling(num_last if self.watch is not None else 0, num_last) if num_last else None
 
-    def to_store(self, path: Path) -> int:
-        """Rows of sums that are to be kept for others now: of all of a path that ends at one of its stops."""
-        return path.num_sealed if path.num_sealed in path.stops and path.num_shared == path.num_sealed else 0
+    # ---- growth ----------------------------------------------------------------------------------------------------
 
-    def store(self, path: Path) -> None:
-        """Gives the tree a copy of the sums of all a path has."""
-        assert self.tree is not None
-        self.table.give(self.tree.keep_sums(path, path.num_sealed, self._copy(path.sums[: path.num_sealed])))
+    def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
+        """Rows of sums, and the room that positions of packed pages take."""
+        packed = num_sealed * (self.table.encodes and path.retained is not None)
+        return self.table.demand(sums=self._num_missing(path, num_tokens) + packed)
 
-    def stop_coming(self, holder: Prompted) -> None:
-        """Whatever was to be kept of a sequence is, or will not be."""
-        if holder.path.num_tokens >= max(holder.path.stops, default=0) * PAGE_TOKENS:
-            self.forget(holder)
+    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
+        """Takes rows of sums, which are zero; once decided, only of heads that need them. A chunk that is sealed gets
+        room for positions: when it is packed there might be none.
+        """
+        retained, table = path.retained, self.table
+        if num_sealed and table.encodes and retained is not None:
+            index = path.num_stored - path.num_dropped - 1
+            first = (path.num_stored - 1) * PAGE_TOKENS
+            packed = (retained.policies < retained.chain.full)[..., None]
+            places = places_of(path.chunks[index : index + 1], packed)
+            positions = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
+            table.place(places, np.tile(positions, (len(places[0]), 1)))
+        count = self._num_missing(path, num_tokens)
+        if not count:
+            return
+        if retained is None:
+            rows = table.take(count, self._sums)
+        else:
+            assert count == 1, "a sequence that decodes grows by a chunk"
+            rows = np.array([table.blank(self._sums)], np.int32)
+            table.fill(places_of(rows, self.retention.has_sums(retained.policies)[..., None]))
+        self._sums.store(table, rows, np.zeros((*table.shape, count * PAGE_TOKENS), np.float32))
+        path.sums = np.append(path.sums, rows)
 
-    def forget(self, holder: Prompted) -> None:
-        """A sequence is not about to keep sums any more: they are there, or it ends, or is preempted."""
-        self._coming.pop(holder, None)
+    def seal(self, holder: Holder) -> Demand:
+        """The sealed chunks of a sequence are computed: the tree gets them, or they are packed once it is decided on.
+        Returns what it would take to attach to them what others may want.
+        """
+        path = holder.path
+        if path.retained is not None:
+            self._reseal(path, holder.token_ids[: path.num_tokens])
+            return self.table.nothing
+        super().seal(holder)
+        is_stop = self.prefixes is not None and path.num_sealed in self.prefixes.stops(holder)
+        return self.table.demand(sums=path.num_sealed * (is_stop and path.num_shared == path.num_sealed))
 
-    # ---- once it is computed ---------------------------------------------------------------------------------------
+    def attach(self, holder: Holder) -> None:
+        """Attaches it."""
+        assert self.prefixes is not None
+        self.prefixes.attach(holder)
+
+    def _num_missing(self, path: Path, num_tokens: int) -> int:
+        """Rows of sums to take before a path has so many tokens."""
+        if path.is_decided and path.retained is None:
+            return 0
+        return max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
+
+    # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
     def sums_of(self, path: Path, num_tokens: int) -> NDArray[np.float32]:
         """The sums of a prompt's tokens, or their peaks, float32 [L, H, n]."""
         return self._sums.load(self.table, path.sums)[..., :num_tokens]
 
-    def begin(self, holder: Prompted, decided: Decided, has_room: Callable[[NDArray[np.int64]], bool]) -> None:
-        """The path lets go of what its heads do not keep of its prompt. What it keeps is to be packed by `finish`, when
-        there is room for `wanted`. The table has rows for what it shares.
-
-        has_room  whether pages of sealed chunks, int64 [L, H], would fit if all that is idle now went
+    def decide(self, holder: Holder, decided: Decided) -> NDArray[np.bool_]:
+        """Notes what the heads keep of a prompt. Returns the pages that only a copy would make its own and that cannot
+        be evicted, bool [L, H, chunks]: without room for `copies` of them the path is to read them in place.
         """
-        path, table = holder.path, self.table
+        path = holder.path
         path.is_decided = True
-        self.forget(holder)
+        self.leave(holder)
+        is_stuck = np.zeros((*self.table.shape, path.num_sealed), bool)
         if (decided.policies == self.retention.chain.full).all():
             # Nothing changes, now or later.
             self.ratio.learn(1.0)
-            table.give(path.sums)
-            path.sums = path.sums[:0]
-            return
-        retained = Retained.whole(
+            self.table.give(path.sums)
+            path.sums = NO_ROWS
+            return is_stuck
+        path.retained = retained = Retained.whole(
             decided.chain, decided.policies, holder.num_prompt, path.num_sealed, decided.budget is not None
         )
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
-        stuck = np.zeros_like(retained.in_place)  # pages that cannot be evicted, and would take memory to copy
         stays = np.ones(decided.policies.shape, bool)
         for segment, rows in _rows_of(path, retained):
             kept = retained.by_row(retained.positions >= 0)[:, :, rows]
@@ -257,37 +260,45 @@ class Retainer:
             is_held = kept.any(-1)
             retained.in_place[:, :, rows] = stays[..., None] & is_held
             others = (segment.locks > 1) | (segment.pins > 0)
-            stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
-        if stuck.any() and not has_room(stuck.sum(-1)):
-            retained.in_place |= stuck
+            is_stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
+        return is_stuck
+
+    def copies(self, pages: NDArray[np.bool_]) -> Demand:
+        """What copies of some pages of a path take, bool [L, H, chunks], with the positions of all its pages."""
+        return self._demand_of(pages.sum(-1), pages.shape[-1])
+
+    def pack(self, path: Path) -> None:
+        """Lets go of what the heads do not keep of a prompt and packs what they keep. The table has rows for what it
+        shares.
+        """
+        retained, table = path.retained, self.table
+        if retained is None:
+            return
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
-        path.retained = retained
         drop_empty(table, path)  # what is evicted of such pages is free at once
         self._loosen(path)
 
-    def wanted(self, path: Path) -> NDArray[np.int64]:
-        """Pages of sealed chunks that packing takes now, int64 [L, H]: fewer once the tree has dropped some."""
-        found = np.zeros(self.table.shape, np.int64)
-        if path.retained is not None:
-            _, layers, heads = to_own(self.table, path)
-            np.add.at(found, (layers, heads), 1)
-        return found
+        def wanted() -> Demand:
+            """Fewer pages once the tree has dropped some."""
+            num_pages = np.zeros(table.shape, np.int64)
+            np.add.at(num_pages, to_own(table, path)[1:], 1)
+            return self._demand_of(num_pages, path.num_sealed)
 
-    def finish(self, path: Path) -> None:
-        """Packs what a path keeps of its prompt."""
-        retained = path.retained
-        if retained is None:
-            return
+        self.eviction.evict_for(wanted)
         num_pages = np.full(retained.policies.shape, path.num_sealed)  # that it had until it was decided on
-        self.table.detach(to_own(self.table, path))
-        self._pack(path, self._sums.load(self.table, path.sums[: retained.num_rows]))
+        table.detach(to_own(table, path))
+        self._pack(path, self._sums.load(table, path.sums[: retained.num_rows]))
         if num_pages.sum():
             self.ratio.learn(float(self._num_pages(path).sum() / num_pages.sum()))
         self._count_freed(num_pages, path)
 
-    def reseal(self, path: Path, tokens: Sequence[int]) -> None:
-        """One chunk more is sealed: what is kept of all is asked again, and packed."""
+    def _demand_of(self, num_pages: NDArray[np.int64], num_sealed: int) -> Demand:
+        """Sealed pages, and the positions beside those of `num_sealed` chunks."""
+        return self.table.demand_of_pages(num_pages) + self.table.demand(sums=num_sealed * self.table.encodes)
+
+    def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
+        """One chunk more is sealed: decides again what is kept of all, and packs it."""
         retained = path.retained
         assert retained is not None
         retained.seal(path.num_sealed - 1)
@@ -300,10 +311,10 @@ class Retainer:
 
     def check(self, path: Path) -> None:
         """Proves that a path holds, of each head, the pages its tokens need, and no others."""
-        retained, table = path.retained, self.table
-        if retained is None:
+        if path.retained is None:
             return
-        rows = path.chunks[: retained.num_rows]
+        table = self.table
+        retained, rows = sealed_rows(path)
         assert table.masks is not None
         alive = retained.by_row(retained.positions >= 0)
         masks = np.packbits(alive, axis=-1, bitorder="little").view("<u8")[..., 0]
@@ -319,8 +330,7 @@ class Retainer:
     def _pack(self, path: Path, sums: NDArray[np.float32]) -> None:
         """Packs the path's pages, and gives it the sums in their new places."""
         sums = pack(self.table, path, sums)
-        retained, table = path.retained, self.table
-        assert retained is not None
+        table, (retained, _) = self.table, sealed_rows(path)
         num_rows = retained.num_rows
         rows = path.sums[:num_rows]
         needs = self.retention.has_sums(retained.policies)[..., None]
@@ -337,13 +347,12 @@ class Retainer:
         """Unlocks, in the tree, heads of which the path reads no page in place any more."""
         if self.tree is None or path.tip is None:
             return
-        retained = path.retained
-        assert retained is not None
-        held = has_page(self.table, path.chunks[: retained.num_rows]) & retained.in_place
+        retained, rows = sealed_rows(path)
+        held = has_page(self.table, rows) & retained.in_place
         heads = {}
         below = np.zeros(retained.policies.shape, bool)
-        for segment, rows in reversed(_rows_of(path, retained)):
-            heads[segment] = below = below | held[:, :, rows].any(-1)
+        for segment, of_segment in reversed(_rows_of(path, retained)):
+            heads[segment] = below = below | held[:, :, of_segment].any(-1)
         if any((heads[segment] != (True if before is None else before)).any() for segment, before in path.reads()):
             self.tree.loosen(path, heads)
 
@@ -354,27 +363,12 @@ class Retainer:
         sealed = table.page_sizes(table.sealed_codec).astype(np.int64)
         return PageBytes(sealed, sums + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, sums)
 
-    @property
-    def _keeps_sums(self) -> bool:
-        """Whether the tree has sums of prompts' beginnings: those that find these need them."""
-        return self.tree is not None and self.retention.budget is None
-
     def _num_pages(self, path: Path) -> NDArray[np.int64]:
-        retained = path.retained
-        assert retained is not None
-        return np.asarray(has_page(self.table, path.chunks[: retained.num_rows]).sum(-1))
+        return np.asarray(has_page(self.table, sealed_rows(path)[1]).sum(-1))
 
     def _count_freed(self, before: NDArray[np.int64], path: Path) -> None:
         sizes = self.table.page_sizes(self.table.sealed_codec)
         self.bytes_freed += int(((before - self._num_pages(path)) * sizes).sum())
-
-    def _copy(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-        """New rows with the same sums."""
-        copied = self.table.take(len(rows), self._sums)
-        if self.table.has_bytes:
-            pages = self.table.pages
-            self.table.arena.copy(pages[rows].reshape(-1), pages[copied].reshape(-1), self._sums.page_bytes)
-        return copied
 
 
 def _rows_of(path: Path, retained: Retained) -> list[tuple[Segment, NDArray[np.bool_]]]:

@@ -1,0 +1,84 @@
+"""Room by eviction: whether a demand fits once idle chunks of the tree are dropped, and their dropping."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from quire.cache.counts import ChunkCounts
+from quire.cache.ledger import Demand
+from quire.cache.segment import Segment
+from quire.cache.tree import PrefixTree
+
+
+class Eviction:
+    """What eviction from a tree frees in a table. Without a tree there is nothing to evict."""
+
+    def __init__(self, table: ChunkCounts, tree: PrefixTree | None) -> None:
+        self.table = table
+        self.tree = tree
+        self._of_chunk = table.cost(table.sealed_codec)
+        self._has_sidecars = int(table.sinks is not None)
+
+    def evictable(self) -> Demand:
+        """What eviction can free. Attachments may go wherever they are: what was found with them can be computed."""
+        tree, table = self.tree, self.table
+        if tree is None:
+            return table.nothing
+        found = self._of_chunk * tree.num_unused + table.demand(
+            sidecars=tree.num_idle_firsts * self._has_sidecars, sums=tree.num_attached
+        )
+        num_parted = tree.num_idle - tree.num_unused
+        if num_parted:
+            found += table.demand_of_pages(tree.part_idle) + table.demand(rows=num_parted)
+        return found
+
+    def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
+        """What eviction could free of leading chunks of some segments, attachments apart."""
+        total = self.table.nothing
+        for segment, count in found:
+            if not segment.is_idle:
+                continue
+            if segment.unread is None:
+                is_first = segment.start == 0
+                total = total + self._of_chunk * count + self.table.demand(sidecars=is_first * self._has_sidecars)
+            else:
+                pages = count * (segment.unread == segment.users).astype(np.int64)
+                total = total + self.table.demand_of_pages(pages) + self.table.demand(rows=count)
+        return total
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a demand fits, now or after eviction."""
+        # The first alone would do where it holds, and is quicker.
+        return self.table.fits(demand) or self.table.fits(demand - self.evictable())
+
+    def make_room(self, demand: Callable[[], Demand]) -> bool:
+        """Evicts as few idle chunks as it takes for a demand to fit, which eviction may change. False if all are gone
+        and it does not fit.
+        """
+        tree, table = self.tree, self.table
+        while not table.fits(needed := demand()):
+            if tree is None or not tree.num_idle:
+                return False
+            beside = table.demand(sums=tree.num_attached)
+
+            def is_enough(count: int, left: Demand = needed - beside) -> bool:
+                """At best: each chunk has all its pages, and a sidecar, and with it go all attachments."""
+                return table.fits(left - self._of_chunk * count - table.demand(sidecars=count * self._has_sidecars))
+
+            # No fewer will do. Usually it is a small number.
+            most = 1
+            while most < tree.num_idle and not is_enough(most):
+                most *= 2
+            least = bisect.bisect_left(range(most // 2 + 1, min(most, tree.num_idle)), True, key=is_enough)
+            table.give(tree.evict(most // 2 + 1 + least))
+        return True
+
+    def evict_for(self, demand: Callable[[], Demand]) -> None:
+        """Makes room for a demand that fits: by eviction of idle chunks, then of all attachments."""
+        if not self.make_room(demand):
+            if self.tree is not None:
+                self.table.give(self.tree.detach_all())
+            assert self.table.fits(demand()), "what is needed was to fit once all that is idle is gone"

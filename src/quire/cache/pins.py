@@ -1,0 +1,85 @@
+"""Pins: prefixes that stay in the tree until a time, though others want their memory."""
+
+from __future__ import annotations
+
+import math
+
+from quire.cache.keys import ChunkKeys
+from quire.cache.path import Path
+from quire.cache.segment import Segment
+from quire.cache.tree import PrefixTree
+
+
+class Pins:
+    """The pinned segments of a tree, in the order of their first pins, and whether nothing ends the pin."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self._is_protected: dict[Segment, bool] = {}
+
+    def add(self, path: Path, num_chunks: int, until: float) -> None:
+        """Pins the first `num_chunks` chunks of a path, all shared, until a time. Moves an earlier pin, and never
+        shortens it.
+        """
+        segment = self.tree.boundary(path, num_chunks)
+        segment.pinned_until = max(segment.pinned_until, until)
+        if segment not in self._is_protected:
+            self._is_protected[segment] = False
+            self.tree.add_pins(segment, 1)
+
+    def protect(self, keys: ChunkKeys) -> None:
+        """Makes the pin of a prompt, which it has, one that nothing ends."""
+        *_, (segment, count) = self.tree.walk(keys)
+        assert segment in self._is_protected and count == len(segment.chunks), "what is protected is pinned"
+        segment.pinned_until, self._is_protected[segment] = math.inf, True
+
+    def end(self, keys: ChunkKeys) -> int:
+        """Ends the unprotected pins of a prompt and of its prefixes; returns how many. Their segments count as used
+        now.
+        """
+        tree = self.tree
+        whole = [segment for segment, count in tree.walk(keys) if count == len(segment.chunks)]
+        ended = [each for each in whole if self._is_protected.get(each) is False]
+        if ended:
+            tree.num_uses += 1
+            for each in whole[: whole.index(ended[-1]) + 1]:
+                each.last_use, each.used_at = tree.num_uses, tree.now
+        for each in ended:
+            self._end(each)
+        return len(ended)
+
+    def end_oldest(self) -> Segment | None:
+        """Ends the oldest unprotected pin and returns its segment; None if there is none."""
+        segment = next((each for each, is_protected in self._is_protected.items() if not is_protected), None)
+        if segment is not None:
+            self._end(segment)
+        return segment
+
+    def expire(self) -> None:
+        """Ends the pins whose time is over."""
+        for segment in [each for each in self._is_protected if each.pinned_until <= self.tree.now]:
+            self._end(segment)
+
+    @property
+    def has_ending(self) -> bool:
+        """Whether there are pins that time ends."""
+        return any(each.pinned_until < math.inf for each in self._is_protected)
+
+    @property
+    def num_protected(self) -> tuple[int, int]:
+        """Chunks that protected pins keep, and how many of them begin a sequence."""
+        kept: set[Segment] = set()
+        for segment, is_protected in self._is_protected.items():
+            if is_protected:
+                kept.update(Path(segment).segments)
+        return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
+
+    def check(self) -> None:
+        """Proves that these are the pinned segments of the tree."""
+        pinned = {segment for _, segment in self.tree.segments() if segment.pinned_until}
+        assert pinned == self._is_protected.keys(), "pins are not those of the tree"
+
+    def _end(self, segment: Segment) -> None:
+        del self._is_protected[segment]
+        segment.pinned_until = 0.0
+        self.tree.add_pins(segment, -1)

@@ -1,0 +1,68 @@
+"""How much memory sequences will hold that retention has yet to decide on, from what others kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.cache.path import Path
+from quire.cache.segment import Segment
+
+
+class Ahead(NamedTuple):
+    """Chunks of a sequence that retention will make smaller.
+
+    own_before    of its own, until it is decided on
+    total_before  all it reads, until it is decided on
+    own_in_tree   of these, in the tree and read by no other sequence
+    held_now      of its own, now
+    """
+
+    own_before: int
+    total_before: int
+    own_in_tree: int
+    held_now: int
+
+    @classmethod
+    def of(cls, path: Path, num_sealed: int, found: Iterable[tuple[Segment, int]], num_readers: int) -> Ahead:
+        """Of a path that will have `num_sealed` sealed chunks, reads what was found and is one of its readers (1), or
+        is not yet (0).
+        """
+        lacking, held = max(0, num_sealed - path.num_stored), path.num_stored - path.num_shared
+        alone = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
+        return cls(held + lacking, path.num_begun + lacking, alone, held)
+
+
+@dataclass
+class KeepRatio:
+    """What requests kept of their prompts, to expect of the next ones. Knows the last `size` of them."""
+
+    size: int = 256
+    quantile: float = 0.9
+    least: int = 8
+    _seen: list[float] = field(default_factory=list)
+
+    def learn(self, ratio: float) -> None:
+        """One request kept this share of its pages."""
+        self._seen = [*self._seen[-self.size + 1 :], ratio]
+
+    @property
+    def expected(self) -> float:
+        """A share that only a tenth of the requests exceeded; 1 while too few are known."""
+        if len(self._seen) < self.least:
+            return 1.0
+        return sorted(self._seen)[math.ceil(self.quantile * len(self._seen)) - 1]
+
+    def at_most(self, ahead: Iterable[Ahead]) -> int:
+        """Chunks that sequences will hold at most, beyond those they hold, if one after the other is computed and then
+        made as small as most requests are. With an expected ratio of 1, all that they lack together.
+        """
+        ratio, most, before = self.expected, 0.0, 0.0
+        for each in ahead:
+            # Packing copies a part of what was found. What was found is then idle, if nobody else reads it.
+            after = ratio * each.total_before - each.own_in_tree
+            most = max(most, before + max(each.own_before, after) - each.held_now)
+            before += after - each.held_now
+        return math.ceil(most)
