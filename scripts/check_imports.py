@@ -1,5 +1,5 @@
-"""Checks that imports inside quire point downwards, that heavy packages are loaded only where they are needed, and that
-they are not loaded with what has to do without them.
+"""Checks that imports inside quire point downwards, that heavy packages are loaded only where they are needed and not
+with what has to do without them, and that some packages have no circle of imports.
 
 Prints one line an offence and exits with 1 if there is any. Run by `make check`; tests/unit/test_import_direction.py
 runs it on made-up offenders.
@@ -59,6 +59,9 @@ NEVER = {
 WITHOUT = ("torch", "tokenizers", "transformers")
 CONTROL = ("engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
 
+# Whose modules import each other in no circle, not even for types.
+ACYCLIC = ("cache",)
+
 
 @dataclass(frozen=True)
 class Import:
@@ -102,6 +105,40 @@ def offences(root: Path) -> Iterator[str]:
                 yield f"{path}:{found.line}: {reason}"
 
 
+def circles(root: Path) -> Iterator[str]:
+    """One line for each circle of imports in the packages of ACYCLIC below `root`, those for types included."""
+    for package in ACYCLIC:
+        names = {}
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            names[".".join(["quire", *parts]).removesuffix(".__init__")] = path
+        targets = {
+            name: sorted(
+                {
+                    found.name
+                    for found in imports_of(
+                        ast.parse(path.read_text(encoding="utf-8")),
+                        ".".join(["quire", *path.relative_to(root).parent.parts]),
+                    )
+                    if found.name in names
+                }
+            )
+            for name, path in names.items()
+        }
+        done: set[str] = set()
+        for name in targets:
+            yield from _circles_from(name, targets, [], done)
+
+
+def _circles_from(name: str, targets: dict[str, list[str]], way: list[str], done: set[str]) -> Iterator[str]:
+    if name in way:
+        yield "a circle of imports: " + " -> ".join([*way[way.index(name) :], name])
+    elif name not in done:
+        for target in targets[name]:
+            yield from _circles_from(target, targets, [*way, name], done)
+        done.add(name)
+
+
 def loaded(modules: Sequence[str]) -> list[str]:
     """Which packages of WITHOUT a fresh process has loaded once it has imported some modules of quire."""
     names = [".".join(["quire", *Path(module).with_suffix("").parts]) for module in modules]
@@ -141,7 +178,7 @@ def _is_type_checking(node: ast.AST) -> bool:
 def main() -> None:
     """Checks src/quire, or the folder given."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "src" / "quire"
-    found = list(offences(root))
+    found = [*offences(root), *circles(root)]
     if len(sys.argv) == 1:
         found += [f"{module} loads {name}" for module in CONTROL for name in loaded([module])]
     print("\n".join(found) or "imports point downwards")

@@ -65,6 +65,20 @@ def test_an_offender_is_found(module, code, complaint, tmp_path):
     assert complaint in done.stdout
 
 
+@pytest.mark.parametrize("guard", ["", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "])
+def test_a_circle_of_imports_in_the_cache_is_found(guard: str, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder.parent / "tree.py").write_text("from quire.cache.path import Path")
+    (folder.parent / "path.py").write_text("import quire.cache.deep.part\nimport quire.cache.ledger")
+    (folder.parent / "ledger.py").write_text("")
+    (folder / "part.py").write_text(guard + "from ..tree import PrefixTree")
+    done = check(tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1), done.stdout
+    assert "quire.cache.path -> quire.cache.deep.part -> quire.cache.tree -> quire.cache.path" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("module", "code"),
     [

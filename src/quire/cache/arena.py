@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Int32s
 from quire.cache.ledger import UNIT
 from quire.kernels.memory import huge_pages
 
@@ -34,11 +35,11 @@ class Arena:
         """
         return self.data.as_strided((self._num_rows(page_bytes), page_bytes), (UNIT, 1))
 
-    def load(self, ids: NDArray[np.int32], page_bytes: int) -> torch.Tensor:
+    def load(self, ids: Int32s, page_bytes: int) -> torch.Tensor:
         """A copy of page images, uint8 [n, page_bytes] on the arena's device."""
         return self.rows(page_bytes).index_select(0, self._index(ids))
 
-    def store(self, ids: NDArray[np.int32], page_bytes: int, images: torch.Tensor | NDArray[np.uint8]) -> None:
+    def store(self, ids: Int32s, page_bytes: int, images: torch.Tensor | NDArray[np.uint8]) -> None:
         """Overwrites page images with uint8 [n, page_bytes]."""
         assert images.shape == (len(ids), page_bytes), f"{tuple(images.shape)} for {len(ids)} pages of {page_bytes}"
         # torch copies rows element by element: eight bytes at once take a fifth of the time.
@@ -46,7 +47,7 @@ class Arena:
         given = torch.as_tensor(images).to(self.device).contiguous().view(torch.int64)
         words.index_copy_(0, self._index(ids), given)
 
-    def copy(self, before: NDArray[np.int32], after: NDArray[np.int32], page_bytes: int) -> None:
+    def copy(self, before: Int32s, after: Int32s, page_bytes: int) -> None:
         """Copies pages to other places, none of which is copied."""
         step = max(1, _COPY_BYTES // page_bytes)
         for first in range(0, len(before), step):
@@ -56,5 +57,5 @@ class Arena:
     def _num_rows(self, page_bytes: int) -> int:
         return (self.num_bytes - page_bytes) // UNIT + 1
 
-    def _index(self, ids: NDArray[np.int32]) -> torch.Tensor:
+    def _index(self, ids: Int32s) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)

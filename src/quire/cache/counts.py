@@ -8,8 +8,8 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageCounts
 from quire.errors import CacheFullError, ConfigError
 
@@ -116,7 +116,7 @@ class ChunkCounts:
         """Chunks of the sealed codec that a sequence of `num_tokens` tokens needs."""
         return num_tokens // PAGE_TOKENS if self.encodes else -(-num_tokens // PAGE_TOKENS)
 
-    def demand_of_pages(self, num_pages: NDArray[np.int64]) -> Demand:
+    def demand_of_pages(self, num_pages: Int64s) -> Demand:
         """What pages of sealed chunks take, given their number for each layer and head, int64 [L, H]."""
         sizes = self.page_sizes(self.sealed_codec)
         return Demand([*(int(num_pages[sizes == size].sum()) for size in self.ledger.page_sizes), 0])
@@ -125,7 +125,7 @@ class ChunkCounts:
         """Whether a demand fits: then all of it can be taken."""
         return demand[-1] <= len(self._free) and self.ledger.has_room(demand)
 
-    def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> NDArray[np.int32]:
+    def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> Int32s:
         """`count` new chunks with pages of the codec, int32 [count], the first of them with a sidecar if that is wanted
         and the table has any. Raises CacheFullError and takes nothing if they do not fit.
         """
@@ -141,7 +141,7 @@ class ChunkCounts:
             )
         return self._take(count, codec, sidecar, demand)
 
-    def give(self, chunks: NDArray[np.int32]) -> None:
+    def give(self, chunks: Int32s) -> None:
         """Gives chunks and their sidecars back."""
         kinds = np.bincount(self.kinds[chunks])
         for kind in np.flatnonzero(kinds).tolist():
@@ -179,7 +179,7 @@ class ChunkCounts:
         """Bytes of a chunk's pages, its sidecar apart."""
         return int(self.page_sizes(codec).sum())
 
-    def page_sizes(self, codec: PageFormat) -> NDArray[np.int32]:
+    def page_sizes(self, codec: PageFormat) -> Int32s:
         """Bytes of a chunk's pages, int32 [L, H]."""
         return np.asarray(self._sizes[codec.kernel_id])
 
@@ -198,14 +198,14 @@ class ChunkCounts:
                 total += self._costs[kind] * count
         assert [self.ledger.out(size) for size in self.ledger.page_sizes] == list(total[:-1]), "pages are miscounted"
 
-    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> NDArray[np.int32]:
+    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         chunks = self._blank(count, codec.kernel_id)
         self.ledger.count(demand, 1)
         if sidecar:
             self.sidecars[chunks[0]] = 0
         return chunks
 
-    def _blank(self, count: int, kind: int) -> NDArray[np.int32]:
+    def _blank(self, count: int, kind: int) -> Int32s:
         """Free rows, of a format, that hold nothing."""
         if len(self._free) < count:
             raise CacheFullError(f"all {self.capacity} rows of the chunk table are taken")
@@ -214,11 +214,11 @@ class ChunkCounts:
         self.takes[chunks] += 1
         return chunks
 
-    def _is_taken(self) -> NDArray[np.bool_]:
+    def _is_taken(self) -> Bools:
         is_taken = np.ones(self.capacity, bool)
         is_taken[self._free] = False
         return is_taken
 
-    def _of_sizes(self, sizes: NDArray[np.int32], rows: int = 0) -> Demand:
+    def _of_sizes(self, sizes: Int32s, rows: int = 0) -> Demand:
         """The demand for one page of each of the sizes, and for rows."""
         return Demand([*(int((sizes == size).sum()) for size in self.ledger.page_sizes), rows])

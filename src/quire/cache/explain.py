@@ -21,13 +21,15 @@ def explain(tree: PrefixTree, keys: ChunkKeys, tokens: Sequence[int]) -> str:
     at = num_chunks * PAGE_TOKENS
     if num_chunks == limit:
         return "everything but its last tokens, which are always computed"
-    if not found:
-        candidates = tree.children(keys.namespace)
+    if found:
+        last, count = found[-1]
+        after = (child.tokens for child in last.children.values())
+        candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else list(after)
+    else:
+        firsts = ((namespace, each) for namespace, each in tree.segments() if each.start == 0)
+        candidates = [each.tokens for namespace, each in firsts if namespace == keys.namespace]
         if not candidates:
             return "nothing is cached with its salt"
-    else:
-        last, count = found[-1]
-        candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else tree.children(last)
     if not candidates:
         return f"no cached prompt goes on after token {at}"
     wanted = np.array(tokens[at : at + PAGE_TOKENS], np.int32)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Int32s, Int64s
 from quire.errors import CacheFullError, ConfigError
 
 PAGE_TOKENS = 64
@@ -35,8 +36,8 @@ class Move(NamedTuple):
     """Pages of one size that compaction moves: their ids before and after, int32 [n] each."""
 
     page_bytes: int
-    before: NDArray[np.int32]
-    after: NDArray[np.int32]
+    before: Int32s
+    after: Int32s
 
 
 class Demand(tuple[int, ...]):
@@ -169,7 +170,7 @@ class PageLedger(PageCounts):
         self._holders = np.zeros((self.num_slabs, 0), np.int16)  # by slab, and page in the slab
         self._holds = np.zeros((self.num_slabs, 0), np.int16)  # how many of the holders are holds
 
-    def take(self, count: int, page_bytes: int) -> NDArray[np.int32]:
+    def take(self, count: int, page_bytes: int) -> Int32s:
         """`count` page ids of a size, int32 [count], in rising order. Raises CacheFullError and takes nothing if they
         do not fit the free pages of that size and the free slabs.
         """
@@ -185,32 +186,32 @@ class PageLedger(PageCounts):
             pages.num_slabs += num_slabs
         return self._pop(pages, count)
 
-    def share(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+    def share(self, ids: Int32s, page_bytes: int) -> None:
         """Adds a holder to each page, named once. The holder will give it back too."""
         at = self._at(ids, page_bytes)
         assert self._holders[at].all(), "a free page cannot be shared"
         self._holders[at] += 1
 
-    def holders(self, ids: NDArray[np.int32], page_bytes: int) -> NDArray[np.int64]:
+    def holders(self, ids: Int32s, page_bytes: int) -> Int64s:
         """Number of holders of each page of a slab in use; 0 for a free page."""
         return np.asarray(self._holders[self._at(ids, page_bytes)], np.int64)
 
-    def hold(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+    def hold(self, ids: Int32s, page_bytes: int) -> None:
         """Each page, named once, stays where it is until `release`: its bytes are under way."""
         self.share(ids, page_bytes)
         self._count_holds(ids, page_bytes, 1)
 
-    def release(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+    def release(self, ids: Int32s, page_bytes: int) -> None:
         """Ends one hold of each page. Pages without another holder become free."""
         assert self.holds(ids, page_bytes).all(), "a page is released that nobody holds"
         self._count_holds(ids, page_bytes, -1)
         self.give(ids, page_bytes)
 
-    def holds(self, ids: NDArray[np.int32], page_bytes: int) -> NDArray[np.int64]:
+    def holds(self, ids: Int32s, page_bytes: int) -> Int64s:
         """How many of the holders of each page are holds."""
         return np.asarray(self._holds[self._at(ids, page_bytes)], np.int64)
 
-    def give(self, ids: NDArray[np.int32], page_bytes: int) -> None:
+    def give(self, ids: Int32s, page_bytes: int) -> None:
         """Takes back pages that came from `take` with the same size, from one holder each."""
         if not len(ids):
             return
@@ -233,7 +234,7 @@ class PageLedger(PageCounts):
         pages = self._size_class(page_bytes)
         return pages.num_free + self._num_free_slabs * pages.pages_per_slab
 
-    def ids_out(self, page_bytes: int) -> NDArray[np.int32]:
+    def ids_out(self, page_bytes: int) -> Int32s:
         """The ids of the pages of a size that are out, int32 [out] in rising order."""
         return self._ids_out(page_bytes, np.flatnonzero(self._page_bytes == page_bytes))
 
@@ -261,7 +262,7 @@ class PageLedger(PageCounts):
             emptied.setdefault(page_bytes, []).append(slab)
         return [self._empty(self._classes[page_bytes], np.array(slabs)) for page_bytes, slabs in emptied.items()]
 
-    def slabs_of(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    def slabs_of(self, ids: Int32s) -> Int32s:
         """The slabs that pages lie in, in the shape of the ids."""
         return ids // np.int32(self.slab_bytes // UNIT)
 
@@ -286,7 +287,7 @@ class PageLedger(PageCounts):
     def _num_free_slabs(self) -> int:
         return self.num_slabs - sum(pages.num_slabs for pages in self._classes.values())
 
-    def _at(self, ids: NDArray[np.int32], page_bytes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _at(self, ids: Int32s, page_bytes: int) -> tuple[Int32s, Int32s]:
         """The slabs of pages of a size, and their indices in them."""
         slabs = self.slabs_of(ids)
         assert (self._page_bytes[slabs] == page_bytes).all(), f"a page of another size was named as one of {page_bytes}"
@@ -299,7 +300,7 @@ class PageLedger(PageCounts):
             self._holders, self._holds = (np.pad(each, ((0, 0), (0, wider))) for each in (self._holders, self._holds))
         return pages
 
-    def _count_holds(self, ids: NDArray[np.int32], page_bytes: int, by: int) -> None:
+    def _count_holds(self, ids: Int32s, page_bytes: int, by: int) -> None:
         """Each page has one hold more or less."""
         at, before = self._at(ids, page_bytes), np.count_nonzero(self._held)
         was_held = self._holds[at] > 0
@@ -307,7 +308,7 @@ class PageLedger(PageCounts):
         np.add.at(self._held, at[0][was_held != (self._holds[at] > 0)], by)
         self._classes[page_bytes].num_held += int(np.count_nonzero(self._held) - before)
 
-    def _pop(self, pages: _SizeClass, count: int, without: NDArray[np.int64] | None = None) -> NDArray[np.int32]:
+    def _pop(self, pages: _SizeClass, count: int, without: Int64s | None = None) -> Int32s:
         """Ids of free pages from the lowest slabs that have some: pages gather there, and slabs above become empty.
 
         without  slabs that are passed over
@@ -326,7 +327,7 @@ class PageLedger(PageCounts):
         self.bytes_out += count * pages.page_bytes
         return self._ids(slabs[at], index, pages.page_bytes)
 
-    def _empty(self, pages: _SizeClass, slabs: NDArray[np.int64]) -> Move:
+    def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:
         """Moves what lies in some slabs, without holds, into the others of the class."""
         page_bytes = pages.page_bytes
         before = self._ids_out(page_bytes, slabs)
@@ -336,10 +337,10 @@ class PageLedger(PageCounts):
         self.give(before, page_bytes)
         return Move(page_bytes, before, after)
 
-    def _ids_out(self, page_bytes: int, slabs: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _ids_out(self, page_bytes: int, slabs: Int64s) -> Int32s:
         at, index = np.nonzero(self._holders[slabs])
         return self._ids(slabs[at], index, page_bytes)
 
-    def _ids(self, slabs: NDArray[Any], index: NDArray[Any], page_bytes: int) -> NDArray[np.int32]:
+    def _ids(self, slabs: NDArray[Any], index: NDArray[Any], page_bytes: int) -> Int32s:
         """Ids of the pages at some indices in slabs."""
         return np.asarray(slabs * (self.slab_bytes // UNIT) + index * (page_bytes // UNIT), np.int32)

@@ -16,8 +16,8 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Floats
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
 from quire.cache.explain import explain
@@ -243,7 +243,7 @@ class CacheManager:
             self.retention.attach(holder)
         self._settle(holder)
 
-    def sums_of(self, holder: Holder) -> NDArray[np.float32]:
+    def sums_of(self, holder: Holder) -> Floats:
         """The attention that each token of a prompt has had from all its rows, float32 [L, H, n]."""
         assert self.retainer is not None
         return self.retainer.sums_of(holder.path, holder.num_prompt)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.retained import Retained
 from quire.cache.segment import NO_ROWS, Segment
@@ -28,6 +29,7 @@ class Path:
                  open ones too, all
     free_until   number of tokens up to which nothing is taken, encoded or given back
     next_seal    number of tokens with which the next chunk is full
+    num_reserved number of tokens that admission reserved room for
     filled       open chunk that this step fills and encodes into another, which has its place in `chunks`; -1: none
     shared       what `PrefixTree.shared` found, after how many divisions and for how many shared chunks
     is_decided   whether retention has decided what to keep of the prompt
@@ -39,7 +41,7 @@ class Path:
     """
 
     tip: Segment | None = None
-    heads: dict[Segment, NDArray[np.bool_]] = field(default_factory=dict)
+    heads: dict[Segment, Bools] = field(default_factory=dict)
     num_shared: int = 0
     num_tokens: int = 0
     num_sealed: int = 0
@@ -47,16 +49,17 @@ class Path:
     num_chunks: int = 0
     free_until: int = 0
     next_seal: int = PAGE_TOKENS
+    num_reserved: int = 0
     filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
     is_decided: bool = False
     retained: Retained | None = None
     num_dropped: int = 0
-    sums: NDArray[np.int32] = field(default_factory=lambda: NO_ROWS)
-    _chunks: NDArray[np.int32] = field(default_factory=lambda: np.empty(8, np.int32))
+    sums: Int32s = field(default_factory=lambda: NO_ROWS)
+    _chunks: Int32s = field(default_factory=lambda: np.empty(8, np.int32))
 
     @property
-    def chunks(self) -> NDArray[np.int32]:
+    def chunks(self) -> Int32s:
         """Chunk ids in order of position, int32 [num_chunks]. A view: do not keep it across steps."""
         return self._chunks[: self.num_chunks]
 
@@ -85,12 +88,12 @@ class Path:
             segment = segment.parent
         return found[::-1]
 
-    def reads(self) -> list[tuple[Segment, NDArray[np.bool_] | None]]:
+    def reads(self) -> list[tuple[Segment, Bools | None]]:
         """The segments of the tree that it uses, from its beginning, and the heads whose pages it reads of each; None:
         all.
         """
-        found: list[tuple[Segment, NDArray[np.bool_] | None]] = []
-        heads: NDArray[np.bool_] | None = None
+        found: list[tuple[Segment, Bools | None]] = []
+        heads: Bools | None = None
         for segment in reversed(self.segments):
             # A front that was divided off since is read as what is left of it.
             heads = self.heads.get(segment, heads)
@@ -98,11 +101,11 @@ class Path:
         return found[::-1]
 
     @property
-    def private(self) -> NDArray[np.int32]:
+    def private(self) -> Int32s:
         """The chunks of this sequence alone."""
         return self.chunks[self.num_shared :]
 
-    def append(self, chunks: NDArray[np.int32]) -> None:
+    def append(self, chunks: Int32s) -> None:
         """Adds chunks at the end."""
         need = self.num_chunks + len(chunks)
         if need > len(self._chunks):
@@ -112,14 +115,14 @@ class Path:
         self._chunks[self.num_chunks : need] = chunks
         self.num_chunks = need
 
-    def replace(self, first: int, chunks: NDArray[np.int32]) -> None:
+    def replace(self, first: int, chunks: Int32s) -> None:
         """Replaces chunks from index `first` on by others with the same contents: in a new array, so that whoever kept
         the old one sees that it is old.
         """
         self._chunks = self._chunks.copy()
         self._chunks[first : first + len(chunks)] = chunks
 
-    def forget(self, indices: NDArray[np.intp]) -> NDArray[np.int32]:
+    def forget(self, indices: NDArray[np.intp]) -> Int32s:
         """Removes chunks that hold nothing any more. Returns their rows and those of their sums; the caller frees
         them.
         """

@@ -23,7 +23,6 @@ class Room:
         self.retention = retention
         self.live: dict[Holder, Demand] = {}
         self._promised = eviction.table.nothing
-        self._reserved: dict[Holder, int] = {}
 
     def capacity(self, num_chunks: int = 0, num_firsts: int = 0) -> int:
         """Sealed chunks that one sequence may have beside `num_chunks` more than there are now, `num_firsts` of which
@@ -40,13 +39,13 @@ class Room:
 
     def promise(self, holder: Holder) -> None:
         """Reserves room for an admitted sequence: for its tokens so far, or its prompt if retention decides on it."""
-        self._reserved[holder] = self.retention.num_reserved(holder)
+        holder.path.num_reserved = self.retention.num_reserved(holder)
         self.live[holder] = self.eviction.table.nothing
         self.update(holder)
 
     def update(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
-        now = self.retention.lacking(holder.path, self._reserved[holder])
+        now = self.retention.lacking(holder.path)
         if now != self.live[holder]:
             self._promised = self._promised - self.live[holder] + now
             self.live[holder] = now
@@ -54,7 +53,6 @@ class Room:
     def forget(self, holder: Holder) -> None:
         """A sequence ends."""
         self._promised -= self.live.pop(holder)
-        del self._reserved[holder]
 
     def promised(self, apart_from: Holder | None = None) -> Demand:
         """What admitted sequences were promised and have not taken."""
@@ -74,7 +72,7 @@ class Room:
         """Proves that the running sum is what sequences lack now."""
         total = self.eviction.table.nothing
         for holder, share in self.live.items():
-            now = self.retention.lacking(holder.path, self._reserved[holder])
+            now = self.retention.lacking(holder.path)
             assert share == now, f"{share} promised, {now} lacking"
             total += share
         assert total == self._promised, f"{self._promised} pages promised, {total} lacking"

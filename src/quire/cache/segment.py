@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Int32s
 from quire.cache.ledger import PAGE_TOKENS
 
 NO_ROWS = np.empty(0, np.int32)
@@ -39,9 +39,9 @@ class Segment:
     pins          pinned segments among this one and all that follow it
     """
 
-    tokens: NDArray[np.int32]
+    tokens: Int32s
     keys: list[bytes]
-    chunks: NDArray[np.int32]
+    chunks: Int32s
     start: int
     number: int = 0
     parent: Segment | None = None
@@ -54,8 +54,8 @@ class Segment:
     pinned_until: float = 0.0
     pins: int = 0
     users: int = 0
-    unread: NDArray[np.int32] | None = None
-    attached: NDArray[np.int32] = field(default_factory=lambda: NO_ROWS)
+    unread: Int32s | None = None
+    attached: Int32s = field(default_factory=lambda: NO_ROWS)
     is_dropped: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Segment:
         return self.start + len(self.tokens)
 
     @property
-    def locks(self) -> NDArray[np.int32]:
+    def locks(self) -> Int32s:
         """How many live paths read its pages: [L, H], or one number for all of them."""
         return np.asarray(self.users, np.int32) if self.unread is None else self.users - self.unread
 

@@ -10,14 +10,24 @@ codes of zeros, and their keys are rotated on read like all others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from quire.cache.arena import Arena
+from quire.cache.arrays import Int32s
 from quire.cache.ledger import UNIT
 
-if TYPE_CHECKING:
-    from quire.cache.table import ChunkTable
+
+class Sidecars(Protocol):
+    """The chunk table, as far as sinks need it."""
+
+    sidecars: Int32s
+
+    @property
+    def arena(self) -> Arena:
+        """The bytes of its pages."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,19 +54,19 @@ class Sinks:
         """Bytes of a chunk's sidecar, a multiple of 128."""
         return -(-self.num_layers * self.num_heads * self.head_bytes // UNIT) * UNIT
 
-    def rows(self, table: ChunkTable, chunk: int, layer: int) -> torch.Tensor:
+    def rows(self, table: Sidecars, chunk: int, layer: int) -> torch.Tensor:
         """The rows of one layer where they lie in the arena, [H, 2, n, D]."""
         start = int(table.sidecars[chunk]) * UNIT + layer * self.num_heads * self.head_bytes
         found = table.arena.data[start : start + self.num_heads * self.head_bytes]
         return found.view(self.dtype).view(self.num_heads, 2, self.num_tokens, self.head_dim)
 
-    def store(self, table: ChunkTable, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, table: Sidecars, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copies the first tokens of keys and values [H, P, D] into the chunk's sidecar."""
         rows = self.rows(table, chunk, layer)
         rows[:, 0] = k[:, : self.num_tokens]
         rows[:, 1] = v[:, : self.num_tokens]
 
-    def load(self, table: ChunkTable, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def load(self, table: Sidecars, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Overwrites the first tokens of keys and values [H, P, D] with those of the sidecar."""
         rows = self.rows(table, chunk, layer)
         k[:, : self.num_tokens] = rows[:, 0]

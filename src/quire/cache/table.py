@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.counts import POSITIONS_BYTES, ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageLedger
 from quire.errors import CacheFullError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 ALL_SLOTS = np.uint64(2**PAGE_TOKENS - 1)
 """The mask of a page whose slots are all seen."""
 
-Places = tuple[NDArray[np.int32], NDArray[np.intp], NDArray[np.intp]]
+Places = tuple[Int32s, NDArray[np.intp], NDArray[np.intp]]
 """Pages of rows: row, layer and head of each, of equal length."""
 
 
@@ -79,7 +80,7 @@ class ChunkTable(ChunkCounts):
         """Whether there is an arena."""
         return self._arena is not None
 
-    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> NDArray[np.int32]:
+    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         """Moves pages of other chunks where slabs are sparsely used: only between steps, when no kernel reads; copies
         on a GPU are enqueued on the current stream.
         """
@@ -92,7 +93,7 @@ class ChunkTable(ChunkCounts):
             self.masks[chunks] = ALL_SLOTS
         return chunks
 
-    def borrow(self, chunks: NDArray[np.int32]) -> NDArray[np.int32]:
+    def borrow(self, chunks: Int32s) -> Int32s:
         """New rows that hold the pages and sidecars of other chunks too, int32 [n]."""
         assert self.masks is not None
         ids, sizes = self._pages_of(chunks)
@@ -138,7 +139,7 @@ class ChunkTable(ChunkCounts):
         self.pages[places] = after
         self.takes[places[0]] += 1
 
-    def place(self, places: Places, positions: NDArray[np.int32]) -> None:
+    def place(self, places: Places, positions: Int32s) -> None:
         """Stores the positions of the slots of pages, int32 [n, 64], and takes room for them beside pages that have
         none. Raises CacheFullError, as `fill`. Slots that no mask shows need a position too, any there is.
         """
@@ -150,7 +151,7 @@ class ChunkTable(ChunkCounts):
             images = np.ascontiguousarray(positions, np.int32).view(np.uint8)
             self._arena.store(self.positions[places], POSITIONS_BYTES, images)
 
-    def is_shared(self, places: Places) -> NDArray[np.bool_]:
+    def is_shared(self, places: Places) -> Bools:
         """Whether another row holds the page too."""
         ids = self.pages[places]
         found = np.zeros(len(ids), bool)
@@ -158,7 +159,7 @@ class ChunkTable(ChunkCounts):
             found[at] = self.ledger.holders(ids[at], page_bytes) > 1
         return found
 
-    def give(self, chunks: NDArray[np.int32]) -> None:
+    def give(self, chunks: Int32s) -> None:
         """Gives chunks, their pages and their sidecars back."""
         if not len(chunks):
             return
@@ -168,7 +169,7 @@ class ChunkTable(ChunkCounts):
             self.masks[chunks], self.positions[chunks], self.bases[chunks] = 0, -1, -1
         self._free.extend(chunks.tolist())
 
-    def bytes_of(self, chunks: NDArray[np.int32]) -> int:
+    def bytes_of(self, chunks: Int32s) -> int:
         """Bytes of all pages that rows hold, and of positions beside them; sidecars apart."""
         pages = self._sizes[self.kinds[chunks]][self._is_held(chunks)].sum()
         return int(pages) + POSITIONS_BYTES * int((self.positions[chunks] >= 0).sum())
@@ -187,7 +188,7 @@ class ChunkTable(ChunkCounts):
                 counted = self.ledger.holders(ids, page_bytes) - self.ledger.holds(ids, page_bytes)
                 assert np.array_equal(holders, counted), "holders are counted wrongly"
 
-    def _pages_of(self, chunks: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _pages_of(self, chunks: Int32s) -> tuple[Int32s, Int32s]:
         """The page ids of chunks, sidecars and positions among them, and their sizes, int32 [n] each."""
         held, sidecars, positions = self._is_held(chunks), self.sidecars[chunks], self.positions[chunks]
         beside = (sidecars[sidecars >= 0], self.sidecar_bytes), (positions[positions >= 0], POSITIONS_BYTES)
@@ -196,7 +197,7 @@ class ChunkTable(ChunkCounts):
             np.concatenate((self._sizes[self.kinds[chunks]][held], *(np.full(len(ids), size) for ids, size in beside))),
         )
 
-    def _follow(self, before: NDArray[np.int32], after: NDArray[np.int32]) -> None:
+    def _follow(self, before: Int32s, after: Int32s) -> None:
         """Puts the new ids of moved pages into the rows that hold them."""
         order = np.argsort(before)
         before, after = before[order], after[order]
@@ -229,7 +230,7 @@ class ChunkTable(ChunkCounts):
                     self._arena.copy(before, after, page_bytes)
             self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
 
-    def _new_pages(self, sizes: NDArray[Any]) -> NDArray[np.int32]:
+    def _new_pages(self, sizes: NDArray[Any]) -> Int32s:
         """New pages, one of each size. Raises CacheFullError if they do not all fit; may move pages."""
         demand = self._of_sizes(sizes)
         if not self.fits(demand):
@@ -237,29 +238,29 @@ class ChunkTable(ChunkCounts):
         self._make_room(demand)
         return self._take_pages(sizes)
 
-    def _take_pages(self, sizes: NDArray[Any]) -> NDArray[np.int32]:
+    def _take_pages(self, sizes: NDArray[Any]) -> Int32s:
         ids = np.empty(sizes.shape, np.int32)
         for page_bytes, at in self._by_size(sizes):
             ids[at] = self.ledger.take(int(at.sum()), page_bytes)
         return ids
 
-    def _give_pages(self, ids: NDArray[np.int32], sizes: NDArray[Any]) -> None:
+    def _give_pages(self, ids: Int32s, sizes: NDArray[Any]) -> None:
         for page_bytes, at in self._by_size(sizes):
             self.ledger.give(ids[at], page_bytes)
 
-    def _by_size(self, sizes: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    def _by_size(self, sizes: NDArray[Any]) -> Iterator[tuple[int, Bools]]:
         """The size classes that some sizes are of, and where."""
         for page_bytes in self.ledger.page_sizes:
             at = sizes == page_bytes
             if at.any():
                 yield page_bytes, at
 
-    def _sizes_of(self, places: Places) -> NDArray[np.int32]:
+    def _sizes_of(self, places: Places) -> Int32s:
         """Bytes of the pages at some places."""
         rows, layers, heads = places
         return np.asarray(self._sizes[self.kinds[rows], layers, heads])
 
-    def _is_held(self, chunks: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def _is_held(self, chunks: Int32s) -> Bools:
         """Which pages rows hold, bool [n, L, H]."""
         if self.masks is None:
             return np.ones((len(chunks), *self.shape), bool)

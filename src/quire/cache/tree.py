@@ -24,8 +24,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
@@ -71,7 +71,7 @@ class PrefixTree(TreeCounts):
             path.tip, path.num_shared = segment, path.num_chunks
         return path.num_chunks - first
 
-    def publish(self, path: Path, keys: ChunkKeys, end: int) -> NDArray[np.int32]:
+    def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
         """Gives the tree the chunks a path has sealed: those after its shared ones, up to chunk `end`. They are locked
         for the path and shared from now on.
 
@@ -112,7 +112,7 @@ class PrefixTree(TreeCounts):
             self._offer(segment)
         path.tip, path.num_shared, path.heads = None, 0, {}
 
-    def loosen(self, path: Path, heads: Mapping[Segment, NDArray[np.bool_]]) -> None:
+    def loosen(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
         """Keeps, of the path's locks, those of the given heads of each segment, bool [L, H]. Other pages may be
         evicted.
         """
@@ -134,7 +134,7 @@ class PrefixTree(TreeCounts):
         segment = next(each for each in path.segments if each.end >= end)
         return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
 
-    def attach(self, segment: Segment, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    def attach(self, segment: Segment, rows: Int32s) -> Int32s:
         """Gives the end of a segment an attachment, or none. Returns the rows of the one it had; the caller frees
         them.
         """
@@ -144,15 +144,15 @@ class PrefixTree(TreeCounts):
         self._count(segment, 1)
         return before
 
-    def detach_all(self) -> NDArray[np.int32]:
+    def detach_all(self) -> Int32s:
         """Ends all attachments. Returns their rows; the caller frees them."""
         return _joined([self.attach(segment, NO_ROWS) for _, segment in list(self.segments())])
 
-    def evict(self, count: int) -> NDArray[np.int32]:
+    def evict(self, count: int) -> Int32s:
         """Drops `count` idle chunks, or all of them: leaves first, least recently used first, each from its end.
         Returns the rows of the chunks and their attachments; the caller frees them.
         """
-        dropped: list[NDArray[np.int32]] = []
+        dropped: list[Int32s] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
             num_dropped = min(count, len(leaf.chunks))
             dropped.append(self._drop(leaf, len(leaf.chunks) - num_dropped))
@@ -160,9 +160,9 @@ class PrefixTree(TreeCounts):
             self.num_evicted += num_dropped
         return _joined(dropped)
 
-    def expire(self, lifetime: float) -> NDArray[np.int32]:
+    def expire(self, lifetime: float) -> Int32s:
         """Drops the segments that nobody used for `lifetime` seconds. Returns their rows; the caller frees them."""
-        dropped: list[NDArray[np.int32]] = []
+        dropped: list[Int32s] = []
         while (leaf := self._oldest_leaf()) is not None and leaf.used_at + lifetime <= self.now:
             dropped.append(self._drop(leaf, 0))
         return _joined(dropped)
@@ -196,11 +196,6 @@ class PrefixTree(TreeCounts):
             found = tuple((segment.number, len(segment.chunks)) for segment in path.segments)
             path.shared = (self.num_divided, path.num_shared), found
         return found
-
-    def children(self, of: Segment | Hashable) -> list[NDArray[np.int32]]:
-        """The tokens of the segments that follow one, or that begin a namespace."""
-        at = of if isinstance(of, Segment) else self._roots.get(of)
-        return [] if at is None else [child.tokens for child in at.children.values()]
 
     def segments(self) -> Iterator[tuple[Hashable, Segment]]:
         """Every segment with its namespace, parents first."""
@@ -242,9 +237,7 @@ class PrefixTree(TreeCounts):
             yield at
             keys = keys[count:]
 
-    def _add(
-        self, at: Segment, path: Path, tokens: NDArray[np.int32], keys: list[bytes], chunks: NDArray[np.int32]
-    ) -> Segment:
+    def _add(self, at: Segment, path: Path, tokens: Int32s, keys: list[bytes], chunks: Int32s) -> Segment:
         """Puts chunks after a segment: at its end where nothing follows and only this path has ever used it, else as a
         child.
         """
@@ -319,7 +312,7 @@ class PrefixTree(TreeCounts):
             heapq.heappop(self._leaves)
         return None
 
-    def _drop(self, leaf: Segment, num_kept: int) -> NDArray[np.int32]:
+    def _drop(self, leaf: Segment, num_kept: int) -> Int32s:
         """Drops the chunks of an evictable leaf after the first `num_kept`; with none kept, the leaf and, if that
         leaves it empty, its root. Returns the rows of the chunks and of the attachment.
         """
@@ -341,5 +334,5 @@ class PrefixTree(TreeCounts):
         return rows
 
 
-def _joined(rows: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+def _joined(rows: list[Int32s]) -> Int32s:
     return np.concatenate([NO_ROWS, *rows])

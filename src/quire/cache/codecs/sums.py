@@ -6,7 +6,7 @@ adds up while a prompt is computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,10 +15,27 @@ from quire.cache.ledger import PAGE_TOKENS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.cache.table import ChunkTable
+    from quire.cache.arena import Arena
 
 KERNEL_ID = 5
 """SUMS in kernels/common.h."""
+
+
+class Rows(Protocol):
+    """The chunk table, as far as sums need it."""
+
+    pages: NDArray[np.int32]
+    masks: NDArray[np.uint64] | None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether there is an arena."""
+        ...
+
+    @property
+    def arena(self) -> Arena:
+        """The bytes of its pages."""
+        ...
 
 
 class SumsCodec:
@@ -28,7 +45,7 @@ class SumsCodec:
     kernel_id = KERNEL_ID
     page_bytes = 4 * PAGE_TOKENS
 
-    def load(self, table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+    def load(self, table: Rows, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         """The sums in some rows of the table, one after the other, [L, H, n * P]; 0 where a row has no page."""
         held = _held(table, rows)
         found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
@@ -37,7 +54,7 @@ class SumsCodec:
             found[held] = table.arena.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
         return found.reshape(*held.shape[:2], -1)
 
-    def store(self, table: ChunkTable, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
+    def store(self, table: Rows, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
         held = _held(table, rows)
         images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
@@ -46,7 +63,7 @@ class SumsCodec:
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 
 
-def _held(table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _held(table: Rows, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
     """Of which heads rows have pages, [L, H, n]."""
     assert table.masks is not None
     return np.not_equal(table.masks[rows], 0).transpose(1, 2, 0)

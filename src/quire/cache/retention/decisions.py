@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.budget import deal, worth
 from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
@@ -23,7 +24,7 @@ PROFILED_SHARE = 4
 RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
 """What all heads go by within a budget: tokens are kept for how much they are looked at, and nothing else is asked."""
 
-Recover = Callable[[NDArray[np.uint64], NDArray[np.int64]], NDArray[np.float64]]
+Recover = Callable[[NDArray[np.uint64], Int64s], NDArray[np.float64]]
 """Recovery of every head, float64 [L, H], over the last rows of the prompt, which keeps the columns of a mask, uint64
 [L, H, chunks], and so many of the last tokens, int64 [L, H]."""
 
@@ -40,7 +41,7 @@ class Decided:
     """
 
     policies: NDArray[np.uint8]
-    kept: NDArray[np.bool_]
+    kept: Bools
     recovery: NDArray[np.float64]
     chain: Chain
     budget: float | None = None
@@ -61,7 +62,7 @@ class PageBytes:
     sums    of them, what stands beside an open page
     """
 
-    sealed: NDArray[np.int64]
+    sealed: Int64s
     beside: int
     open: int
     sums: int
@@ -85,7 +86,7 @@ class Retention:
     profile_rows: int = 256
     num_first: int = 1
     budget: float | None = None
-    _punctuation: NDArray[np.int64] = field(init=False, repr=False)
+    _punctuation: Int64s = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.budget is None or self.chain is RANKED, "a budget goes by no chain"
@@ -111,9 +112,7 @@ class Retention:
         special[: self.num_first] = True
         return special
 
-    def decide(
-        self, tokens: Sequence[int], sums: NDArray[np.float32], recover: Recover | None, page_bytes: PageBytes
-    ) -> Decided:
+    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None, page_bytes: PageBytes) -> Decided:
         """What to keep of a prompt.
 
         sums        float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
@@ -126,7 +125,7 @@ class Retention:
         shape = num_layers, num_heads
         assert recover is not None
 
-        def local_recovery(heads: NDArray[np.int64], columns: Mask, window: int) -> NDArray[np.float64]:
+        def local_recovery(heads: Int64s, columns: Mask, window: int) -> NDArray[np.float64]:
             kept = np.zeros((num_layers * num_heads, n), bool)
             kept[heads] = columns
             bits = _bits(kept).reshape(*shape, -1)
@@ -137,9 +136,7 @@ class Retention:
         kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
         return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
 
-    def _deal(
-        self, tokens: Sequence[int], peaks: NDArray[np.float32], recover: Recover | None, page_bytes: PageBytes
-    ) -> Decided:
+    def _deal(self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes) -> Decided:
         """What to keep of a prompt within the budget."""
         num_layers, num_heads, n = peaks.shape
         policies = np.zeros((num_layers, num_heads), np.uint8)
@@ -160,8 +157,8 @@ class Retention:
     def _dealt(
         self,
         tokens: Sequence[int],
-        peaks: NDArray[np.float32],
-        positions: NDArray[np.int32],
+        peaks: Floats,
+        positions: Int32s,
         page_bytes: PageBytes,
     ) -> Mask:
         """What heads keep of sealed tokens, bool [L * H, slots], so that until the next chunk is sealed pages, what
@@ -179,9 +176,7 @@ class Retention:
         worths = worth(peaks, positions, end)
         return deal(worths, positions, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
 
-    def keep_on(
-        self, retained: Retained, tokens: Sequence[int], sums: NDArray[np.float32], page_bytes: PageBytes
-    ) -> Mask:
+    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Mask:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that what is in them has had, or its peak
@@ -194,7 +189,7 @@ class Retention:
         kept = keep_on(retained.chain, policies, positions, marks, sums, retained.num_prompt, len(tokens))
         return kept.reshape(shape)
 
-    def has_sums(self, policies: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has_sums(self, policies: NDArray[np.uint8]) -> Bools:
         """Which heads go on needing the attention their tokens get."""
         if "frequent" not in self.chain.members:
             return np.zeros(policies.shape, bool)

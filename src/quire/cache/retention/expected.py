@@ -26,13 +26,13 @@ class Ahead(NamedTuple):
     held_now: int
 
     @classmethod
-    def of(cls, path: Path, num_sealed: int, found: Iterable[tuple[Segment, int]], num_readers: int) -> Ahead:
-        """Of a path that will have `num_sealed` sealed chunks, reads what was found and is one of its readers (1), or
-        is not yet (0).
+    def of(cls, path: Path, num_unsealed: int, found: Iterable[tuple[Segment, int]], num_readers: int) -> Ahead:
+        """Of a path that lacks `num_unsealed` sealed chunks. It reads what was found, and is one of its readers (1) or
+        not yet (0).
         """
-        lacking, held = max(0, num_sealed - path.num_stored), path.num_stored - path.num_shared
+        held = path.num_stored - path.num_shared
         alone = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
-        return cls(held + lacking, path.num_begun + lacking, alone, held)
+        return cls(held + num_unsealed, path.num_begun + num_unsealed, alone, held)
 
 
 @dataclass

@@ -42,12 +42,16 @@ class NoRetention:
         """What a prompt takes beside its chunks while it is computed."""
         return self.table.nothing
 
-    def lacking(self, path: Path, num_tokens: int) -> Demand:
-        """What a path lacks for a number of tokens, one open chunk, and the sidecar of its first sealed one."""
+    def lacking(self, path: Path) -> Demand:
+        """What a path lacks of what was reserved: sealed chunks, an open one, a sidecar for the first sealed one."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.filled < 0
         has_no_sidecar = table.sinks is not None and not path.num_stored
-        return table.demand(max(0, table.num_sealed_for(num_tokens) - path.num_stored), wants_open, has_no_sidecar)
+        return table.demand(self.num_unsealed(path), wants_open, has_no_sidecar)
+
+    def num_unsealed(self, path: Path) -> int:
+        """Sealed chunks that a path lacks of what was reserved."""
+        return max(0, self.table.num_sealed_for(path.num_reserved) - path.num_stored)
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
         """What sequences that are yet to be decided on will hold at most beyond what they hold."""
@@ -55,7 +59,7 @@ class NoRetention:
 
     def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
         """What to reserve for a sequence that finds some chunks in the tree."""
-        return self.lacking(path_over(found), self.num_reserved(holder))
+        return self.lacking(self._path_over(holder, found))
 
     def enter(self, holder: Holder) -> None:
         """A sequence is admitted."""
@@ -113,8 +117,7 @@ class NoRetention:
     def check(self, path: Path) -> None:
         """Proves that a path holds what its heads keep."""
 
-
-def path_over(found: list[tuple[Segment, int]]) -> Path:
-    """A path that holds what was found, of which nothing is locked: to ask what it would lack."""
-    count = sum(each for _, each in found)
-    return Path(num_shared=count, num_stored=count, num_chunks=count)
+    def _path_over(self, holder: Holder, found: list[tuple[Segment, int]]) -> Path:
+        """A path over what was found, of which nothing is locked: to ask what it would lack."""
+        count = sum(each for _, each in found)
+        return Path(num_shared=count, num_stored=count, num_chunks=count, num_reserved=self.num_reserved(holder))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Floats, Int32s
 from quire.cache.codecs import Moves
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
@@ -31,13 +32,13 @@ from quire.cache.table import ChunkTable, Places
 _BITS = np.uint64(1) << np.arange(PAGE_TOKENS, dtype=np.uint64)
 
 
-def sealed_rows(path: Path) -> tuple[Retained, NDArray[np.int32]]:
+def sealed_rows(path: Path) -> tuple[Retained, Int32s]:
     """What retention has left of a path, and the rows of its sealed chunks."""
     assert path.retained is not None
     return path.retained, path.chunks[: path.retained.num_rows]
 
 
-def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np.float32]:
+def pack(table: ChunkTable, path: Path, sums: Floats) -> Floats:
     """Moves tokens into holes, drops pages that hold none, and rows that hold no page. The pages that are written
     (`targets`) are the path's alone.
 
@@ -66,7 +67,7 @@ def pack(table: ChunkTable, path: Path, sums: NDArray[np.float32]) -> NDArray[np
     table.drop(places_of(rows, (masks == 0) & has_page(table, rows)))
     table.masks[rows] = masks.transpose(2, 0, 1)
     table.takes[rows] += 1
-    sums = _close_ranks(table, path, masks, sums)
+    sums = _close_ranks(table, path, sums)
     if table.encodes:
         _say_where(table, path)
     return sums
@@ -79,7 +80,7 @@ def drop_empty(table: ChunkTable, path: Path) -> None:
     table.drop(places_of(rows, is_empty & has_page(table, rows)))
 
 
-def targets(table: ChunkTable, path: Path) -> NDArray[np.bool_]:
+def targets(table: ChunkTable, path: Path) -> Bools:
     """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], those that stay left out.
 
     The last ones, for where memory is short the tree gives a prompt's end up first, and pages that nobody else holds
@@ -87,7 +88,7 @@ def targets(table: ChunkTable, path: Path) -> NDArray[np.bool_]:
     """
     retained, rows = sealed_rows(path)
     stays = retained.stays
-    writable: NDArray[np.bool_] = ~stays & has_page(table, rows)
+    writable: Bools = ~stays & has_page(table, rows)
     alive = retained.by_row(retained.positions >= 0).sum(-1)
     need = -(-(alive * ~stays).sum(-1) // PAGE_TOKENS)
     behind = np.cumsum(writable[..., ::-1], -1)[..., ::-1]
@@ -108,7 +109,7 @@ def to_own(table: ChunkTable, path: Path) -> Places:
 
 def _move(
     table: ChunkTable,
-    rows: NDArray[np.int32],
+    rows: Int32s,
     sources: tuple[NDArray[np.intp], ...],
     holes: tuple[NDArray[np.intp], ...],
 ) -> None:
@@ -130,45 +131,37 @@ def _move(
     )
 
 
-def has_page(table: ChunkTable, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+def has_page(table: ChunkTable, rows: Int32s) -> Bools:
     """Of which heads rows hold pages, bool [L, H, rows]."""
     assert table.masks is not None
     return np.asarray(np.not_equal(table.masks[rows], 0).transpose(1, 2, 0))
 
 
-def places_of(rows: NDArray[np.int32], chosen: NDArray[np.bool_]) -> Places:
+def places_of(rows: Int32s, chosen: Bools) -> Places:
     """Places of the rows, where bool [L, H, rows] says so."""
     layers, heads, at = np.nonzero(chosen)
     return rows[at], layers, heads
 
 
-def _close_ranks(
-    table: ChunkTable, path: Path, masks: NDArray[np.uint64], sums: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    """Lets each head have its pages in the first rows, but for those that stay, and gives rows back that hold none.
-    Moves names of pages, not their bytes.
+def _close_ranks(table: ChunkTable, path: Path, sums: Floats) -> Floats:
+    """Puts each head's pages into the first rows, but for those that stay, and gives back rows without a page. Moves
+    names of pages, not their bytes.
     """
     retained, rows = sealed_rows(path)
-    num_rows = len(rows)
     assert table.masks is not None
-    free, numbers = ~retained.stays, np.arange(num_rows)
-    held = free & (masks != 0)
-    # The i-th page that may move goes into the i-th row that is free for it; the rest of these stay empty.
-    to, source = (np.argsort(np.where(chosen, numbers, num_rows), -1, kind="stable") for chosen in (free, held))
-    order = np.broadcast_to(numbers, masks.shape).copy()
-    np.put_along_axis(order, to, np.where(np.arange(num_rows) < free.sum(-1, keepdims=True), source, to), -1)
-    if (order != numbers).any():
-        is_empty = free & (np.cumsum(free, -1) > held.sum(-1, keepdims=True))
+    is_fixed, held = retained.stays, has_page(table, rows)
+    # Into the rows that are free, in order, go their pages and then their empty places; the others stay.
+    to, source = (np.argsort(keys, -1, kind="stable") for keys in (is_fixed, np.where(is_fixed, 2, ~held)))
+    order = np.empty_like(to)
+    np.put_along_axis(order, to, source, -1)
+    if (order != np.arange(len(rows))).any():
         for array in (table.pages, table.masks, table.positions):
             array[rows] = np.take_along_axis(array[rows].transpose(1, 2, 0), order, -1).transpose(2, 0, 1)
-        masks = np.where(is_empty, 0, np.take_along_axis(masks, order, -1))
-        table.masks[rows] = masks.transpose(2, 0, 1)
-        table.positions[rows] = np.where(is_empty.transpose(2, 0, 1), -1, table.positions[rows])
-        slots = order[..., None]
-        moved = np.take_along_axis(retained.by_row(retained.positions), slots, 2)
-        retained.positions = np.where(is_empty[..., None], -1, moved).reshape(retained.positions.shape)
-        sums = np.take_along_axis(retained.by_row(sums), slots, 2).reshape(sums.shape)
-    any_held = masks.any((0, 1))
+        slots, shape = order[..., None], sums.shape
+        retained.positions, sums = (
+            np.take_along_axis(retained.by_row(each), slots, 2).reshape(shape) for each in (retained.positions, sums)
+        )
+    any_held = has_page(table, rows).any((0, 1))
     if not any_held.all():
         table.give(path.forget(np.flatnonzero(~any_held)))
         slots_held = np.repeat(any_held, PAGE_TOKENS)

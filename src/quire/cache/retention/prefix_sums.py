@@ -6,9 +6,7 @@ the same tokens goes on from there. If two sequences are about to compute the sa
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from quire.cache.arrays import Int32s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
@@ -30,7 +28,7 @@ class PrefixSums:
         # After how many chunks sums of a sequence are to be kept, in the order in which the sequences came.
         self._stops: dict[Holder, tuple[int, ...]] = {}
 
-    def find(self, keys: ChunkKeys, limit: int) -> tuple[int, NDArray[np.int32]]:
+    def find(self, keys: ChunkKeys, limit: int) -> tuple[int, Int32s]:
         """The longest beginning of a sequence that has sums, `limit` chunks at most: its chunks and the rows."""
         found = 0, NO_ROWS
         for segment, count in self.tree.walk(keys, limit):
@@ -99,7 +97,7 @@ class PrefixSums:
         """A sequence keeps no more sums: it has, or it ends, or is preempted."""
         self._stops.pop(holder, None)
 
-    def _copy(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _copy(self, rows: Int32s) -> Int32s:
         """New rows with the same sums."""
         copied, table = self.table.take(len(rows), self.codec), self.table
         if table.has_bytes:

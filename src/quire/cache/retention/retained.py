@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.policies import Chain
 
@@ -28,9 +29,9 @@ class Retained:
     chain: Chain
     policies: NDArray[np.uint8]
     num_prompt: int
-    positions: NDArray[np.int32]
-    in_place: NDArray[np.bool_]
-    origins: NDArray[np.int32]
+    positions: Int32s
+    in_place: Bools
+    origins: Int32s
     holds_last: bool = False
 
     @classmethod
@@ -60,7 +61,7 @@ class Retained:
         return np.asarray(np.count_nonzero(self.positions >= 0, axis=-1))
 
     @property
-    def stays(self) -> NDArray[np.bool_]:
+    def stays(self) -> Bools:
         """Pages whose slots are left as they are, bool [L, H, rows]."""
         found = self.in_place
         if self.holds_last and self.num_rows:
@@ -78,7 +79,7 @@ class Retained:
         self.in_place = np.concatenate((self.in_place, np.zeros((*shape, 1), bool)), -1)
         self.origins = np.append(self.origins, np.int32(origin))
 
-    def drop(self, kept: NDArray[np.bool_]) -> None:
+    def drop(self, kept: Bools) -> None:
         """Tokens outside `kept`, bool [L, H, rows * 64], are kept no longer."""
         self.positions = np.where(kept, self.positions, -1)
 

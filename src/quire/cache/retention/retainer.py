@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Bools, Floats, Int64s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
@@ -22,7 +22,7 @@ from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Retention
 from quire.cache.retention.expected import Ahead, KeepRatio
-from quire.cache.retention.none import NoRetention, path_over
+from quire.cache.retention.none import NoRetention
 from quire.cache.retention.packing import drop_empty, has_page, pack, places_of, sealed_rows, to_own
 from quire.cache.retention.prefix_sums import PrefixSums
 from quire.cache.retention.retained import Retained
@@ -83,12 +83,13 @@ class Retainer(NoRetention):
         kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_tokens) if self.prefixes is not None else 0
         return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
-    def lacking(self, path: Path, num_tokens: int) -> Demand:
+    def lacking(self, path: Path) -> Demand:
         """What a path lacks. Before it is decided on, `expected` counts its chunks."""
+        found = super().lacking(path)
         if path.is_decided:
-            return super().lacking(path, num_tokens)
-        beside = self.beside(num_tokens) - self.table.demand(sums=len(path.sums))
-        return super().lacking(path, 0) + self.table.demand(rows=path.num_stored) + beside
+            return found
+        rows = self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
+        return found + rows + self.beside(path.num_reserved)
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
         """What sequences that are yet to be decided on will hold at most beyond what they hold."""
@@ -96,10 +97,10 @@ class Retainer(NoRetention):
 
     def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
         """What to reserve for a sequence that finds some chunks in the tree."""
-        path, ahead = path_over(found), self._ahead()
-        own = Ahead.of(path, self.table.num_sealed_for(holder.num_prompt), found, 0)
+        path, ahead = self._path_over(holder, found), self._ahead()
+        own = Ahead.of(path, self.num_unsealed(path), found, 0)
         more = self.ratio.at_most([*ahead, own]) - self.ratio.at_most(ahead)
-        return self.lacking(path, holder.num_prompt) + self.table.demand(more)
+        return self.lacking(path) + self.table.demand(more)
 
     def enter(self, holder: Holder) -> None:
         """A sequence is admitted."""
@@ -126,15 +127,10 @@ class Retainer(NoRetention):
         return self.prefixes is not None and holder.reads_cache and self.prefixes.must_wait(holder, self.limit(holder))
 
     def _ahead(self, apart_from: Holder | None = None) -> list[Ahead]:
+        paths = [holder.path for holder in self._undecided if holder is not apart_from]
         return [
-            Ahead.of(
-                holder.path,
-                self.table.num_sealed_for(holder.num_prompt),
-                ((segment, len(segment.chunks)) for segment in holder.path.segments),
-                1,
-            )
-            for holder in self._undecided
-            if holder is not apart_from
+            Ahead.of(path, self.num_unsealed(path), ((each, len(each.chunks)) for each in path.segments), 1)
+            for path in paths
         ]
 
     # ---- slices ----------------------------------------------------------------------------------------------------
@@ -229,11 +225,11 @@ class Retainer(NoRetention):
 
     # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
-    def sums_of(self, path: Path, num_tokens: int) -> NDArray[np.float32]:
+    def sums_of(self, path: Path, num_tokens: int) -> Floats:
         """The sums of a prompt's tokens, or their peaks, float32 [L, H, n]."""
         return self._sums.load(self.table, path.sums)[..., :num_tokens]
 
-    def decide(self, holder: Holder, decided: Decided) -> NDArray[np.bool_]:
+    def decide(self, holder: Holder, decided: Decided) -> Bools:
         """Notes what the heads keep of a prompt. Returns the pages that only a copy would make its own and that cannot
         be evicted, bool [L, H, chunks]: without room for `copies` of them the path is to read them in place.
         """
@@ -263,7 +259,7 @@ class Retainer(NoRetention):
             is_stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
         return is_stuck
 
-    def copies(self, pages: NDArray[np.bool_]) -> Demand:
+    def copies(self, pages: Bools) -> Demand:
         """What copies of some pages of a path take, bool [L, H, chunks], with the positions of all its pages."""
         return self._demand_of(pages.sum(-1), pages.shape[-1])
 
@@ -293,7 +289,7 @@ class Retainer(NoRetention):
             self.ratio.learn(float(self._num_pages(path).sum() / num_pages.sum()))
         self._count_freed(num_pages, path)
 
-    def _demand_of(self, num_pages: NDArray[np.int64], num_sealed: int) -> Demand:
+    def _demand_of(self, num_pages: Int64s, num_sealed: int) -> Demand:
         """Sealed pages, and the positions beside those of `num_sealed` chunks."""
         return self.table.demand_of_pages(num_pages) + self.table.demand(sums=num_sealed * self.table.encodes)
 
@@ -327,7 +323,7 @@ class Retainer(NoRetention):
         wanted = (masks != 0) & self.retention.has_sums(retained.policies)[..., None]
         assert np.array_equal(wanted, has_page(table, path.sums[: len(rows)])), "sums are not those of the pages"
 
-    def _pack(self, path: Path, sums: NDArray[np.float32]) -> None:
+    def _pack(self, path: Path, sums: Floats) -> None:
         """Packs the path's pages, and gives it the sums in their new places."""
         sums = pack(self.table, path, sums)
         table, (retained, _) = self.table, sealed_rows(path)
@@ -363,15 +359,15 @@ class Retainer(NoRetention):
         sealed = table.page_sizes(table.sealed_codec).astype(np.int64)
         return PageBytes(sealed, sums + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, sums)
 
-    def _num_pages(self, path: Path) -> NDArray[np.int64]:
+    def _num_pages(self, path: Path) -> Int64s:
         return np.asarray(has_page(self.table, sealed_rows(path)[1]).sum(-1))
 
-    def _count_freed(self, before: NDArray[np.int64], path: Path) -> None:
+    def _count_freed(self, before: Int64s, path: Path) -> None:
         sizes = self.table.page_sizes(self.table.sealed_codec)
         self.bytes_freed += int(((before - self._num_pages(path)) * sizes).sum())
 
 
-def _rows_of(path: Path, retained: Retained) -> list[tuple[Segment, NDArray[np.bool_]]]:
+def _rows_of(path: Path, retained: Retained) -> list[tuple[Segment, Bools]]:
     """The segments of the tree that a path uses, and which of its sealed rows were chunks of each."""
     at = retained.origins * PAGE_TOKENS
     return [(segment, (at >= segment.start) & (at < segment.end)) for segment in path.segments]
