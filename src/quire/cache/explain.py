@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from quire.cache.keys import ChunkKeys
+from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.tree import PrefixTree
 
 
-def explain(tree: PrefixTree, keys: ChunkKeys, tokens: Sequence[int]) -> str:
-    """Says in one sentence why a prompt finds as much as it does."""
+def explain(tree: PrefixTree, holder: Holder, reusable: int | None) -> str:
+    """Says in one sentence why a prompt finds as much as it does.
+
+    reusable  with retention, chunks of it that may be found if what rows looked at is known; None without
+    """
+    keys, tokens, num_found = holder.keys, holder.token_ids, holder.path.num_shared
+    known = sum(count for _, count in tree.walk(keys, reusable or 0))
+    if known > num_found:
+        return (
+            f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
+            f" {num_found * PAGE_TOKENS}: retention needs both"
+        )
     limit = (len(tokens) - 1) // PAGE_TOKENS
     if limit < 1:
         return f"of {len(tokens)} tokens no whole chunk of {PAGE_TOKENS} lies before the last one, which is computed"

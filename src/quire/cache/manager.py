@@ -30,6 +30,7 @@ from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.none import NoRetention
 from quire.cache.retention.retainer import Profiling, Retainer
 from quire.cache.room import Room
+from quire.cache.statistics import Statistics
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
@@ -55,7 +56,8 @@ class CacheManager:
     lifetime   seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
     pins       what the tree keeps for longer
     retainer   makes what sequences hold smaller; None without retention
-    retention  the retainer, or what answers in its place
+    retention  the retainer, or what answers in its place: for `slice_end`, `undivided`, `last_rows` and, whether a
+               sequence should wait for what another is about to cache, `is_coming`
     room       what fits beside what was promised
     capacity   sealed chunks that one sequence may have if it is alone
     """
@@ -77,9 +79,12 @@ class CacheManager:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
             self.retainer = Retainer(retention, table, self.eviction)
         self.retention = self.retainer or NoRetention(self.eviction)
-        self.room = Room(self.eviction, self.retention)
+        answers = self.retention
+        self.slice_end, self.undivided, self.last_rows = answers.slice_end, answers.undivided, answers.last_rows
+        self.is_coming = answers.must_wait
+        self.room = Room(self.eviction, answers)
         self.capacity = self.room.capacity()
-        self._bytes_peak = 0
+        self.statistics = Statistics(table, tree)
         self._refused: object = None  # who was last refused, and what it depended on
 
     def admit(self, holder: Holder) -> Admission | None:
@@ -106,7 +111,7 @@ class CacheManager:
         self.retention.enter(holder)
         self.room.promise(holder)
         self._match(holder)
-        self._note_peak()
+        self.statistics.note_peak()
         return Admission(holder.path.num_tokens)
 
     def _has_room_for(self, holder: Holder) -> bool:
@@ -140,9 +145,9 @@ class CacheManager:
         nothing pinned, if pins would then hold more than `PINNED_SHARE` of the arena.
         """
         count = num_tokens // PAGE_TOKENS
-        if self.tree is None or self.pins is None or count == 0 or not self.may_pin(holder.keys, count):
+        if self.pins is None or count == 0 or not self.may_pin(holder.keys, count):
             return False
-        self.pins.add(holder.path, count, self.tree.now + seconds)
+        self.pins.add(holder.path, count, self.pins.tree.now + seconds)
         return True
 
     def unpin(self, keys: ChunkKeys) -> int:
@@ -169,13 +174,7 @@ class CacheManager:
             return "cache.share is off"
         if not holder.reads_cache:
             return "log-probabilities of the prompt are wanted, so all of it is computed"
-        found, known = holder.path.num_shared, self.tree.walk(holder.keys, self.retention.limit(holder))
-        if self.retainer is not None and (num_known := sum(count for _, count in known)) > found:
-            return (
-                f"{num_known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to"
-                f" token {found * PAGE_TOKENS}: retention needs both"
-            )
-        return explain(self.tree, holder.keys, holder.token_ids)
+        return explain(self.tree, holder, None if self.retainer is None else self.retainer.limit(holder))
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of the next whole chunk of a prompt, by which two sequences about to compute the same one are told;
@@ -220,7 +219,7 @@ class CacheManager:
             path.append(table.take(1, table.open_codec))
         self.retention.extend(path, num_tokens, num_sealed)
         self._settle(holder)
-        self._note_peak()
+        self.statistics.note_peak()
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
@@ -248,22 +247,6 @@ class CacheManager:
         assert self.retainer is not None
         return self.retainer.sums_of(holder.path, holder.num_prompt)
 
-    def is_coming(self, holder: Holder) -> bool:
-        """See NoRetention.must_wait."""
-        return self.retention.must_wait(holder)
-
-    def slice_end(self, holder: Holder) -> int:
-        """See NoRetention.slice_end."""
-        return self.retention.slice_end(holder)
-
-    def undivided(self, holder: Holder) -> int:
-        """See NoRetention.undivided."""
-        return self.retention.undivided(holder)
-
-    def last_rows(self, holder: Holder, num_tokens: int) -> int:
-        """See NoRetention.last_rows."""
-        return self.retention.last_rows(holder, num_tokens)
-
     def looks(self, holder: Holder, num_last: int) -> Profiling | None:
         """See Retainer.profiling; None without retention."""
         return None if self.retainer is None else self.retainer.profiling(holder.path, num_last)
@@ -281,7 +264,7 @@ class CacheManager:
                 path.retained.in_place |= is_stuck
         retainer.pack(path)
         self._settle(holder)
-        self._note_peak()
+        self.statistics.note_peak()
         if retainer.watch is not None:
             retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
@@ -304,33 +287,9 @@ class CacheManager:
         holder.path = Path()
 
     def stats(self) -> dict[str, int]:
-        """Bytes of the one arena: total = used by live sequences + cached + free; the peak is of used. Of the bytes
-        cached or used some are pinned; saved are those that live sequences would take on top, did they share nothing.
-        """
-        table, tree, cached = self.table, self.tree, self._bytes_cached
+        """See Statistics.bytes."""
         # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
-        saved = num_pinned = num_evicted = 0
-        if tree is not None:
-            num_pinned, num_evicted = tree.num_pinned, tree.num_evicted
-            read = sum(
-                len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
-                for holder in list(self.room.live)
-                for segment, heads in holder.path.reads()
-                if not segment.is_dropped
-            )
-            once = tree.num_read + tree.part_read
-            saved = max(0, int(((read - once) * table.page_sizes(table.sealed_codec)).sum()))
-        return {
-            "bytes_total": table.num_bytes,
-            "bytes_used": table.bytes_out - cached,
-            "bytes_cached": cached,
-            "bytes_free": table.num_bytes - table.bytes_out,
-            "bytes_peak": self._bytes_peak,
-            "bytes_pinned": num_pinned * self.chunk_bytes,
-            "bytes_saved": saved,
-            "bytes_evicted": num_evicted * self.chunk_bytes,
-            "bytes_retention_freed": self.retention.bytes_freed,
-        }
+        return self.statistics.bytes([holder.path for holder in list(self.room.live)], self.retention.bytes_freed)
 
     def check(self) -> None:
         """Proves the invariant of the manager, the tree, the table and the ledger."""
@@ -354,28 +313,6 @@ class CacheManager:
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
 
     @property
-    def max_pinned(self) -> int:
-        """Chunks that pins may keep in all."""
-        return int(self.capacity * PINNED_SHARE)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one sealed chunk's pages."""
-        return self.table.chunk_bytes(self.table.sealed_codec)
-
-    @property
-    def _bytes_cached(self) -> int:
-        """Bytes that the tree alone keeps."""
-        table, tree = self.table, self.tree
-        if tree is None:
-            return 0
-        unread = (tree.num_chunks - tree.num_read) * self.chunk_bytes
-        if tree.num_parted:
-            unread -= int((tree.part_read * table.page_sizes(table.sealed_codec)).sum())
-        attached = tree.num_attached * table.chunk_bytes(table.sums) if table.sums is not None else 0
-        return unread + tree.num_unread_firsts * table.sidecar_bytes + attached
-
-    @property
     def unprotected(self) -> int:
         """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone. Only while nobody
         is there.
@@ -387,13 +324,20 @@ class CacheManager:
         # All that is there now is the tree's, and what is not protected would go.
         return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)
 
+    @property
+    def max_pinned(self) -> int:
+        """Chunks that pins may keep in all."""
+        return int(self.capacity * PINNED_SHARE)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one sealed chunk's pages."""
+        return self.statistics.chunk_bytes
+
     def _settle(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
         holder.path.free_until, holder.path.next_seal = self._events(holder.path)
         self.room.update(holder)
-
-    def _note_peak(self) -> None:
-        self._bytes_peak = max(self._bytes_peak, self.table.bytes_out - self._bytes_cached)
 
     def _events(self, path: Path) -> tuple[int, int]:
         """See Path.free_until and Path.next_seal."""

@@ -107,6 +107,24 @@ def to_own(table: ChunkTable, path: Path) -> Places:
     return places[0][shared], places[1][shared], places[2][shared]
 
 
+def check_packed(table: ChunkTable, path: Path, has_sums: Bools) -> None:
+    """Proves that a path holds, of each head, the pages its tokens need, sums of heads that need them, and no others.
+
+    has_sums  bool [L, H]
+    """
+    retained, rows = sealed_rows(path)
+    assert table.masks is not None
+    alive = retained.by_row(retained.positions >= 0)
+    masks = np.packbits(alive, axis=-1, bitorder="little").view("<u8")[..., 0]
+    assert np.array_equal(masks, table.masks[rows].transpose(1, 2, 0)), "masks are not the tokens that are kept"
+    held, own = masks != 0, ~retained.in_place
+    tokens = (alive * own[..., None]).sum((-2, -1))
+    assert np.array_equal((held & own).sum(-1), -(-tokens // PAGE_TOKENS)), "tokens are not packed"
+    assert not table.is_shared(places_of(rows, held & own)).any(), "a page that is written is shared"
+    sums = has_page(table, path.sums[: len(rows)])
+    assert np.array_equal(held & has_sums[..., None], sums), "sums are not those of the pages"
+
+
 def _move(
     table: ChunkTable,
     rows: Int32s,

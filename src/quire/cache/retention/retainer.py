@@ -23,7 +23,7 @@ from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Retention
 from quire.cache.retention.expected import Ahead, KeepRatio
 from quire.cache.retention.none import NoRetention
-from quire.cache.retention.packing import drop_empty, has_page, pack, places_of, sealed_rows, to_own
+from quire.cache.retention.packing import check_packed, drop_empty, has_page, pack, places_of, sealed_rows, to_own
 from quire.cache.retention.prefix_sums import PrefixSums
 from quire.cache.retention.retained import Retained
 from quire.cache.segment import NO_ROWS, Segment
@@ -306,22 +306,9 @@ class Retainer(NoRetention):
         self._count_freed(num_pages, path)
 
     def check(self, path: Path) -> None:
-        """Proves that a path holds, of each head, the pages its tokens need, and no others."""
-        if path.retained is None:
-            return
-        table = self.table
-        retained, rows = sealed_rows(path)
-        assert table.masks is not None
-        alive = retained.by_row(retained.positions >= 0)
-        masks = np.packbits(alive, axis=-1, bitorder="little").view("<u8")[..., 0]
-        assert np.array_equal(masks, table.masks[rows].transpose(1, 2, 0)), "masks are not the tokens that are kept"
-        own = ~retained.in_place
-        pages = ((masks != 0) & own).sum(-1)
-        tokens = (alive * own[..., None]).sum((-2, -1))
-        assert np.array_equal(pages, -(-tokens // PAGE_TOKENS)), "tokens are not packed"
-        assert not table.is_shared(places_of(rows, (masks != 0) & own)).any(), "a page that is written is shared"
-        wanted = (masks != 0) & self.retention.has_sums(retained.policies)[..., None]
-        assert np.array_equal(wanted, has_page(table, path.sums[: len(rows)])), "sums are not those of the pages"
+        """Proves that a path holds, of each head, the pages its tokens need, their sums, and no others."""
+        if path.retained is not None:
+            check_packed(self.table, path, self.retention.has_sums(path.retained.policies))
 
     def _pack(self, path: Path, sums: Floats) -> None:
         """Packs the path's pages, and gives it the sums in their new places."""

@@ -1,0 +1,71 @@
+"""Where the bytes of an arena are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from quire.cache.counts import ChunkCounts
+from quire.cache.path import Path
+from quire.cache.tree import PrefixTree
+
+
+class Statistics:
+    """Bytes of one arena, from the counts of its table and its tree.
+
+    chunk_bytes  of one sealed chunk's pages
+    """
+
+    def __init__(self, table: ChunkCounts, tree: PrefixTree | None) -> None:
+        self.table = table
+        self.tree = tree
+        self.page_sizes = table.page_sizes(table.sealed_codec)
+        self.chunk_bytes = int(self.page_sizes.sum())
+        self._sums_bytes = 0 if table.sums is None else table.chunk_bytes(table.sums)
+        self._peak = 0
+
+    def note_peak(self) -> None:
+        """Live sequences may use more now than ever before."""
+        self._peak = max(self._peak, self.table.bytes_out - self.cached())
+
+    def cached(self) -> int:
+        """Bytes that the tree alone keeps."""
+        table, tree = self.table, self.tree
+        if tree is None:
+            return 0
+        unread = (tree.num_chunks - tree.num_read) * self.chunk_bytes
+        if tree.num_parted:
+            unread -= int((tree.part_read * self.page_sizes).sum())
+        return unread + tree.num_unread_firsts * table.sidecar_bytes + tree.num_attached * self._sums_bytes
+
+    def bytes(self, paths: Iterable[Path], freed: int) -> dict[str, int]:
+        """Total = used by live sequences + cached + free; the peak is of used. Of the bytes cached or used some are
+        pinned; saved are those that live sequences would take on top, did they share nothing.
+
+        paths  of the live sequences
+        freed  what retention gave up
+        """
+        table, tree, cached = self.table, self.tree, self.cached()
+        saved = num_pinned = num_evicted = 0
+        if tree is not None:
+            num_pinned, num_evicted = tree.num_pinned, tree.num_evicted
+            read = sum(
+                len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
+                for path in paths
+                for segment, heads in path.reads()
+                if not segment.is_dropped
+            )
+            once = tree.num_read + tree.part_read
+            saved = max(0, int(((read - once) * self.page_sizes).sum()))
+        return {
+            "bytes_total": table.num_bytes,
+            "bytes_used": table.bytes_out - cached,
+            "bytes_cached": cached,
+            "bytes_free": table.num_bytes - table.bytes_out,
+            "bytes_peak": self._peak,
+            "bytes_pinned": num_pinned * self.chunk_bytes,
+            "bytes_saved": saved,
+            "bytes_evicted": num_evicted * self.chunk_bytes,
+            "bytes_retention_freed": freed,
+        }
