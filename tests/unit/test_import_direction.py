@@ -76,7 +76,7 @@ def test_a_circle_of_imports_in_the_cache_is_found(guard: str, tmp_path: Path) -
     (folder / "part.py").write_text(guard + "from ..tree import PrefixTree")
     done = check(tmp_path)
     assert (done.returncode, done.stdout.count("\n")) == (1, 1), done.stdout
-    assert "quire.cache.path -> quire.cache.deep.part -> quire.cache.tree -> quire.cache.path" in done.stdout
+    assert "quire.cache.deep.part -> quire.cache.tree -> quire.cache.path -> quire.cache.deep.part" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Which tokens each head keeps within a budget of bytes, as numbers. Knows peaks, sizes and positions; no pages, no
 requests.
 
-A token is worth the largest attention that any of the rows gave to it, or to one just beside it, from afar (`attention/
-profile.py`, `column_peaks`); the tokens of all heads are ranked together, and pages are dealt to heads in the order of
-what fills them. So a head that looks back at little has few, without a threshold that would say which.
+The score of a token is the largest attention that any of the rows gave from afar to it or to one just beside it
+(`attention/profile.py`, `column_peaks`). The tokens of all heads are ranked together, and heads get pages in the order
+of the scores in them. So a head that looks back at little has few pages, without a threshold that would say which.
 
-    worth_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word goes on to what follows it
-    page i of a head = its i-th best 64 tokens;             pages are dealt by the sum of their worth, per byte
+    score_j = max of peak_k,  j - 6 <= k <= j + 2          a head that finds a word goes on to what follows it
+    page i of a head = its i-th best 64 tokens;             pages are allocated by the sum of their scores, per byte
 
 Pages that hold special tokens are always kept, and of the rest first the last whole chunk: nothing is known yet of who
 will look back at it.
@@ -27,19 +27,19 @@ from numpy.typing import NDArray
 from quire.cache.retention.policies import Mask
 
 BEFORE, AFTER = 2, 6
-"""Tokens on either side of one that is looked at that are worth as much."""
+"""Neighbours of a token that get its peak for a score, on either side."""
 
 LAST = 1.0
-"""What each token of the last whole chunk is worth: as much as attention can be."""
+"""The score of each token of the last whole chunk: as much as attention can be."""
 
 Peaks = NDArray[np.float32]
 
 
-def worth(peaks: Peaks, positions: NDArray[np.int32], num_tokens: int) -> Peaks:
-    """What each token of a head is worth, float32 [heads, slots].
+def scores_of(peaks: Peaks, positions: NDArray[np.int32], num_tokens: int) -> Peaks:
+    """The scores of the tokens of each head, float32 [heads, slots].
 
     peaks      float32 [heads, slots]
-    positions  int32 [heads, slots], in any order, below num_tokens; -1 in slots without a token, which are worth 0
+    positions  int32 [heads, slots], in any order, below num_tokens; -1 in slots without a token, whose scores are 0
     """
     num_heads = len(peaks)
     heads = np.arange(num_heads)[:, None]
@@ -58,8 +58,8 @@ def worth(peaks: Peaks, positions: NDArray[np.int32], num_tokens: int) -> Peaks:
     return np.where(held, pooled[heads, at], np.float32(0))
 
 
-def deal(
-    worths: Peaks,
+def allocate(
+    scores: Peaks,
     positions: NDArray[np.int32],
     special: Mask,
     num_tokens: int,
@@ -69,10 +69,10 @@ def deal(
 ) -> Mask:
     """What heads keep of whole pages of tokens, bool [heads, slots].
 
-    worths      float32 [heads, slots], not negative
+    scores      float32 [heads, slots], not negative
     positions   int32 [heads, slots]; -1 in slots without a token. The last `page_tokens` below num_tokens are one page,
                 of which all is kept or nothing
-    special     bool [num_tokens]: the pages that hold them are always dealt, within the budget or not
+    special     bool [num_tokens]: the pages that hold them are always allocated, within the budget or not
     page_bytes  [heads], of a page and what stands beside it
     most_bytes  that all pages together may take
     Of equal tokens the first are kept. A head keeps as many tokens as its pages hold, if it has them.
@@ -83,8 +83,8 @@ def deal(
     held = positions >= 0
     is_last = held & (positions >= num_tokens - page_tokens)
     is_special = held & special[np.maximum(positions, 0)]
-    # Sorting whole numbers made of worth and position is all it takes; of floats, bits rise with values.
-    ranked = np.where(is_special, np.float32(np.inf), worths).astype(np.float32)
+    # Sorting whole numbers made of score and position is all it takes; of floats, bits rise with values.
+    ranked = np.where(is_special, np.float32(np.inf), scores).astype(np.float32)
     keys = np.ascontiguousarray(ranked).view(np.uint32).astype(np.uint64) << np.uint64(32)
     keys |= (np.uint32(0xFFFFFFFF) - positions.astype(np.uint32)).astype(np.uint64)
     keys = np.where(held & ~is_last, keys, np.uint64(0))
@@ -106,7 +106,7 @@ def deal(
 
 
 def _best(gains: NDArray[np.float64], page_bytes: NDArray[Any], most_bytes: float) -> Mask:
-    """Which pages are dealt, bool [heads, pages], the most gain for a byte first; below 0 is no page."""
+    """Which pages are allocated, bool [heads, pages], the most gain for a byte first; below 0 is no page."""
     rate = np.where(gains < 0, -1.0, gains / page_bytes[:, None]).ravel()
     order = np.argsort(-rate, kind="stable")
     total = np.cumsum(np.broadcast_to(page_bytes[:, None], gains.shape).ravel()[order])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.retention.budget import deal, worth
+from quire.cache.retention.budget import allocate, scores_of
 from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
 from quire.cache.retention.retained import Retained
 
@@ -120,7 +120,7 @@ class Retention:
         page_bytes  of the pages it will be kept in
         """
         if self.budget is not None:
-            return self._deal(tokens, sums, recover, page_bytes)
+            return self._within_budget(tokens, sums, recover, page_bytes)
         num_layers, num_heads, n = sums.shape
         shape = num_layers, num_heads
         assert recover is not None
@@ -136,33 +136,26 @@ class Retention:
         kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
         return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
 
-    def _deal(self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes) -> Decided:
+    def _within_budget(
+        self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes
+    ) -> Decided:
         """What to keep of a prompt within the budget."""
-        num_layers, num_heads, n = peaks.shape
-        policies = np.zeros((num_layers, num_heads), np.uint8)
-        kept = np.ones(peaks.shape, bool)
-        recovery = np.full((*policies.shape, self.chain.full + 1), np.nan)
+        *shape, n = peaks.shape
+        policies, kept = np.zeros(shape, np.uint8), np.ones(peaks.shape, bool)
+        recovery = np.full((*shape, self.chain.full + 1), np.nan)
         num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
         if self.budget == 1.0:
             policies[:], recovery[..., self.chain.full] = self.chain.full, 1.0
             return Decided(policies, kept, recovery, self.chain, self.budget)
-        positions = np.arange(num_sealed, dtype=np.int32)
-        positions = np.broadcast_to(positions, (num_layers * num_heads, num_sealed))
-        found = self._dealt(tokens, peaks[..., :num_sealed].reshape(positions.shape), positions, page_bytes)
-        kept[..., :num_sealed] = found.reshape(*policies.shape, num_sealed)
+        positions = np.broadcast_to(np.arange(num_sealed, dtype=np.int32), (*shape, num_sealed))
+        kept[..., :num_sealed] = self._allocated(tokens, peaks[..., :num_sealed], positions, page_bytes)
         if recover is not None:
             recovery[..., 0] = recover(_bits(kept), np.zeros(policies.shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
-    def _dealt(
-        self,
-        tokens: Sequence[int],
-        peaks: Floats,
-        positions: Int32s,
-        page_bytes: PageBytes,
-    ) -> Mask:
-        """What heads keep of sealed tokens, bool [L * H, slots], so that until the next chunk is sealed pages, what
-        stands beside them and the open chunk stay within the budget.
+    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Mask:
+        """What heads keep of sealed tokens, bool [L, H, slots] as the others are. Until the next chunk is sealed the
+        pages, what stands beside them and the open chunk stay within the budget.
         """
         assert self.budget is not None
         sealed = page_bytes.sealed.reshape(-1)
@@ -173,19 +166,20 @@ class Retention:
         end = num_chunks * PAGE_TOKENS
         # A marker may go on in the open chunk.
         special = self._special(tokens)[:end]
-        worths = worth(peaks, positions, end)
-        return deal(worths, positions, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
+        at = positions.reshape(num_heads, -1)
+        values = scores_of(peaks.reshape(at.shape), at, end)
+        kept = allocate(values, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
+        return kept.reshape(positions.shape)
 
     def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Mask:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that what is in them has had, or its peak
         """
-        shape = retained.positions.shape
-        positions, sums = retained.positions.reshape(-1, shape[-1]), sums.reshape(-1, shape[-1])
         if self.budget is not None:
-            return self._dealt(tokens, sums, positions, page_bytes).reshape(shape)
-        policies, marks = retained.policies.reshape(-1), self.marks(tokens)
+            return self._allocated(tokens, sums, retained.positions, page_bytes)
+        shape, policies, marks = retained.positions.shape, retained.policies.reshape(-1), self.marks(tokens)
+        positions, sums = retained.positions.reshape(-1, shape[-1]), sums.reshape(-1, shape[-1])
         kept = keep_on(retained.chain, policies, positions, marks, sums, retained.num_prompt, len(tokens))
         return kept.reshape(shape)
 

@@ -132,21 +132,13 @@ def _move(
     holes: tuple[NDArray[np.intp], ...],
 ) -> None:
     """Copies tokens between slots, named by layer, head and slot among those of the rows."""
-    layers, heads, slots = sources
-    targets = holes[2]
-    if not table.has_bytes:
-        return
-    table.sealed_codec.move(
-        table.arena.data,
-        Moves(
-            layers.astype(np.int32),
-            heads.astype(np.int32),
-            table.pages[rows[slots // PAGE_TOKENS], layers, heads],
-            (slots % PAGE_TOKENS).astype(np.int32),
-            table.pages[rows[targets // PAGE_TOKENS], layers, heads],
-            (targets % PAGE_TOKENS).astype(np.int32),
-        ),
-    )
+    layers, heads, _ = sources
+    named = [part.astype(np.int32) for part in (layers, heads)]
+    for *_, slots in (sources, holes):
+        at, slot = np.divmod(slots, PAGE_TOKENS)
+        named += [table.pages[rows[at], layers, heads], slot.astype(np.int32)]
+    if table.has_bytes:
+        table.sealed_codec.move(table.arena.data, Moves(*named))
 
 
 def has_page(table: ChunkTable, rows: Int32s) -> Bools:

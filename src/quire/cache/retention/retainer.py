@@ -295,8 +295,7 @@ class Retainer(NoRetention):
 
     def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
         """One chunk more is sealed: decides again what is kept of all, and packs it."""
-        retained = path.retained
-        assert retained is not None
+        retained, _ = sealed_rows(path)
         retained.seal(path.num_sealed - 1)
         num_pages = self._num_pages(path)
         sums = self._sums.load(self.table, path.sums[: retained.num_rows])
@@ -312,19 +311,14 @@ class Retainer(NoRetention):
 
     def _pack(self, path: Path, sums: Floats) -> None:
         """Packs the path's pages, and gives it the sums in their new places."""
-        sums = pack(self.table, path, sums)
-        table, (retained, _) = self.table, sealed_rows(path)
-        num_rows = retained.num_rows
-        rows = path.sums[:num_rows]
-        needs = self.retention.has_sums(retained.policies)[..., None]
-        wanted = has_page(table, path.chunks[:num_rows]) & needs
-        held = has_page(table, rows)
-        table.drop(places_of(rows, held & ~wanted))
-        table.fill(places_of(rows, wanted & ~held))
-        self._sums.store(table, rows, sums)
-        rest = path.sums[num_rows:]
-        held = has_page(table, rest)
-        table.drop(places_of(rest, held & ~needs))
+        table = self.table
+        sums = pack(table, path, sums)
+        (retained, rows), held = sealed_rows(path), has_page(table, path.sums)
+        wanted = self.retention.has_sums(retained.policies)[..., None] & np.ones_like(held)
+        wanted[..., : len(rows)] &= has_page(table, rows)
+        table.drop(places_of(path.sums, held & ~wanted))
+        table.fill(places_of(path.sums, wanted & ~held))
+        self._sums.store(table, path.sums[: len(rows)], sums)
 
     def _loosen(self, path: Path) -> None:
         """Unlocks, in the tree, heads of which the path reads no page in place any more."""
@@ -332,12 +326,10 @@ class Retainer(NoRetention):
             return
         retained, rows = sealed_rows(path)
         held = has_page(self.table, rows) & retained.in_place
-        heads = {}
-        below = np.zeros(retained.policies.shape, bool)
+        heads, below = {}, np.zeros(retained.policies.shape, bool)
         for segment, of_segment in reversed(_rows_of(path, retained)):
             heads[segment] = below = below | held[:, :, of_segment].any(-1)
-        if any((heads[segment] != (True if before is None else before)).any() for segment, before in path.reads()):
-            self.tree.loosen(path, heads)
+        self.tree.loosen(path, heads)
 
     @property
     def page_bytes(self) -> PageBytes:
