@@ -90,8 +90,8 @@ class ChunkCounts:
         self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
-        self._costs = {kind: self._of_sizes(self._sizes[kind], rows=1) for kind in self.codecs}
-        of_row = self._of_sizes(np.empty(0, np.int32), rows=1)
+        of_row = Demand([*self.nothing[:-1], 1])
+        self._costs = {kind: self._of_sizes(self._sizes[kind]) + of_row for kind in self.codecs}
         # A path that holds pages of a sealed chunk beside the tree has a row of its own for them.
         of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
         self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
@@ -108,7 +108,7 @@ class ChunkCounts:
         """
         total = self.nothing
         for unit, count in zip(self._units, (sealed, open, sidecars, sums, rows), strict=True):
-            if count:
+            if count and unit is not self.nothing:
                 total = total + (unit * count if count != 1 else unit)
         return total
 
@@ -118,8 +118,7 @@ class ChunkCounts:
 
     def demand_of_pages(self, num_pages: Int64s) -> Demand:
         """What pages of sealed chunks take, given their number for each layer and head, int64 [L, H]."""
-        sizes = self.page_sizes(self.sealed_codec)
-        return Demand([*(int(num_pages[sizes == size].sum()) for size in self.ledger.page_sizes), 0])
+        return self._of_sizes(self.page_sizes(self.sealed_codec), num_pages)
 
     def fits(self, demand: Demand) -> bool:
         """Whether a demand fits: then all of it can be taken."""
@@ -219,6 +218,6 @@ class ChunkCounts:
         is_taken[self._free] = False
         return is_taken
 
-    def _of_sizes(self, sizes: Int32s, rows: int = 0) -> Demand:
-        """The demand for one page of each of the sizes, and for rows."""
-        return Demand([*(int((sizes == size).sum()) for size in self.ledger.page_sizes), rows])
+    def _of_sizes(self, sizes: Int32s, count: Int64s | int = 1) -> Demand:
+        """The demand for some pages of each of the sizes, and for no rows."""
+        return Demand([*(int(((sizes == size) * count).sum()) for size in self.ledger.page_sizes), 0])

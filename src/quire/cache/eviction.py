@@ -20,16 +20,15 @@ class Eviction:
         self.table = table
         self.tree = tree
         self._of_chunk = table.cost(table.sealed_codec)
-        self._has_sidecars = int(table.sinks is not None)
+        self._at_most = self._of_chunk + table.demand(sidecars=1)
 
     def evictable(self) -> Demand:
         """What eviction can free. Attachments may go wherever they are: what was found with them can be computed."""
         tree, table = self.tree, self.table
         if tree is None:
             return table.nothing
-        found = self._of_chunk * tree.num_unused + table.demand(
-            sidecars=tree.num_idle_firsts * self._has_sidecars, sums=tree.num_attached
-        )
+        beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached)
+        found = self._of_chunk * tree.num_unused + beside
         num_parted = tree.num_idle - tree.num_unused
         if num_parted:
             found += table.demand_of_pages(tree.part_idle) + table.demand(rows=num_parted)
@@ -42,8 +41,7 @@ class Eviction:
             if not segment.is_idle:
                 continue
             if segment.unread is None:
-                is_first = segment.start == 0
-                total = total + self._of_chunk * count + self.table.demand(sidecars=is_first * self._has_sidecars)
+                total = total + self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
             else:
                 pages = count * (segment.unread == segment.users).astype(np.int64)
                 total = total + self.table.demand_of_pages(pages) + self.table.demand(rows=count)
@@ -62,11 +60,11 @@ class Eviction:
         while not table.fits(needed := demand()):
             if tree is None or not tree.num_idle:
                 return False
-            beside = table.demand(sums=tree.num_attached)
+            needed -= table.demand(sums=tree.num_attached)
 
-            def is_enough(count: int, left: Demand = needed - beside) -> bool:
+            def is_enough(count: int, needed: Demand = needed) -> bool:
                 """At best: each chunk has all its pages, and a sidecar, and with it go all attachments."""
-                return table.fits(left - self._of_chunk * count - table.demand(sidecars=count * self._has_sidecars))
+                return table.fits(needed - self._at_most * count)
 
             # No fewer will do. Usually it is a small number.
             most = 1

@@ -197,7 +197,7 @@ class CacheManager:
         wants_open = num_tokens > (path.num_stored + num_sealed) * PAGE_TOKENS and (num_sealed > 0 or not has_open)
         has_sidecar = num_sealed > 0 and path.num_stored == 0
         demand = self.retention.growth(path, num_tokens, num_sealed)
-        demand += table.demand(num_sealed, wants_open, has_sidecar and table.sinks is not None)
+        demand += table.demand(num_sealed, wants_open, has_sidecar)
         if not any(demand):
             return True
         if not self.room.fits(demand, holder):

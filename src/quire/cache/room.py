@@ -29,7 +29,7 @@ class Room:
         begin sequences.
         """
         table = self.eviction.table
-        kept = table.demand(num_chunks, int(table.encodes), (num_firsts + 1) * (table.sinks is not None))
+        kept = table.demand(num_chunks, int(table.encodes), num_firsts + 1)
 
         def is_too_much(count: int) -> bool:
             beside = self.retention.beside(count * PAGE_TOKENS)

@@ -46,8 +46,7 @@ class NoRetention:
         """What a path lacks of what was reserved: sealed chunks, an open one, a sidecar for the first sealed one."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.filled < 0
-        has_no_sidecar = table.sinks is not None and not path.num_stored
-        return table.demand(self.num_unsealed(path), wants_open, has_no_sidecar)
+        return table.demand(self.num_unsealed(path), wants_open, not path.num_stored)
 
     def num_unsealed(self, path: Path) -> int:
         """Sealed chunks that a path lacks of what was reserved."""
