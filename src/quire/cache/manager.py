@@ -113,14 +113,12 @@ class CacheManager:
         wait.
         """
         tokens = holder.token_ids
-        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self._live), self.table.bytes_out, self.room.promised(), tree
-        if state == self._refused:
+        if self.refuses(holder):
             return None
         while (need := self._room_for(holder)) is None:
             # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
             if self._live or self.tree is None or (given_up := self.tree.unpin_oldest()) is None:
-                self._refused = state
+                self._refused = self._state(holder)
                 return None
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
@@ -136,6 +134,15 @@ class CacheManager:
         self._settle(holder)
         self._note_peak()
         return Admission(holder.path.num_tokens, need.sealed)
+
+    def refuses(self, holder: Holder) -> bool:
+        """Whether a sequence was refused last, and nothing has changed since."""
+        return self._refused is not None and self._refused == self._state(holder)
+
+    def _state(self, holder: Holder) -> object:
+        """What it depends on whether a sequence is admitted."""
+        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
+        return holder, len(self._live), self.table.bytes_out, self.room.promised(), tree
 
     def _room_for(self, holder: Holder) -> Need | None:
         """What to reserve for a sequence beyond what the tree has for it, or None if there is no room. Looks without
@@ -306,11 +313,6 @@ class CacheManager:
             if self.retainer is not None:
                 self._store_sums(holder)
         self._settle(holder)
-
-    def sums_of(self, holder: Holder) -> NDArray[np.float32]:
-        """The attention that each token of a prompt has had from all its rows, float32 [L, H, n]."""
-        assert self.retainer is not None
-        return self.retainer.sums_of(holder.path, holder.num_prompt)
 
     def is_coming(self, holder: Holder) -> bool:
         """Whether a sequence had better wait for what another is about to leave in the cache."""

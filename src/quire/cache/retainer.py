@@ -22,7 +22,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.retained import Retained, drop_empty, has_page, pack, places_of, to_own
-from quire.cache.retention import Decided, KeepRatio, PageBytes, Retention
+from quire.cache.retention import Decided, KeepRatio, PageBytes, Recover, Retention
 from quire.cache.segment import Segment
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
@@ -224,9 +224,10 @@ class Retainer:
 
     # ---- once it is computed ---------------------------------------------------------------------------------------
 
-    def sums_of(self, path: Path, num_tokens: int) -> NDArray[np.float32]:
-        """The sums of a prompt's tokens, or their peaks, float32 [L, H, n]."""
-        return self._sums.load(self.table, path.sums)[..., :num_tokens]
+    def decide(self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None) -> Decided:
+        """What heads keep of a prompt, by the sums in some rows of the table, and what its last rows look at."""
+        found = self._sums.load(self.table, sums)[..., : len(prompt_ids)]
+        return self.retention.decide(prompt_ids, found, recover, self.page_bytes)
 
     def begin(self, holder: Prompted, decided: Decided, has_room: Callable[[NDArray[np.int64]], bool]) -> None:
         """The path lets go of what its heads do not keep of its prompt. What it keeps is to be packed by `finish`, when
