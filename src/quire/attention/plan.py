@@ -247,12 +247,6 @@ def lay_out(
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
     num_gone = np.array([piece.num_gone for piece in singles], np.int32)
-    own_chunks = (positions // PAGE_TOKENS - num_gone).tolist()
-    write_chunk = np.array([piece.chunks[at] for piece, at in zip(singles, own_chunks, strict=True)], np.int32)
-    # Rows that fill a chunk which is then encoded: they write and read it where it was.
-    filling = np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else []
-    for row in filling:
-        write_chunk[row] = sources.of(singles[row])[0]
     blocks = _single_blocks(positions, num_gone, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -263,8 +257,11 @@ def lay_out(
         piece.chunks[low : low + count]
         for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
-    for row in filling:
-        runs[row] = np.append(runs[row][:-1], write_chunk[row])
+    # Rows that fill a chunk which is then encoded: they write and read it where it was.
+    for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else ():
+        runs[row] = np.append(runs[row][:-1], sources.of(singles[row]))
+    # A row's own chunk is the last of its run.
+    write_chunk = np.concatenate((np.empty(0, np.int32), *runs))[np.cumsum(blocks[:, 3]) - 1]
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))

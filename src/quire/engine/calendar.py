@@ -25,37 +25,38 @@ class Calendar:
     or their length is reached. What has been computed of them follows from the number of steps, and is written down
     (`settle`) when somebody asks.
 
-    clock  steps so far
+    clock    steps so far
+    members  its sequences, and the clock of each one's event
     """
 
     def __init__(self) -> None:
         self.clock = 0
-        self._members: dict[Sequence, int] = {}  # and the clock of each one's event
+        self.members: dict[Sequence, int] = {}
         self._events: list[tuple[int, int, int, Sequence]] = []  # a heap; entries of those that left are skipped
         self._pushes = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._members)
+        return iter(self.members)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._members
+        return sequence in self.members
 
     def join(self, sequence: Sequence, steps: int) -> None:
         """Nothing but a token happens to a sequence in its next `steps` steps."""
         assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
         event = self.clock + steps
         sequence.lead = sequence.path.num_tokens - self.clock
-        self._members[sequence] = event
+        self.members[sequence] = event
         heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
 
     def leave(self, sequence: Sequence) -> None:
         """Lets go of a sequence, if it is there."""
-        if self._members.get(sequence) is not None:
+        if self.members.get(sequence) is not None:
             self.settle(sequence)
-            del self._members[sequence]
+            del self.members[sequence]
 
     def due(self) -> list[Sequence]:
         """Lets go of the sequences to which something happens in the next step, in the order of their admission."""
@@ -85,7 +86,7 @@ class Calendar:
         """The clock of the next event; its entry is then the first."""
         while self._events:
             event, _, _, sequence = self._events[0]
-            if self._members.get(sequence) == event:
+            if self.members.get(sequence) == event:
                 return event
             heapq.heappop(self._events)
         return None

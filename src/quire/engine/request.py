@@ -27,7 +27,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One of the n answers of a request.
 

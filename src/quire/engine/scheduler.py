@@ -152,14 +152,17 @@ class Scheduler:
         """
         sampled: list[Sampled] = []
         active: list[tuple[Sequence, Slice, int, Logprobs, Decided | None]] = []
-        calendar, tokens, logprobs = self.calendar, iter(result.token_ids), iter(result.logprobs)
-        for index, (sequence, piece) in enumerate(zip(self._sequences, step.slices, strict=True)):
-            token_id, beside = (next(tokens), next(logprobs, None)) if piece.samples else (NO_TOKEN, None)
-            if sequence in calendar:
+        quiet, tokens = self.calendar.members, iter(result.token_ids)
+        logprobs = iter(result.logprobs) if result.logprobs else itertools.repeat(None)
+        for index, sequence in enumerate(self._sequences):
+            if sequence in quiet:
+                token_id = next(tokens)
                 sequence.token_ids.append(token_id)
-                sequence.path.num_tokens += 1
-                sampled.append(Sampled(sequence, token_id, False, beside))
-            elif sequence.state is State.RUNNING:
+                sampled.append(Sampled(sequence, token_id, False, next(logprobs)))
+                continue
+            piece = step.slices[index]
+            token_id, beside = (next(tokens), next(logprobs)) if piece.samples else (NO_TOKEN, None)
+            if sequence.state is State.RUNNING:
                 active.append((sequence, piece, token_id, beside, result.decided.get(index)))
         self._pass_steps(1)
         self._sampled = result.token_ids
