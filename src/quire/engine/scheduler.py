@@ -28,7 +28,7 @@ from quire.cache.retention import Decided
 from quire.engine.calendar import Calendar, imagined_tokens
 from quire.engine.outputs import Logprob
 from quire.engine.request import Sequence, State
-from quire.engine.step import NO_TOKEN, Begun, Result, Slice, Step
+from quire.engine.step import NO_TOKEN, Begun, Proposal, Result, Slice, Step
 from quire.errors import ConfigError, QueueFullError
 
 log = logging.getLogger("quire")
@@ -115,6 +115,7 @@ class Scheduler:
     _queued: int = 0
     _admitted: int = 0
     _ended: list[int] = field(default_factory=list)
+    _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
     # Of the last step: whose slices it had, and what a steady step after it goes on from.
     _sequences: list[Sequence] = field(default_factory=list)
     _slices: list[Slice] = field(default_factory=list)
@@ -185,7 +186,14 @@ class Scheduler:
 
         decide  what retention keeps of a prompt; needed where there is retention
         """
+        steps = self._advance(steps, decide)
         self._is_changed = True
+        for sequence in self._joined:
+            sequence.slice = None
+        self._joined.clear()
+        return steps
+
+    def _advance(self, steps: int, decide: Callable[[Sequence], Decided] | None) -> int:
         num_running, done = len(self.running), 0
         while done < steps and len(self.running) == num_running:
             passed = self._skip(steps - done)
@@ -330,27 +338,35 @@ class Scheduler:
         count = self._slice_rows(sequence, budget)
         if not count or not self._make_room(sequence, sequence.num_computed + count):
             return 0
-        work.add(sequence, [self._slice(sequence, sequence.num_computed, count)])
+        piece = self._slice(sequence, sequence.num_computed, count)
+        if sequence.guide is not None and piece.samples:
+            _, allowed = self._proposed(sequence, 0)
+            piece.allowed = allowed[0]
+        work.add(sequence, [piece])
         return count
 
     def _row_and_drafts(self, sequence: Sequence, budget: int) -> list[Slice]:
         """The next row of a sequence that decodes, and rows of the drafts that its guide proposes."""
         row = self._row(sequence)
-        if sequence.guide is None or not row.samples or row.decides:
+        if sequence.guide is None or not row.samples:
             return [row]
         self._is_changed = True
-        # The row that fills a chunk is no draft's: the chunk is sealed. Nor is one whose looks are summed up.
-        most = min(
-            sequence.path.next_seal - row.start - 2, sequence.max_tokens - sequence.num_generated - 1, budget - 1
-        )
-        most = max(0, most) if row.profiled is None else 0
+        # The row that fills a chunk is no draft's, for the chunk is sealed. Nor is one whose looks are summed up.
+        left = sequence.max_tokens - sequence.num_generated - 1
+        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget - 1)) if row.profiled is None else 0
+        drafts, allowed = self._proposed(sequence, most)
+        slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
+        for piece, tokens in zip(slices, allowed, strict=True):
+            piece.allowed = tokens
+        return slices
+
+    def _proposed(self, sequence: Sequence, most: int) -> Proposal:
+        """What the guide of a sequence proposes, in `most` drafts at most; a set of tokens, or None, for each row."""
+        assert sequence.guide is not None
         drafts, allowed = sequence.guide.propose(sequence.token_ids, most)
         assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
         assert len(allowed) in (0, len(drafts) + 1), f"{len(allowed)} sets of tokens after {len(drafts)} drafts"
-        slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
-        for piece, tokens in zip(slices, allowed, strict=False):
-            piece.allowed = tokens
-        return slices
+        return Proposal(drafts, allowed or [None] * (len(drafts) + 1))
 
     def _row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence that decodes: the last one's object, if it moves on in the same chunks."""
@@ -414,6 +430,10 @@ class Scheduler:
         new = [sequence for sequence, _ in work.single + work.tall if not sequence.is_begun]
         begun = [self._begin(sequence) for sequence in new]
         ended, self._ended = self._ended, []
+        for sequence in self._joined:
+            if sequence in self.calendar:
+                self._row(sequence)
+        self._joined.clear()
         quiet = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar]
         if not (self._is_changed or work.tall or len(quiet) + len(work.single) != len(self._slices)):
             self._positions = self._positions + 1
@@ -450,7 +470,9 @@ class Scheduler:
     def _quiet_row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence of the calendar."""
         row = sequence.slice
-        assert row is not None
+        if row is None:
+            self.calendar.settle(sequence)
+            row = self._row(sequence)
         row.start = sequence.lead + self.calendar.clock
         return row
 
@@ -510,7 +532,7 @@ class Scheduler:
             return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
-            self._row(sequence)
+            self._joined.append(sequence)
             del self._active[sequence]
             self.calendar.join(sequence, most)
 
