@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec

@@ -231,7 +231,7 @@ def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dic
     arena = parse_bytes(memory)
     table = engine.scheduler.manager.table
     one = context // PAGE_TOKENS * table.chunk_bytes(table.sealed_codec) + table.sidecar_bytes
-    fixed = engine.model.shape.weight_bytes("bfloat16") + arena
+    fixed = engine.runner.model.shape.weight_bytes("bfloat16") + arena
     count = arena // one + 1
     # Those computed first go on decoding until the last is.
     params = SamplingParams(max_tokens=PROMPT_STEPS * count + PAGE_TOKENS, **GREEDY)

@@ -25,7 +25,8 @@ from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_shared import shared
 from gpu_shared import sweep as sweep_shared
 
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, format_table, median
 from gpu import copy_bandwidth, event_seconds, graph_seconds, require_gpu
 
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger

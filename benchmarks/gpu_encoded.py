@@ -24,8 +24,9 @@ from common import append_record, format_table
 from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_attention import DIM, DTYPE, GROUP, HEADS, TORCH, make_spec, quire_seconds, torch_seconds
 
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec

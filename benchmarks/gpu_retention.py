@@ -25,7 +25,8 @@ from common import append_record, format_table, median
 from gpu import copy_bandwidth, graph_seconds, require_gpu
 from gpu_attention import DIM, DTYPE, GROUP, HEADS, num_layers
 
-from quire.attention.plan import AttentionSpec, Profiled, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import Profiled, RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec

@@ -17,7 +17,8 @@ import torch
 from common import append_record, format_table
 from gpu import graph_seconds
 
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger

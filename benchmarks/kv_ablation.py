@@ -285,7 +285,9 @@ class Ablation:
         else:
             stored = per_channel(samples.calibration(variant).tables[f"nuq{bits}"])
         plan = SimulatedPlan(samples.shape, CONTEXT - 1, stored, rotated=fits.rotated, sinks=variant.sinks)
-        self._keep(name, bits, [simulated_loss(self._dense.model, window, plan) for window in self._windows], None)
+        self._keep(
+            name, bits, [simulated_loss(self._dense.runner.model, window, plan) for window in self._windows], None
+        )
 
     def _keep(self, name: str, bits: int, nll: Sequence[float], element: float | None) -> None:
         row = {**self.settings, "variant": name, "bits": bits, "nll": nll, "bits_per_element": element}

@@ -17,7 +17,7 @@ from quire.cache.codecs.nuq import NuqTables
 from quire.cache.codecs.packing import MAX_BITS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.fit import Book, LayerFit, as_stored, even_tables, padded
-from quire.engine.engine import LOGIT_ROWS
+from quire.engine.runner import LOGIT_ROWS
 from quire.models.plan import Model
 from quire.models.shape import ModelShape
 

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, commit, format_table, hardware, hardware_line, median
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import AttentionSpec, Profiled, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import Profiled, RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
@@ -82,9 +83,9 @@ class Prompt:
     """One prompt and a cache of its own, which every run writes again."""
 
     def __init__(self, engine: Engine, context: int, rows: int) -> None:
-        self.model: Model = engine.model
-        assert isinstance(engine.attention, CpuAttention)
-        self.spec = with_sums(engine.attention.spec, context)
+        self.model: Model = engine.runner.model
+        assert isinstance(engine.runner.attention, CpuAttention)
+        self.spec = with_sums(engine.runner.attention.spec, context)
         self.attention = CpuAttention(self.spec)
         table = self.spec.table
         assert context % PAGE_TOKENS == rows % PAGE_TOKENS == 0, "whole chunks"

@@ -3,9 +3,10 @@
     python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--rounds 5] [--json FILE]
 
 Prompts of 1,024 tokens, half of them in eight groups that share 512; 64 to 192 generated tokens; 32 layers of 8 kv
-heads of 128 in 16 bits. Every step is taken, sampled tokens differ from sequence to sequence. The arena holds twice
-what runs, or what runs and the chunks cached before, so that finished requests are cached and evicted. Seconds are the
-processor's, of this process.
+heads of 128 in 16 bits. `taken`: every step is made as data and committed, as for a runner. `skipped`: the scheduler
+advances by itself, through all steps to which nothing happens at once. Tokens differ from sequence to sequence. Both
+make the same decisions at the same steps, which is checked. The arena holds twice what runs, or what runs and the
+chunks cached before, so that finished requests are cached and evicted. Seconds are the processor's, of this process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,9 +30,11 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.manager import CacheManager
 from quire.cache.tree import PrefixTree
+from quire.engine.calendar import imagined_tokens
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.scheduler import Scheduler
+from quire.engine.step import Result
 
 LAYERS, HEADS, DIM = 32, 8, 128
 PROMPT, SHARED, GROUPS = 1024, 512, 8
@@ -76,24 +80,65 @@ def scheduler_of(running: int, cached: int) -> Scheduler:
     return Scheduler(CacheManager(table, PrefixTree((LAYERS, HEADS))), BUDGET + running, running, 1 << 30)
 
 
-def run(scheduler: Scheduler, requests: list[Request]) -> tuple[float, str]:
-    """Seconds of the processor, and a digest of all slices."""
-    outputs = {
-        request.sequences[0]: iter([(number * 7919 + place * 104_729) % VOCABULARY for place in range(OUTPUT[1])])
-        for number, request in enumerate(requests)
-    }
+def take(scheduler: Scheduler) -> None:
+    """Makes and commits every step."""
+    while (step := scheduler.next_step()) is not None:
+        tokens = [
+            token_id
+            for index, piece in enumerate(step.slices)
+            if piece.samples
+            for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
+        ]
+        scheduler.commit(step, Result(tokens))
+
+
+def skip(scheduler: Scheduler) -> None:
+    """Lets the scheduler advance by itself."""
+    while scheduler.advance(1 << 30):
+        pass
+
+
+MODES = {"taken": take, "skipped": skip}
+
+
+def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
+    """Seconds of the processor."""
     for request in requests:
         scheduler.add(request.sequences)
-    digest = hashlib.blake2b()
     gc.collect()
     begun = time.process_time()
-    while (batch := scheduler.next_batch()) is not None:
-        tokens = [next(outputs[piece.sequence]) for piece in batch.slices if piece.samples]
-        scheduler.commit(batch, tokens)
-    seconds = time.process_time() - begun
-    for request in requests:
-        digest.update(repr(request.sequences[0].token_ids).encode())
-    return seconds, digest.hexdigest()[:12]
+    MODES[mode](scheduler)
+    return time.process_time() - begun
+
+
+def decisions(running: int, mode: str) -> str:
+    """A digest of who is admitted and who ends, at which steps, of what is evicted and of all tokens."""
+    scheduler, digest = scheduler_of(running, 0), hashlib.blake2b(digest_size=6)
+    manager, tree = scheduler.manager, scheduler.manager.tree
+    assert tree is not None
+    admit, release, evict = manager.admit, manager.release, tree.evict
+
+    def note(*what: object) -> None:
+        digest.update(repr((scheduler.counters.steps, *what)).encode())
+
+    def admitted(holder: Any) -> Any:
+        found = admit(holder)
+        if found is not None:
+            note("admitted", holder.sequence_id, found)
+        return found
+
+    def released(holder: Any) -> None:
+        note("ended", holder.sequence_id, holder.token_ids)
+        release(holder)
+
+    def evicted(count: int) -> Any:
+        note("evicted", count)
+        return evict(count)
+
+    manager.admit, manager.release, tree.evict = admitted, released, evicted  # type: ignore[method-assign]
+    run(scheduler, Load(2 * running).requests(), mode)
+    note(scheduler.counters, manager.stats())
+    return digest.hexdigest()
 
 
 def main() -> None:
@@ -104,22 +149,26 @@ def main() -> None:
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
-        found = []
+        if len({decisions(running, mode) for mode in MODES}) != 1:
+            raise SystemExit(f"{running} running: steps that are skipped decide otherwise than steps that are taken")
+        found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(args.rounds + 1):
-            scheduler = scheduler_of(running, args.cached)
-            # Half of them add half a prompt.
-            before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
-            run(scheduler, Load(before, seed=1, output=(1, 1)).requests())
-            assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached
-            count = max(256, 4 * running)
-            seconds, _ = run(scheduler, Load(count).requests())
-            scheduler.check()
-            if number:
-                found.append(count / seconds)
-        table.append([running, f"{median(found):.0f}", scheduler.counters.steps, scheduler.manager.tree.num_evicted])
+            for mode, rates in found.items():
+                scheduler = scheduler_of(running, args.cached)
+                # Half of them add half a prompt.
+                before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
+                run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")
+                assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached
+                count = max(256, 4 * running)
+                seconds = run(scheduler, Load(count).requests(), mode)
+                scheduler.check()
+                if number:
+                    rates.append(count / seconds)
+        rates_of = {mode: f"{median(rates):.0f}" for mode, rates in found.items()}
+        table.append([running, *rates_of.values(), scheduler.counters.steps, scheduler.manager.tree.num_evicted])
         if args.json:
             append_record(args.json, {"benchmark": "schedule_cpu", "running": running, "requests_per_second": found})
-    print(format_table(["running", "requests/s", "steps", "chunks evicted"], table))
+    print(format_table(["running", "taken/s", "skipped/s", "steps", "chunks evicted"], table))
 
 
 if __name__ == "__main__":

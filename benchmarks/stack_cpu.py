@@ -27,7 +27,7 @@ def main() -> None:
     options = {"model.dtype": "bfloat16", "runtime.threads": args.threads, "cache.memory": "512MiB"}
     llm = LLM("smollm2", options=options)
     engine = llm.engine
-    stack = engine.model._stack
+    stack = engine.runner.model._stack
     if stack is None:
         sys.exit("stack_cpu.py: this CPU has no bf16 dot products, hence no call for all layers")
     draw = random.Random(0)
@@ -37,7 +37,7 @@ def main() -> None:
         times: dict[str, list[float]] = {"one call": [], "layer by layer": []}
         for number in range(args.rounds + 1):
             for name, values in times.items():
-                engine.model._stack = stack if name == "one call" else None
+                engine.runner.model._stack = stack if name == "one call" else None
                 for index in range(batch):
                     engine.add(str(index), None, [draw.randrange(1000, 40000) for _ in range(128)], params)
                 while engine.scheduler.waiting or any(each.num_pending > 1 for each in engine.scheduler.running):

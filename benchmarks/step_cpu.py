@@ -46,9 +46,10 @@ def measure(batch: int, steps: int) -> float:
 
             return call
 
+        runner = getattr(engine, "runner", engine)  # which another commit's engine may not have
         for name in ("hidden", "head"):
-            object.__setattr__(engine.model, name, timed(getattr(engine.model, name)))
-        engine.sampler.sample = timed(engine.sampler.sample)
+            object.__setattr__(runner.model, name, timed(getattr(runner.model, name)))
+        runner.sampler.sample = timed(runner.sampler.sample)
         params = SamplingParams(max_tokens=steps + LENGTHS, temperature=0.0, ignore_eos=True, detokenize=False)
         for number in range(batch):
             prompt = [(7 * number + 3 * place) % 200 + 3 for place in range(100 + number % LENGTHS)]

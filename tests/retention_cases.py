@@ -118,16 +118,17 @@ class Witness:
     sequences: dict[str, list[Sequence]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        engine, sample = self.engine, self.engine.sampler.sample
+        engine, sample = self.engine, self.engine.runner.sampler.sample
         by_row: dict[int, Sequence] = {}
 
         def sampled(logits: Tensor, rows: Any) -> Sampled:
-            by_row.update((id(row), each) for each, row in engine._rows.items())
+            live = {each.sequence_id: each for each in engine.scheduler.running}
+            by_row.update((id(row), live[name]) for name, row in engine.runner._rows.items() if name in live)
             for each, row in zip(logits, rows, strict=True):
-                self.logits.setdefault(by_row[id(row)], []).append(each[: engine.sampler.vocab_size].clone())
+                self.logits.setdefault(by_row[id(row)], []).append(each[: engine.runner.sampler.vocab_size].clone())
             return sample(logits, rows)
 
-        engine.sampler.sample = sampled  # type: ignore[method-assign]
+        engine.runner.sampler.sample = sampled  # type: ignore[method-assign]
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         """Queues a request."""

@@ -121,12 +121,12 @@ class Runner:
         """The log-probabilities, [n - 1, V], of what follows each id of a continuation but the last, and the share of
         the bytes that is held at its end.
         """
-        sampler, teacher = self.engine.sampler, Teacher(continuation)
-        self.engine.sampler = teacher
+        sampler, teacher = self.engine.runner.sampler, Teacher(continuation)
+        self.engine.runner.sampler = teacher
         try:
             _, end = self.generate(prompt, len(continuation))
         finally:
-            self.engine.sampler = sampler
+            self.engine.runner.sampler = sampler
         # The first was predicted by the full cache.
         return torch.stack(teacher.found[1:]), end
 

@@ -26,8 +26,8 @@ from quire.calibrate import settings
 from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig
 from quire.engine.build import assemble, namespace_of, resolve
 from quire.engine.calibration import Calibration
-from quire.engine.engine import LOGIT_ROWS
 from quire.engine.reading import log_probabilities, read_window
+from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.models.plan import Model

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.attention.plan import AttentionBackend, AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.attention.plan import AttentionBackend, AttentionPlan, AttentionSpec, RowSlice
+from quire.attention.plan import AttentionBackend, AttentionPlan, AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec

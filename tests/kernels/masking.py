@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionSpec, Profiled, RowSlice
+from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.table import ALL_SLOTS
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.plan import AttentionPlan, AttentionSpec, Profiled, RowSlice
+from quire.attention.plan import AttentionPlan, AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import Profiled, RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
 from .encoded import CODECS, TOLERANCE, Sequences, encoded_spec

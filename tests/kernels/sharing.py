@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial, merge
-from quire.attention.plan import AttentionBackend, AttentionSpec, RowSlice
+from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
 from .harness import TOLERANCE, Shape, make_spec, relative_rms, run, slices_of, total_chunks

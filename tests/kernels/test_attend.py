@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import RowSlice, lay_out
+from quire.attention.plan import lay_out
 from quire.attention.reference import ReferenceAttention
+from quire.attention.rows import RowSlice
 from quire.cache.path import Path
 from quire.kernels import runtime
 from tests.effort import combine, examples
@@ -126,21 +128,13 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
     other = Path()
     other.append(spec.table.take(2, spec.table.open_codec))
     first = backend.plan([RowSlice(10, 1, path.chunks), RowSlice(70, 1, other.chunks)])
-    assert backend.plan([RowSlice(11, 1, path.chunks), RowSlice(71, 1, other.chunks)]) is first
+    assert backend.plan([RowSlice(11, 1, path.chunks), RowSlice(71, 1, other.chunks)], steady=True) is first
     assert backend.plans_built == 1
-    for slices in (
-        [RowSlice(12, 1, path.chunks)],  # one left
-        [RowSlice(13, 1, other.chunks)],  # another in its place
-        [RowSlice(15, 1, other.chunks)],  # a position was skipped
-        [RowSlice(16, 1, other.chunks[:1])],  # fewer chunks
-        [RowSlice(17, 1, other.chunks[:1].copy())],  # other memory
-        [RowSlice(18, 2, other.chunks)],  # more rows
-        [RowSlice(63, 1, other.chunks)],  # fewer
-        [RowSlice(64, 1, other.chunks)],  # the next chunk of the same ones
-    ):
-        built = backend.plans_built
-        backend.plan(slices)
-        assert backend.plans_built == built + 1, slices
+    assert backend.plan([RowSlice(12, 1, path.chunks)]) is not first and backend.plans_built == 2
+    # With a window chunks leave a row's sight as it moves on.
+    windowed = CpuAttention(replace(spec, window=8))
+    first = windowed.plan([RowSlice(70, 1, path.chunks)])
+    assert windowed.plan([RowSlice(71, 1, path.chunks)], steady=True) is not first
 
 
 @pytest.mark.alone

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
+from quire.attention.rows import RowSlice
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed")
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import RowSlice
+from quire.attention.rows import RowSlice
 from quire.attention.triton import TritonAttention
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.params import SamplingParams
@@ -29,12 +29,12 @@ class Both:
         self.cpu, self.triton = cpu, TritonAttention(cpu.spec)
         self.steps_that_share = 0
 
-    def plan(self, slices: Sequence[RowSlice]) -> Any:
-        beside = self.triton.plan(slices)
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> Any:
+        beside = self.triton.plan(slices, steady)
         positions = [position for piece in slices for position in range(piece.start, piece.start + piece.num_rows)]
         assert beside.positions[: len(positions)].tolist() == positions
         self.steps_that_share += beside.shares
-        return self.cpu.plan(slices)
+        return self.cpu.plan(slices, steady)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -43,18 +43,18 @@ class Both:
 
 def test_a_plan_is_built_where_something_joins_leaves_or_crosses_a_boundary_and_nowhere_else() -> None:
     engine = make_engine(chunks=64, **{"cache.share": True})
-    assert isinstance(engine.attention, CpuAttention)
-    both = engine.attention = Both(engine.attention)
+    assert isinstance(engine.runner.attention, CpuAttention)
+    both = engine.runner.attention = Both(engine.runner.attention)
     batches: list[list[tuple[int, int, int]]] = []
-    next_batch = engine.scheduler.next_batch
+    next_step = engine.scheduler.next_step
 
     def recorded() -> Any:
-        batch = next_batch()
+        batch = next_step()
         if batch is not None:
-            batches.append([(id(piece.sequence), piece.start, piece.count) for piece in batch.slices])
+            batches.append([(piece.sequence_id, piece.start, piece.num_rows) for piece in batch.slices])
         return batch
 
-    engine.scheduler.next_batch = recorded  # type: ignore[method-assign]
+    engine.scheduler.next_step = recorded  # type: ignore[method-assign]
     random = np.random.default_rng(1)
     prefix = random.integers(0, 256, 130).tolist()
     for number in range(8):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.cpu import CpuAttention
-from quire.attention.plan import Profiled, RowSlice
 from quire.attention.reference import ReferenceAttention, rotate
+from quire.attention.rows import Profiled, RowSlice
 from quire.kernels import runtime
 from tests.effort import combine, examples, whole
 
@@ -208,16 +208,6 @@ def test_sums_are_added_to_what_is_there() -> None:
     found = table.sums.load(table, sums)
     assert found.sum(-1) == pytest.approx(np.full((1, 2), 5 * 128 + 70), rel=1e-6)
     assert (found[..., 70:] == 5).all() and (found[..., :70] > 5).all()
-
-
-def test_a_slice_of_one_row_that_is_profiled_is_never_another_step_moved_on() -> None:
-    spec = make_spec(Shape(layers=1), 4, sums=True)
-    prompts, backend = Prompts(spec), CpuAttention(spec)
-    plans = []
-    for last_rows in (None, 1, None, None):
-        (piece,) = prompts.step([(0, 1, last_rows)])
-        plans.append(backend.plan([piece]))
-    assert backend.plans_built == 3 and plans[3] is plans[2]
 
 
 def test_what_cannot_be_profiled_is_said() -> None:

@@ -27,7 +27,7 @@ PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprob
 
 def answers(shape: Any, stacked: bool, weights: Checkpoint | None = None) -> list[tuple[list[int], list[float]]]:
     engine = make_engine(shape, weights=weights, **{"model.dtype": "bfloat16", "scheduler.token_budget": 128})
-    model = engine.model
+    model = engine.runner.model
     assert isinstance(model, Decoder) and model._stack is not None
     if not stacked:
         model._stack = None
@@ -119,7 +119,7 @@ def test_the_stack_equals_the_layers_of_packed_weights(family: str, kind: str | 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_stack_profiles_like_the_layers_one_by_one(family: str) -> None:
     shape = tiny_shape(family, head_dim=16, hidden_size=48, ffn_size=40)
-    model = make_engine(shape, **{"model.dtype": "bfloat16"}).model
+    model = make_engine(shape, **{"model.dtype": "bfloat16"}).runner.model
     assert isinstance(model, Decoder) and model._stack is not None
     heads, group = shape.num_kv_heads, shape.num_q_heads // shape.num_kv_heads
     found = []

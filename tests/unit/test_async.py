@@ -258,7 +258,7 @@ def test_close_gives_the_memory_back_and_what_is_used_afterwards_says_closed(
             with pytest.raises(QuireError, match="on purpose"):
                 await collect(llm, "abc")
             monkeypatch.undo()
-        held = [weakref.ref(each) for each in (engine, engine.scheduler.manager.table.arena.data, engine.model)]
+        held = [weakref.ref(each) for each in (engine, engine.scheduler.manager.table.arena.data, engine.runner.model)]
         del engine
         await asyncio.gather(llm.close(), llm.close(drain_seconds=0.05))
         assert [each() for each in held] == [None] * 3, "memory is kept"

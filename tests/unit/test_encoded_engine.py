@@ -50,15 +50,15 @@ def prompt_logprobs(engine: Engine, prompt: list[int]) -> torch.Tensor:
 def next_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
     """What the model says follows the prompt, [V], with whatever of it the cache has."""
     seen: list[torch.Tensor] = []
-    sample = engine.sampler.sample
+    sample = engine.runner.sampler.sample
 
     def tapped(logits: torch.Tensor, rows: Any) -> Any:
         seen.append(logits.clone())
         return sample(logits, rows)
 
-    engine.sampler.sample = tapped  # type: ignore[method-assign]
+    engine.runner.sampler.sample = tapped  # type: ignore[method-assign]
     generate(engine, [prompt], SamplingParams(max_tokens=1, temperature=0.0))
-    engine.sampler.sample = sample  # type: ignore[method-assign]
+    engine.runner.sampler.sample = sample  # type: ignore[method-assign]
     return seen[0][0]
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.calendar import imagined_tokens
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.sampler import SampleRow
-from quire.engine.scheduler import Batch, Scheduler
+from quire.engine.scheduler import Scheduler
+from quire.engine.step import Result, Step
 from quire.errors import ConfigError, QueueFullError, RequestError
 
 from ..effort import tries
@@ -67,14 +69,14 @@ def test_preempted_requests_resume_with_the_same_tokens() -> None:
     prompts = prompts_of([60, 61, 62, 63], 4)
     roomy = generate(make_engine(), prompts, params)
     tight = make_engine(chunks=10)
-    made, rows = tight.scheduler.next_batch, []
+    made, rows = tight.scheduler.next_step, []
 
-    def counting() -> Batch | None:
+    def counting() -> Step | None:
         batch = made()
-        rows.append(0 if batch is None else sum(piece.count for piece in batch.slices))
+        rows.append(0 if batch is None else sum(piece.num_rows for piece in batch.slices))
         return batch
 
-    tight.scheduler.next_batch = counting  # type: ignore[method-assign]
+    tight.scheduler.next_step = counting  # type: ignore[method-assign]
     assert generate(tight, prompts, params) == roomy
     stats = tight.stats()
     assert stats["preemptions"] > 0 and stats["replayed_tokens"] > 60
@@ -170,7 +172,9 @@ def test_answers_wait_for_the_prompt_s_logprobs_though_its_computation_begins_ag
     engine = make_engine(**{"scheduler.token_budget": 200})
     params = SamplingParams(n=3, max_tokens=2, prompt_logprobs=1, temperature=0.0)
     request = engine.add("x", None, prompt, params)
-    assert engine.scheduler.next_batch() is not None and len(engine.scheduler.running) == 3
+    step = engine.scheduler.next_step()
+    assert step is not None and len(engine.scheduler.running) == 3
+    engine.runner.run(step)
     engine.scheduler.preempt(request.sequences[0])  # as a step does that cannot be kept
     assert not engine.scheduler.running, "the others hold what it may need"
     items = []
@@ -187,10 +191,11 @@ def test_a_first_answer_that_begins_again_has_the_room_that_others_found_for_it(
     request = engine.add("x", None, prompt, params)
     first, other = request.sequences
     while other.num_computed == 0:
-        batch = engine.scheduler.next_batch()
-        assert batch is not None and first.num_generated == 0
+        step = engine.scheduler.next_step()
+        assert step is not None and first.num_generated == 0
+        result = engine.runner.run(step)
         if other.num_computed == 0:
-            engine.scheduler.commit(batch, [0] * sum(each.samples for each in batch.slices))
+            engine.scheduler.commit(step, result)
     engine.scheduler.preempt(first)
     for _ in range(50):
         engine.step()
@@ -203,28 +208,28 @@ def test_no_steps_are_skipped_while_answers_wait_for_logprobs_of_the_first() -> 
     scheduler = engine.scheduler
     request = engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=30, prompt_logprobs=1, temperature=0.0))
     scheduler.token_budget = 64  # the prompt in two slices, the last of one row
-    batch = scheduler.next_batch()
-    assert batch is not None
-    scheduler.commit(batch, [])
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.commit(step, Result())
     scheduler.token_budget = 128
-    assert scheduler.next_batch() is not None
+    assert scheduler.advance(100) == 1, "the other one has a row to compute, and is to wait"
     first, other = scheduler.running
-    assert (first.num_pending, other.num_pending) == (1, 1) and request.sequences == [first, other]
-    assert other.awaits_scores and scheduler.eventless_steps() == 0
+    assert request.sequences == [first, other] and first.num_generated == 1
+    assert scheduler.advance(100) == 1 and other.num_generated == 1
 
 
 def test_answers_that_wait_for_logprobs_of_the_first_go_on_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,) = prompts_of([100], 6)
     (expected,) = generate(make_engine(), [prompt])
     engine = make_engine()
-    sample = engine.sampler.sample
+    sample = engine.runner.sampler.sample
 
     def broken(logits: torch.Tensor, rows: list[SampleRow]) -> Any:
         sampled = sample(logits, rows)
-        monkeypatch.setattr(engine.sampler, "sample", sample)
+        monkeypatch.setattr(engine.runner.sampler, "sample", sample)
         return replace(sampled, errors={0: "broken"})
 
-    monkeypatch.setattr(engine.sampler, "sample", broken)
+    monkeypatch.setattr(engine.runner.sampler, "sample", broken)
     engine.add("x", None, prompt, SamplingParams(n=2, max_tokens=len(expected), prompt_logprobs=1, temperature=0.0))
     outputs = drain(engine)["x"].outputs
     assert [each.finish_reason for each in outputs] == ["error", "length"]
@@ -349,20 +354,17 @@ def test_prefill_is_counted_once_and_decode_by_token() -> None:
     assert stats["cache"]["bytes_peak"] == 3 * 64 * 2 * 2 * 2 * 12 * 4
 
 
-def test_advance_stops_before_an_event() -> None:
+def test_advance_stops_where_a_sequence_ends() -> None:
     engine = make_engine()
     scheduler: Scheduler = engine.scheduler
     engine.add("a", None, [1] * 70, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     engine.add("b", None, [1] * 10, SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True))
-    assert scheduler.eventless_steps() == 0
-    engine.step()
-    free = scheduler.eventless_steps()
-    assert free == 38, "request a ends with its 40th token"
-    scheduler.advance(free)
+    assert scheduler.advance(100) == 1, "prompts are computed in a step by itself"
+    assert scheduler.advance(10) == 10
+    assert scheduler.advance(100) == 29, "request a ends with its 40th token, past a chunk of each"
     scheduler.check()
-    assert [sequence.num_generated for sequence in scheduler.running] == [39, 39]
-    with pytest.raises(ValueError, match="event"):
-        scheduler.advance(1)
+    assert [sequence.num_generated for sequence in scheduler.running] == [40]
+    assert scheduler.advance(100) == 50 and scheduler.advance(100) == 0
 
 
 def test_advance_equals_as_many_steps(seed: int) -> None:
@@ -372,10 +374,11 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
     skips: list[int] = []
 
     def state(scheduler: Scheduler) -> list[object]:
+        scheduler.check()
         sequences = [*scheduler.running, *scheduler.waiting]
         each_one = [(each.request.request_id, each.state, each.token_ids, each.high_water) for each in sequences]
         paths = [(path.num_tokens, path.num_sealed, path.chunks.tolist()) for path in (each.path for each in sequences)]
-        return [each_one, paths, scheduler.counters, scheduler.manager.stats(), scheduler.eventless_steps()]
+        return [each_one, paths, scheduler.counters, scheduler.manager.stats()]
 
     def add(scheduler: Scheduler, name: str, prompt: int, max_tokens: int) -> None:
         # Three kinds of prompts: some share, not all.
@@ -385,9 +388,15 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
         scheduler.add(request.sequences)
 
     def step(scheduler: Scheduler) -> None:
-        batch = scheduler.next_batch()
-        assert batch is not None, "nothing runs and something waits"
-        scheduler.commit(batch, [0] * sum(piece.samples for piece in batch.slices))
+        made = scheduler.next_step()
+        assert made is not None, "nothing runs and something waits"
+        sampling = [(index, piece) for index, piece in enumerate(made.slices) if piece.samples]
+        tokens = [
+            token_id
+            for index, piece in sampling
+            for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
+        ]
+        scheduler.commit(made, Result(tokens))
 
     for number in range(tries(25)):
         rng = random.Random(seed + number)
@@ -397,18 +406,13 @@ def test_advance_equals_as_many_steps(seed: int) -> None:
                 for scheduler in (skipping, plain):
                     add(scheduler, *late[-1])
                 late.pop()
-            free = skipping.eventless_steps()
-            count = rng.randrange(1, free + 1) if free else 1
-            if free:
-                skipping.advance(count)
-                skips.append(count)
-            else:
-                step(skipping)
+            count = skipping.advance(rng.randrange(1, 200))
+            skips.append(count)
             for _ in range(count):
                 step(plain)
             assert state(skipping) == state(plain), f"seed {seed + number}, after {count} steps"
-            skipping.check()
-    assert plain.counters.preemptions > 0 and sum(skips) > plain.counters.steps / 4, "the schedules had no variety"
+    assert plain.counters.preemptions > 0 and sum(skips) > 2 * len(skips), "the schedules had no variety"
+    assert max(skips) > 64, "no chunk's end was skipped"
     assert plain.manager.stats()["bytes_used"] == 0
 
 
@@ -448,7 +452,7 @@ def test_numbers_that_are_not_finite_end_the_request_with_an_error_and_disturb_n
     good, bad = prompts_of([20, 100], 13)
     expected = generate(make_engine(), [good])[0]
     engine = make_engine()
-    hidden = engine.model.hidden
+    hidden = engine.runner.model.hidden
 
     def broken(tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
         out = hidden(tokens, positions, plan)  # type: ignore[arg-type]
@@ -456,7 +460,7 @@ def test_numbers_that_are_not_finite_end_the_request_with_an_error_and_disturb_n
             out[20:120] = torch.nan  # the second prompt's rows
         return out
 
-    monkeypatch.setattr(engine.model, "hidden", broken)
+    monkeypatch.setattr(engine.runner.model, "hidden", broken)
     engine.add("good", None, good, GREEDY)
     asked = 1 if with_prompt_logprobs else None
     engine.add("bad", None, bad, SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=asked))
@@ -483,9 +487,9 @@ def test_steps_in_which_every_row_samples_may_run_elsewhere_and_no_others_do() -
 
     def decode(tokens: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
         sizes.append(len(tokens))
-        return engine.model.head(engine.model.hidden(tokens, positions, plan))  # type: ignore[arg-type]
+        return engine.runner.model.head(engine.runner.model.hidden(tokens, positions, plan))  # type: ignore[arg-type]
 
-    engine.decode = decode
+    engine.runner.decode = decode
     assert generate(engine, prompts, params) == expected
     assert engine.stats()["preemptions"] > 0
     assert sizes and max(sizes) > 1

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.engine import LOGIT_ROWS, Engine
+from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
-from quire.engine.request import Sequence
+from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
 from quire.evaluation.engines import load_engines
@@ -65,7 +65,7 @@ def test_a_window_may_fill_the_context() -> None:
     assert found.nll_error is None and found.perplexity_error is None
     with pytest.raises(RequestError, match="193 tokens and the context holds 192"):
         read_window(engine, random_windows(1, 194)[0])
-    assert engine.observer is None and engine.holds_nothing
+    assert engine.runner.observer is None and engine.holds_nothing
 
 
 def test_divergence_ratio_and_agreement_are_those_of_the_distributions() -> None:
@@ -103,7 +103,9 @@ def test_a_worked_case(monkeypatch: pytest.MonkeyPatch) -> None:
     # Columns past the vocabulary, as a padded head has them, do not count.
     padding = torch.full((2, 1), 50.0)
     engines: dict[str, Any] = {
-        name: SimpleNamespace(model=SimpleNamespace(shape=shape, head=lambda hidden: hidden), rows=table)
+        name: SimpleNamespace(
+            runner=SimpleNamespace(model=SimpleNamespace(shape=shape, head=lambda hidden: hidden)), rows=table
+        )
         for name, table in rows.items()
     }
 
@@ -141,7 +143,7 @@ def test_bytes_are_what_the_ledger_gave(share: bool) -> None:
 def test_bits_are_counted_in_the_ledger_and_leave_the_last_chunk_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ledger whose full chunks weigh 100 bytes and whose last one 1,000."""
     engine = make_engine()
-    per_token = engine.model.shape.kv_bytes_per_token(1)
+    per_token = engine.runner.model.shape.kv_bytes_per_token(1)
 
     def read(_: Engine, tokens: list[int]) -> tuple[torch.Tensor, int]:
         return torch.empty(0), -(-(len(tokens) - 1) // 64) * 100 + 900
@@ -170,7 +172,7 @@ def test_nothing_of_a_window_is_taken_from_the_cache() -> None:
 def test_an_engine_is_left_as_it_was() -> None:
     engine = make_engine()
     measure({"dense": engine}, random_windows(2, 100))
-    assert not engine.has_work and engine.observer is None
+    assert not engine.has_work and engine.runner.observer is None
     (prompt,) = random_windows(1, 40, 3)
     engine.add("x", None, prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     assert len(drain(engine)["x"].prompt_logprobs or ()) == 40
@@ -183,10 +185,10 @@ def test_an_observer_sees_its_prompts_rows_among_those_of_others() -> None:
     prompts = random_windows(3, 100)
     seen: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
-    def observe(sequence: Sequence, start: int, hidden: torch.Tensor) -> None:
-        seen.setdefault(sequence.request.request_id, []).append((start, hidden.clone()))
+    def observe(sequence_id: int, start: int, hidden: torch.Tensor) -> None:
+        seen.setdefault("abc"[sequence_id], []).append((start, hidden.clone()))
 
-    engine.observer = observe
+    engine.runner.observer = observe
     wanted = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     for name, prompt, params in zip("abc", prompts, (wanted, GREEDY, wanted), strict=True):
         engine.add(name, None, prompt, params)
@@ -194,20 +196,20 @@ def test_an_observer_sees_its_prompts_rows_among_those_of_others() -> None:
         outputs = drain(engine)
         assert {name: [start for start, _ in parts] for name, parts in seen.items()} == {"a": [0], "c": [0, 64]}
         for name, prompt in (("a", prompts[0]), ("c", prompts[2])):
-            logits = engine.model.head(torch.cat([hidden for _, hidden in seen[name]]))
+            logits = engine.runner.model.head(torch.cat([hidden for _, hidden in seen[name]]))
             torch.testing.assert_close(logits, oracle_logits(shape, prompt), atol=1e-4, rtol=1e-4)
             assert outputs[name].prompt_logprobs == [None]
 
 
 def test_logits_are_made_a_block_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    head, rows = engine.model.head, []
+    head, rows = engine.runner.model.head, []
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return head(hidden)
 
-    monkeypatch.setattr(engine.model, "head", counted)
+    monkeypatch.setattr(engine.runner.model, "head", counted)
     measure({"dense": engine}, random_windows(1, 512))
     # One more row: the sampled token's.
     assert max(rows) == LOGIT_ROWS and sum(rows) >= 511
@@ -215,11 +217,11 @@ def test_logits_are_made_a_block_of_rows_at_a_time(monkeypatch: pytest.MonkeyPat
 
 def test_a_model_whose_numbers_are_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    head = engine.model.head
-    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) * math.nan)
+    head = engine.runner.model.head
+    monkeypatch.setattr(engine.runner.model, "head", lambda hidden: head(hidden) * math.nan)
     with pytest.raises(ModelError, match="codec dense: the logits of window 0 hold NaN"):
         measure({"dense": engine}, random_windows(1, 70))
-    assert engine.holds_nothing and engine.observer is None
+    assert engine.holds_nothing and engine.runner.observer is None
 
 
 def test_progress_counts_windows() -> None:
@@ -248,22 +250,29 @@ def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monke
     options = {"model.dtype": "float32", "runtime.threads": 1}
     engines, tokenizer = load_engines(folder, (), 512, options)
     first, second = engines["dense"], engines["other"]
-    assert first.model is second.model and first.tokenizer is second.tokenizer is tokenizer
+    assert first.runner.model is second.runner.model and first.tokenizer is second.tokenizer is tokenizer
     arenas = [engine.scheduler.manager.table.arena for engine in (first, second)]
     assert arenas[0].data.data_ptr() != arenas[1].data.data_ptr()
     # Automatic: as much as the window needs, not half of the machine.
-    assert 512 // 64 * chunk_bytes(first.model.shape) <= arenas[0].num_bytes <= 24 * chunk_bytes(first.model.shape)
+    assert (
+        512 // 64 * chunk_bytes(first.runner.model.shape)
+        <= arenas[0].num_bytes
+        <= 24 * chunk_bytes(first.runner.model.shape)
+    )
     found = measure(engines, random_windows(1, 512), "dense")
     assert [each.kl_mean for each in found] == [0, 0]
     assert isinstance(found[0], Perplexity)
     for wrong, said in (
-        ({"cache.memory": 4 * chunk_bytes(first.model.shape)}, "with codec dense it holds .* tokens, fewer than 512"),
+        (
+            {"cache.memory": 4 * chunk_bytes(first.runner.model.shape)},
+            "with codec dense it holds .* tokens, fewer than 512",
+        ),
         ({"model.max_context": 300}, "512 tokens are more than the model's context holds, 300"),
     ):
         with pytest.raises(ConfigError, match=said):
             load_engines(folder, (), 512, options | wrong)
     # Twice 20 chunks are wanted.
-    free = 2 * first.model.shape.weight_bytes("float32") + 20 * chunk_bytes(first.model.shape)
+    free = 2 * first.runner.model.shape.weight_bytes("float32") + 20 * chunk_bytes(first.runner.model.shape)
     monkeypatch.setattr("quire.engine.build.available_memory", lambda device: free)
     with pytest.raises(ConfigError, match="caches for 512 tokens with 2 codecs need .* are free; give fewer codecs"):
         load_engines(folder, (), 512, options)

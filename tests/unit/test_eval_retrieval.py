@@ -155,8 +155,8 @@ def test_answers_are_greedy_and_in_the_order_of_the_prompts() -> None:
 
 def test_answers_of_a_broken_model_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Engine = make_engine()
-    head = engine.model.head
-    monkeypatch.setattr(engine.model, "head", lambda hidden: head(hidden) * float("nan"))
+    head = engine.runner.model.head
+    monkeypatch.setattr(engine.runner.model, "head", lambda hidden: head(hidden) * float("nan"))
     with pytest.raises(ModelError, match="cannot be evaluated"):
         answers(engine, [[1, 2, 3]], lambda done: None)
 

@@ -71,7 +71,7 @@ def test_a_simulated_codec_gives_the_engines_perplexity(sinks: int) -> None:
     plan = simulation.SimulatedPlan(shape, WINDOW - 1, stored, rotated=False, sinks=sinks)
     (found,) = measure({"nuq3": engine}, [window()])
     (dense,) = measure({"dense": make_engine(shape)}, [window()])
-    assert simulation.simulated_loss(engine.model, window(), plan) == pytest.approx(found.nll, abs=2e-6)
+    assert simulation.simulated_loss(engine.runner.model, window(), plan) == pytest.approx(found.nll, abs=2e-6)
     assert abs(found.nll - dense.nll) > 1e-3, "this codec loses nothing: it would not be told from dense"
 
 
@@ -87,10 +87,10 @@ def test_a_cache_that_loses_nothing_is_dense(rotated: bool) -> None:
     engine = make_engine(shape)
     plan = simulation.SimulatedPlan(shape, WINDOW - 1, stored, rotated=rotated, sinks=0)
     (found,) = measure({"dense": engine}, [window()])
-    assert simulation.simulated_loss(engine.model, window(), plan) == pytest.approx(found.nll, abs=2e-6)
+    assert simulation.simulated_loss(engine.runner.model, window(), plan) == pytest.approx(found.nll, abs=2e-6)
     # Token 0 is at position 0, where rotation does nothing; its neighbour turns.
     other = simulation.SimulatedPlan(shape, WINDOW - 1, stored, rotated=not rotated, sinks=0)
-    simulation.simulated_loss(engine.model, window(), other)
+    simulation.simulated_loss(engine.runner.model, window(), other)
     first, second = seen[0], seen[len(seen) // 2]
     assert torch.equal(first[0], second[0]) and not torch.allclose(first[1], second[1])
 

@@ -57,13 +57,13 @@ class NearlyTied(RandomWeights):
 def first_logits(engine: Engine) -> tuple[Tensor, int]:
     """What the sampler is given behind PROMPT, [V], and the token that it takes."""
     seen: list[Tensor] = []
-    sample = engine.sampler.sample
+    sample = engine.runner.sampler.sample
 
     def tapped(logits: Tensor, rows: Any) -> Any:
         seen.append(logits.clone())
         return sample(logits, rows)
 
-    engine.sampler.sample = tapped  # type: ignore[method-assign]
+    engine.runner.sampler.sample = tapped  # type: ignore[method-assign]
     engine.add("it", None, PROMPT, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
     (answer,) = drain(engine)["it"].outputs
     return seen[0][0], answer.token_ids[0]

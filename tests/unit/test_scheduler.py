@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
+import numpy as np
+
+from quire.attention.rows import Profiled
 from quire.engine.params import SamplingParams
+from quire.engine.step import Slice
 
 from ..engines import drain, generate, make_engine
 
@@ -13,14 +20,14 @@ def prompt_of(length: int, first: int) -> list[int]:
 
 def test_no_step_has_more_rows_than_the_token_budget() -> None:
     engine = make_engine(**{"scheduler.token_budget": 128, "scheduler.max_running": 4})
-    made, rows = engine.scheduler.next_batch, []
+    made, rows = engine.scheduler.next_step, []
 
     def counting():  # type: ignore[no-untyped-def]
         batch = made()
-        rows.append(sum(piece.count for piece in batch.slices) if batch is not None else 0)
+        rows.append(sum(piece.num_rows for piece in batch.slices) if batch is not None else 0)
         return batch
 
-    engine.scheduler.next_batch = counting  # type: ignore[method-assign]
+    engine.scheduler.next_step = counting  # type: ignore[method-assign]
     generate(engine, [prompt_of(100, first) for first in range(5)], SamplingParams(max_tokens=2, ignore_eos=True))
     # A prompt and whole chunks of the next would fit; of a prompt alone, no step is fuller than its 100 rows.
     assert 100 <= max(rows) <= 128
@@ -36,3 +43,35 @@ def test_a_preempted_sequence_runs_again_before_those_that_came_after_it() -> No
         engine.step()
         assert not any(request.sequences[0].num_computed for request in later), "somebody overtook it"
     drain(engine)
+
+
+def test_a_row_goes_on_only_in_the_same_chunks() -> None:
+    chunks, sums = np.arange(8, dtype=np.int32), np.arange(4, dtype=np.int32)
+    last = Slice(70, 1, chunks[:2], samples=True, profiled=Profiled(sums, peaks=1, near=2))
+    assert last.goes_on_as(replace(last, start=71))
+    others = [
+        replace(last, start=128),  # the first slot of a chunk
+        replace(last, start=71, chunks=chunks[:3]),
+        replace(last, start=71, chunks=chunks.copy()[:2]),
+        replace(last, start=71, filled=5),
+        replace(last, start=71, num_gone=1),
+        replace(last, start=71, samples=False),
+        replace(last, start=71, decides=True),
+        replace(last, start=71, scores=True),
+        replace(last, start=71, profiled=None),
+        replace(last, start=71, profiled=Profiled(sums.copy(), peaks=1, near=2)),
+        replace(last, start=71, profiled=Profiled(sums, peaks=1, near=3)),
+        replace(last, start=71, profiled=Profiled(sums, last_rows=1, near=2)),
+    ]
+    assert not any(last.goes_on_as(row) for row in others)
+
+
+def test_a_step_and_its_result_are_plain_values() -> None:
+    """A runner that gets every step through a pickle, and gives every result back so, gives the same answers."""
+    prompts = [prompt_of(length, length) for length in (5, 70, 130)]
+    params = SamplingParams(max_tokens=70, temperature=0.8, seed=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    expected = generate(make_engine(), prompts, params)
+    engine = make_engine()
+    run = engine.runner.run
+    engine.runner.run = lambda step: pickle.loads(pickle.dumps(run(pickle.loads(pickle.dumps(step)))))  # type: ignore[method-assign]
+    assert generate(engine, prompts, params) == expected

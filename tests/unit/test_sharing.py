@@ -44,14 +44,14 @@ def both(prompts: list[list[int]], params: SamplingParams = GREEDY, **options: A
 def count_rows(engine: Engine) -> list[int]:
     """Rows of every step's pass through the model, hence through its K projections."""
     rows: list[int] = []
-    hidden = engine.model.hidden
-    engine.padded_rows = lambda count: count
+    hidden = engine.runner.model.hidden
+    engine.runner.padded_rows = lambda count: count
 
     def counted(tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
         rows.append(len(tokens))
         return hidden(tokens, positions, plan)
 
-    engine.model.hidden = counted  # type: ignore[method-assign]
+    engine.runner.model.hidden = counted  # type: ignore[method-assign]
     return rows
 
 
@@ -409,7 +409,7 @@ def test_a_request_that_cannot_wait_ends_no_pin() -> None:
 def test_a_window_that_no_request_outgrows_is_none(window: int | None) -> None:
     engine = make_engine(tiny_shape("mistral", sliding_window=window))
     assert engine.max_context == 512
-    assert engine.attention.spec.window == (4 if window == 4 else None)  # type: ignore[attr-defined]
+    assert engine.runner.attention.spec.window == (4 if window == 4 else None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

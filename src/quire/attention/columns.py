@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.attention.plan import RowSlice, Sources
+from quire.attention.plan import Sources
 from quire.attention.profile import FAR_TOKENS
+from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from quire.attention.columns import profiled_columns
 from quire.attention.nuq import NuqHeads
-from quire.attention.plan import AttentionSpec, Layout, RowSlice, lay_out, moves_on
+from quire.attention.plan import AttentionSpec, Layout, lay_out
+from quire.attention.rows import RowSlice
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS
@@ -108,11 +109,12 @@ class CpuAttention:
             kind=runtime.DTYPE_IDS[spec.dtype],
         )
 
-    def plan(self, slices: Sequence[RowSlice]) -> CpuPlan:
-        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> CpuPlan:
+        """See AttentionBackend."""
         spec = self.spec
-        if self._last is not None and spec.window is None and moves_on(self._last.slices, slices):
-            self._last.advance(slices)
+        # With a window chunks leave a row's sight.
+        if steady and self._last is not None and spec.window is None:
+            self._last.advance()
             return self._last
         layout = lay_out(
             slices,
@@ -241,11 +243,10 @@ class CpuPlan:
         )
         return found
 
-    def advance(self, slices: Sequence[RowSlice]) -> None:
-        """Makes it the plan of the slices, which are its own one position on."""
+    def advance(self) -> None:
+        """Makes it the plan of its slices one position on."""
         positions = self._layout.positions
         positions += 1
-        self.slices = slices
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` stores and encodes them."""

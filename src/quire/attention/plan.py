@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 from quire.models.plan import StepPlan
 
@@ -35,60 +36,6 @@ MIN_SHARED_CHUNKS = 2
 
 MIN_SPLIT_CHUNKS = 4
 """Chunks a piece keeps at least when a run is split: a partial of fewer costs more to merge than to compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Profiled:
-    """What a slice of a prompt leaves for retention.
-
-    sums       int32 [>= chunks of the path up to the slice's end]: row i of the chunk table has the column sums of
-               chunk i; the rows' attention is added there. No other slice of the step adds to the same
-    last_rows  so many rows at the slice's end are kept for `recovered`; 0: none
-    peaks      in place of sums over all rows, each column's `profile.column_peaks` over so many rows at the slice's end
-               is noted, where it is larger than what stands there; 0: sums
-    near       of the path's chunks up to the slice's end the last so many stand where their number says; those before
-               them are far from all rows, which is all that peaks need to know
-    """
-
-    sums: NDArray[np.int32]
-    last_rows: int = 0
-    peaks: int = 0
-    near: int = sys.maxsize
-
-
-@dataclass(slots=True)
-class RowSlice:
-    """Consecutive query rows of one sequence in this step.
-
-    start     position of the first row
-    num_rows  rows, all at consecutive positions; their keys and values are written before they attend
-    chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
-    shared    (name, chunks) of the segments the path begins with, all before `start`; equal names at the same place
-              mean the same chunks. They are read together by slices of one row that stand side by side at the
-              beginning of a step
-    filled    the open chunk that holds the slots before `start` of a chunk which this step fills, so that `chunks` has
-              the one it will be encoded into; -1 if there is none
-    profiled  what it leaves for retention; None: nothing
-    num_gone  of a slice of one row whose path retention has made smaller: chunks that `chunks` has fewer than the
-              sequence. All but the last of `chunks` then hold tokens from anywhere before the row, in the slots that
-              the table's masks say, and the last one those next to it. 0 otherwise
-    """
-
-    start: int
-    num_rows: int
-    chunks: NDArray[np.int32]
-    shared: tuple[tuple[int, int], ...] = ()
-    filled: int = -1
-    profiled: Profiled | None = None
-    num_gone: int = 0
-
-    def __post_init__(self) -> None:
-        if self.profiled is not None:
-            num_chunks = -(-(self.start + self.num_rows) // PAGE_TOKENS) - self.num_gone
-            assert len(self.profiled.sums) >= num_chunks, f"{len(self.profiled.sums)} rows of sums, {num_chunks} chunks"
-            assert 0 <= max(self.profiled.last_rows, self.profiled.peaks) <= self.num_rows, (
-                f"{self.profiled.last_rows} or {self.profiled.peaks} last rows of {self.num_rows}"
-            )
 
 
 @dataclass(frozen=True)
@@ -132,8 +79,12 @@ class AttentionPlan(StepPlan, Protocol):
 class AttentionBackend(Protocol):
     """Computes attention on pages."""
 
-    def plan(self, slices: Sequence[RowSlice]) -> AttentionPlan:
-        """The plan of one step; rows of the slices stand one after the other. Valid until the next call."""
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> AttentionPlan:
+        """The plan of one step; rows of the slices stand one after the other. Valid until the next call.
+
+        steady  the last plan was of the same slices of one row, each one position before, in the same chunks: a backend
+                may move that plan on
+        """
         ...
 
 
@@ -162,41 +113,6 @@ class Layout:
     num_partials: int
     seals: NDArray[np.int32]
     num_staged: int
-
-
-def moves_on(old: Sequence[RowSlice], new: Sequence[RowSlice]) -> bool:
-    """Whether a decode step is another one, each row one position on in the same chunks: without a window, only the
-    positions of its plan differ.
-
-    What is shared may have other names by now: the chunks are what counts.
-    """
-    if len(new) != len(old):
-        return False
-    for after, before in zip(new, old, strict=True):
-        # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
-        if (
-            after.chunks.base is not before.chunks.base
-            or after.chunks.base is None
-            or len(after.chunks) != len(before.chunks)
-            or after.start != before.start + 1
-            or after.num_rows != 1
-            or before.num_rows != 1
-            or not _adds_to_the_same(after.profiled, before.profiled)
-            or after.start % PAGE_TOKENS == 0
-        ):
-            return False
-    return True
-
-
-def _adds_to_the_same(after: Profiled | None, before: Profiled | None) -> bool:
-    if after is None or before is None:
-        return after is before
-    return (
-        after.sums is before.sums
-        and not after.last_rows
-        and not before.last_rows
-        and (after.peaks, after.near) == (before.peaks, before.near)
-    )
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
@@ -331,12 +247,6 @@ def lay_out(
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
     num_gone = np.array([piece.num_gone for piece in singles], np.int32)
-    own_chunks = (positions // PAGE_TOKENS - num_gone).tolist()
-    write_chunk = np.array([piece.chunks[at] for piece, at in zip(singles, own_chunks, strict=True)], np.int32)
-    # Rows that fill a chunk which is then encoded: they write and read it where it was.
-    filling = np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else []
-    for row in filling:
-        write_chunk[row] = sources.of(singles[row])[0]
     blocks = _single_blocks(positions, num_gone, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
@@ -347,8 +257,11 @@ def lay_out(
         piece.chunks[low : low + count]
         for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
-    for row in filling:
-        runs[row] = np.append(runs[row][:-1], write_chunk[row])
+    # Rows that fill a chunk which is then encoded: they write and read it where it was.
+    for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else ():
+        runs[row] = np.append(runs[row][:-1], sources.of(singles[row]))
+    # A row's own chunk is the last of its run.
+    write_chunk = np.concatenate((np.empty(0, np.int32), *runs))[np.cumsum(blocks[:, 3]) - 1]
     if common:
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))

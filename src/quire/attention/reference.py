@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.partial import Partial
-from quire.attention.plan import AttentionSpec, RowSlice, Sources
+from quire.attention.plan import AttentionSpec, Sources
 from quire.attention.profile import column_peaks, column_sums, recovered
+from quire.attention.rows import RowSlice
 from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
 from quire.cache.ledger import PAGE_TOKENS
@@ -68,8 +69,8 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
-    def plan(self, slices: Sequence[RowSlice]) -> ReferencePlan:
-        """See AttentionBackend."""
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> ReferencePlan:
+        """See AttentionBackend. Every plan is a new one."""
         return ReferencePlan(self.spec, slices)
 
 

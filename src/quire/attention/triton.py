@@ -22,7 +22,8 @@ from torch import Tensor
 from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
-from quire.attention.plan import AttentionSpec, RowSlice, moves_on
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.attention.triton_memory import Partials, TableMirror
 from quire.attention.triton_plan import TritonPlan, plan_offsets
 from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_of
@@ -108,14 +109,14 @@ class TritonAttention:
         """See the class."""
         return self._plan_copies + self.mirror.copies
 
-    def plan(self, slices: Sequence[RowSlice]) -> TritonPlan:
-        """See AttentionBackend. A decode step of the same sequences and chunks takes the last plan one further."""
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> TritonPlan:
+        """See AttentionBackend."""
         profiles = any(piece.profiled is not None for piece in slices)
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be old, which only a new plan looks for.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
-        if self._last is not None and self.spec.window is None and moves_on(self._last.slices, slices):
-            self._last.advance(slices)
+        if steady and self._last is not None and self.spec.window is None:
+            self._last.advance()
             return self._last
         batch_size, common = None, self.launches[1]
         if all(piece.num_rows == 1 for piece in slices):

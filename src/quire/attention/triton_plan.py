@@ -19,7 +19,8 @@ from quire.attention.kernels.encoded import attend_encoded
 from quire.attention.kernels.launch import Launch
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout
 from quire.attention.kernels.write import write
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
+from quire.attention.rows import RowSlice
 from quire.attention.triton_profile import StepProfile, page_sizes
 from quire.cache.ledger import PAGE_TOKENS
 
@@ -143,10 +144,9 @@ class TritonPlan:
         with contextlib.nullcontext() if self.profile is None else self.profile.held():
             yield
 
-    def advance(self, slices: Sequence[RowSlice]) -> None:
-        """Makes it the plan of the slices, which are its own one position on."""
+    def advance(self) -> None:
+        """Makes it the plan of its slices one position on."""
         self.positions[: self.num_rows] += 1
-        self.slices = slices
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""

@@ -21,8 +21,9 @@ from torch import Tensor
 from quire.attention.encoded import EncodedTables
 from quire.attention.kernels.launch import Launch, profile_launch, single_profile_launch
 from quire.attention.kernels.profile import keep_keys, place_queries, recover, sum_columns, sum_single_columns
-from quire.attention.plan import AttentionSpec, RowSlice
+from quire.attention.plan import AttentionSpec
 from quire.attention.profile import FAR_TOKENS
+from quire.attention.rows import RowSlice
 from quire.attention.triton_memory import TableMirror
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.cache.table import ChunkTable

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.arrays import Floats
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
 from quire.cache.explain import explain
@@ -91,14 +90,12 @@ class CacheManager:
         """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
         wait.
         """
-        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        state = holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree
-        if state == self._refused:
+        if self.refuses(holder):
             return None
         while not self._has_room_for(holder):
             # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
             if self.room.live or self.pins is None or (given_up := self.pins.end_oldest()) is None:
-                self._refused = state
+                self._refused = self._state(holder)
                 return None
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
@@ -113,6 +110,15 @@ class CacheManager:
         self._match(holder)
         self.statistics.note_peak()
         return Admission(holder.path.num_tokens)
+
+    def refuses(self, holder: Holder) -> bool:
+        """Whether a sequence was refused last, and nothing has changed since."""
+        return self._refused is not None and self._refused == self._state(holder)
+
+    def _state(self, holder: Holder) -> object:
+        """Everything on which it depends whether a sequence is admitted."""
+        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
+        return holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Looks without taking: who waits is no sharer, and has no hits."""
@@ -241,11 +247,6 @@ class CacheManager:
             self.eviction.evict_for(lambda: attached)
             self.retention.attach(holder)
         self._settle(holder)
-
-    def sums_of(self, holder: Holder) -> Floats:
-        """The attention that each token of a prompt has had from all its rows, float32 [L, H, n]."""
-        assert self.retainer is not None
-        return self.retainer.sums_of(holder.path, holder.num_prompt)
 
     def looks(self, holder: Holder, num_last: int) -> Profiling | None:
         """See Retainer.profiling; None without retention."""

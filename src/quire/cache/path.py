@@ -23,7 +23,8 @@ class Path:
     tip          the last segment of the tree on the path, locked with all before it; None while it is in no tree
     heads        bool [L, H] by segment: of which heads retention has left it pages; empty before
     num_shared   leading chunks that belong to the tree
-    num_tokens   tokens whose keys and values are stored
+    num_tokens   tokens whose keys and values are stored; while a scheduler looks at a sequence only when a chunk ends,
+                 those at its last look
     num_sealed   leading chunks that are sealed; num_sealed * 64 <= num_tokens
     num_stored   leading chunks that have, or get in this step, the codec of sealed ones; where that is the codec of
                  open ones too, all

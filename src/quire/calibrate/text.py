@@ -49,7 +49,9 @@ def write(
     Each begins with bos, or a random token where the model has none, and goes on past ends of text.
     """
     draw = random.Random(seed)
-    ordinary = sorted(set(range(min(tokenizer.vocab_size, engine.model.shape.vocab_size))) - tokenizer.special_ids)
+    ordinary = sorted(
+        set(range(min(tokenizer.vocab_size, engine.runner.model.shape.vocab_size))) - tokenizer.special_ids
+    )
     windows: dict[str, list[int]] = {}
     for index in range(num_windows):
         first = draw.choice(ordinary) if tokenizer.bos_id is None else tokenizer.bos_id

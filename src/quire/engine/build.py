@@ -31,8 +31,9 @@ from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration
-from quire.engine.engine import Decode, Engine
+from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
+from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
 from quire.engine.sizes import Capacity, Sizes, page_counts, sizes
@@ -322,28 +323,31 @@ def assemble(
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None
     attention = _attention(config, spec)
-    return Engine(
+    manager = CacheManager(
+        table,
+        PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None,
+        config.cache.lifetime,
+        retention,
+    )
+    scheduler = Scheduler(
+        manager, config.scheduler.token_budget, config.scheduler.max_running, config.scheduler.max_queue
+    )
+    runner = LocalRunner(
         model,
-        tokenizer,
         attention,
-        Scheduler(
-            CacheManager(
-                table,
-                PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None,
-                config.cache.lifetime,
-                retention,
-            ),
-            config.scheduler.token_budget,
-            config.scheduler.max_running,
-            config.scheduler.max_queue,
-        ),
         Sampler(shape.vocab_size, device, eos),
+        device,
+        decode=_decode(model, attention, device),
+        decide=None if manager.retainer is None else manager.retainer.choose,
+        padded_rows=_padded_rows(config),
+    )
+    return Engine(
+        runner,
+        tokenizer,
+        scheduler,
         max_context=fits.max_context,
         eos_token_ids=eos,
-        device=device,
         namespace=namespace_of(config, shape, model_id, calibration),
-        decode=_decode(model, attention, device),
-        padded_rows=_padded_rows(config),
         context_limit=_context_limit(fits, shape),
     )
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from quire.engine.engine import LOGIT_ROWS, Engine
+from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
-from quire.engine.request import Sequence as Running
+from quire.engine.runner import LOGIT_ROWS
 from quire.models.plan import Model
 
 
@@ -23,14 +23,14 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
     rows = len(tokens) - 1
     collected = torch.empty(0)
 
-    def collect(sequence: Running, start: int, hidden: torch.Tensor) -> None:
+    def collect(sequence_id: int, start: int, hidden: torch.Tensor) -> None:
         nonlocal collected
         if not len(collected):
             collected = hidden.new_empty(rows, hidden.shape[1])
         collected[start : start + len(hidden)] = hidden
 
-    assert engine.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
-    engine.observer = collect
+    assert engine.runner.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
+    engine.runner.observer = collect
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     try:
         request = engine.add("window", None, list(tokens[:-1]), params)
@@ -42,7 +42,7 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
         num_bytes = int(engine.stats()["cache"]["bytes_used"])
     finally:
         engine.abort("window")
-        engine.observer = None
+        engine.runner.observer = None
     return collected, num_bytes
 
 

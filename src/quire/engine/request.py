@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.namespace import Namespace
 from quire.cache.path import Path
 from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.step import Guide, Slice
 
 NOBODY = Namespace()
 NO_HINTS = CacheHints()
@@ -23,20 +27,26 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One of the n answers of a request.
 
     computed (path.num_tokens) <= len(token_ids): what lies between is prefilled; the last token is computed when the
-    next one is wanted.
+    next one is wanted. Where steps were skipped (`Scheduler.advance`) both may be behind until `Calendar.settle`.
 
-    token_ids   prompt, then generated tokens: one growing list
-    max_tokens  generated tokens at which it ends by length
-    order       when it was queued; the largest is the youngest
-    high_water  most tokens ever computed; below it, after a preemption, they are computed again
+    token_ids      prompt, then generated tokens: one growing list
+    max_tokens     generated tokens at which it ends by length
+    seed           of its random numbers
+    guide          proposes its next tokens; None: nobody does
+    sequence_id    when it was queued; the largest is the youngest
+    admitted       when it was admitted last, among all admissions
+    high_water     most tokens ever computed; below it, after a preemption, they are computed again
+    lead           tokens computed less the calendar's clock, while it is there
+    slice          its row in steps while it decodes one token after another; None before
+    is_begun       whether a step had it
     kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
-    num_prompt  tokens of the prompt
-    keys        the names of its chunks
+    num_prompt     tokens of the prompt
+    keys           the names of its chunks
     """
 
     request: Request
@@ -44,12 +54,18 @@ class Sequence:
     token_ids: list[int]
     max_tokens: int
     namespace: Namespace = NOBODY
-    order: int = 0
+    seed: int = 0
+    guide: Guide | None = None
+    sequence_id: int = 0
+    admitted: int = 0
     path: Path = field(default_factory=Path)
     state: State = State.WAITING
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     high_water: int = 0
+    lead: int = 0
+    slice: Slice | None = None
+    is_begun: bool = False
     kept_fraction: float | None = None
     num_prompt: int = field(init=False)
     keys: ChunkKeys = field(init=False)

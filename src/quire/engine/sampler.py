@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.engine.candidates import BLOCK_ROWS, Floats, Ints, at_least, best_ids, falling, lane_maxima, num_above
@@ -42,12 +43,23 @@ class SampleRow:
     output_ids: list[int]
     seed: int
     """Any integer; sequence i of a request takes `sequence_seed(seed, i)`."""
+    allowed: NDArray[np.uint32] | None = None
+    """The tokens that may be chosen, a bit each (`Slice.allowed`); None: all."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def step(self) -> int:
         """Which token of its sequence the row asks for, from 0."""
         return len(self.output_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its token is that of the largest logit."""
+        return self.params.greedy and not self.params.needs_logits_processing and self.allowed is None
+
+    def after(self, drafts: Sequence[int], allowed: NDArray[np.uint32] | None) -> SampleRow:
+        """The row of the token after some more."""
+        return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed, allowed)
 
 
 @dataclass(slots=True)
@@ -97,10 +109,10 @@ class Sampler:
         logits  float32 [n, V >= vocab_size]
         rows    n of them
 
-        Effects apply in this order: logit_bias; repetition, frequency and presence penalties; min_tokens; temperature;
-        min_p; top_k; top_p (the token that crosses p stays); one uniform number per (seed, step) through the inverse of
-        the distribution function, tokens in order of falling probability, equal ones by id. Log-probabilities are those
-        of the logits before all of it.
+        Effects apply in this order: logit_bias; repetition, frequency and presence penalties; min_tokens; allowed;
+        temperature; min_p; top_k; top_p (the token that crosses p stays); one uniform number per (seed, step) through
+        the inverse of the distribution function, tokens in order of falling probability, equal ones by id.
+        Log-probabilities are those of the logits before all of it.
 
         Differs from vLLM: where the k-th logit has equals, top_k keeps the lower ids, exactly k in all.
         """
@@ -108,7 +120,7 @@ class Sampler:
         assert logits.dim() == 2 and len(logits) == len(rows), f"logits {tuple(logits.shape)} for {len(rows)} rows"
         assert logits.shape[1] >= self.vocab_size, f"{logits.shape[1]} logits per row, vocabulary of {self.vocab_size}"
         logits = logits[:, : self.vocab_size]
-        plain = [row.params.greedy and not row.params.needs_logits_processing for row in rows]
+        plain = [row.is_plain for row in rows]
         if any(plain):
             chosen = best_ids(logits).cpu()
             others = [index for index, is_plain in enumerate(plain) if not is_plain]
@@ -162,7 +174,7 @@ class Sampler:
         return chosen
 
     def _process(self, scores: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Bias, penalties and min_tokens, in place: per effect one scatter over the affected tokens of all rows."""
+        """Bias, penalties, min_tokens and allowed, in place: one scatter of each effect for all rows, but the last."""
         flat = scores.view(-1)
         biased = [(i, *self._bias(row)) for i, row in enumerate(rows) if row.params.logit_bias]
         if biased:
@@ -178,6 +190,10 @@ class Sampler:
         forbidden = [(i, self._ending_ids(row)) for i, row in enumerate(rows) if row.step < row.params.min_tokens]
         if forbidden:
             flat[self._flat_indices(forbidden)] = -math.inf
+        for scored, row in zip(scores, rows, strict=True):
+            if row.allowed is not None:
+                bits = np.unpackbits(row.allowed.astype("<u4").view(np.uint8), count=self.vocab_size, bitorder="little")
+                scored.masked_fill_(torch.from_numpy(bits == 0).to(scored.device), -math.inf)
 
     def _flat_indices(self, ids_of_rows: Sequence[tuple[int, Ints]]) -> Tensor:
         for _, ids in ids_of_rows:

@@ -1,65 +1,74 @@
-"""The scheduler: which rows run next. No torch and no clock of its own; the simulator drives this very class.
+"""The scheduler: which rows run next. No torch and no clock of its own; a simulator drives this very class.
 
 waiting --admit--> running --commit--> finished
    ^                  |
    +---- preempt -----+          youngest first; what it generated is replayed when it is admitted again
+
+A running sequence is either active, so that each step looks at it, or in the calendar until something happens to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.attention.rows import Profiled
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import Decided
+from quire.engine.calendar import Calendar, imagined_tokens
+from quire.engine.outputs import Logprob
 from quire.engine.request import Sequence, State
+from quire.engine.retention_report import summary_of
+from quire.engine.step import NO_TOKEN, Begun, Proposal, Result, Slice, Step
 from quire.errors import ConfigError, QueueFullError
 
 log = logging.getLogger("quire")
 
-
-@dataclass(slots=True, eq=False)
-class Slice:
-    """Rows of one sequence in a step: tokens [start, start + count). `samples` if its last row yields a token.
-
-    last_rows  rows at its end over which retention is decided once they are computed; 0 if it is not yet, or was
-    shared     see PrefixTree.shared
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-    last_rows: int = 0
-    shared: tuple[tuple[int, int], ...] = ()
+_by_admission = operator.attrgetter("admitted")
 
 
-_by_shared = operator.attrgetter("shared")
+def _shared(row: tuple[Sequence, Slice]) -> tuple[tuple[int, int], ...]:
+    return row[1].shared
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's work, decode rows first. Valid until commit."""
-
-    slices: list[Slice]
-
-
-_NOTHING_DECIDED: Mapping[Sequence, Decided] = MappingProxyType({})
+Logprobs = dict[int, Logprob] | None
 
 
 class Sampled(NamedTuple):
-    """A sequence that got a token in this step, and whether its length ends it."""
+    """A token that a sequence got in this step, whether its length ends it with this one, and log-probabilities."""
 
     sequence: Sequence
     token_id: int
     finished_by_length: bool
+    logprobs: Logprobs
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a step does beside the rows of the calendar: slices of active sequences, of one row and of several."""
+
+    single: list[tuple[Sequence, Slice]] = field(default_factory=list)
+    tall: list[tuple[Sequence, Slice]] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, slices: SequenceOf[Slice]) -> None:
+        """More slices of a sequence."""
+        for piece in slices:
+            (self.single if piece.num_rows == 1 else self.tall).append((sequence, piece))
+
+    def drop_preempted(self) -> None:
+        """A sequence may be preempted after its slice was made: its pages are gone."""
+        for found in (self.single, self.tall):
+            found[:] = [pair for pair in found if pair[0].state is State.RUNNING]
 
 
 @dataclass
@@ -102,7 +111,18 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    _next_order: int = 0
+    calendar: Calendar = field(default_factory=Calendar)
+    _active: dict[Sequence, None] = field(default_factory=dict)
+    _queued: int = 0
+    _admitted: int = 0
+    _ended: list[int] = field(default_factory=list)
+    _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
+    # Of the last step: whose slices it had, and what a steady step after it goes on from.
+    _sequences: list[Sequence] = field(default_factory=list)
+    _slices: list[Slice] = field(default_factory=list)
+    _positions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    _sampled: list[int] = field(default_factory=list)
+    _is_changed: bool = True
 
     def __post_init__(self) -> None:
         check_budget(self.token_budget, self.max_running)
@@ -115,174 +135,266 @@ class Scheduler:
                 retry_after=1.0,
             )
         for sequence in sequences:
-            sequence.order = self._next_order
-            self._next_order += 1
+            sequence.sequence_id = self._queued
+            self._queued += 1
         self.waiting.extend(sequences)
 
     def has_room(self, count: int) -> bool:
-        """Whether so many more sequences may be queued."""
+        """Whether `count` more sequences may be queued."""
         return len(self.waiting) + count <= self.max_queue
 
-    def next_batch(self) -> Batch | None:
-        """The rows of the next step, with their cache slots taken; None if there is nothing to do. May preempt; admits
-        what fits.
-        """
-        slices: list[Slice] = []
-        underway: set[bytes] = set()
-        budget = self.token_budget
-        num_preempted = self.counters.preemptions
-        retains = self.manager.retainer is not None
-        prefilling: list[Sequence] = []
-        for sequence in list(self.running):
-            path = sequence.path
-            start, count = path.num_tokens, 1
-            if sequence.state is not State.RUNNING or sequence.awaits_scores:
-                continue
-            if path.is_decided or (retains and len(sequence.token_ids) == start + 1):
-                count = self._slice_rows(sequence, budget)
-            elif len(sequence.token_ids) != start + 1:
-                prefilling.append(sequence)
-                continue
-            # Most rows go where there is room already.
-            if count and (start + count <= path.free_until or self._make_room(sequence, start + count)):
-                last_rows = self.manager.last_rows(sequence, start + count) if retains else 0
-                slices.append(Slice(sequence, start, count, start + count == len(sequence.token_ids), last_rows))
-                budget -= count
-        for sequence in prefilling:
-            if sequence.state is not State.RUNNING or not self._ready(sequence, underway):
-                continue
-            count = self._slice_rows(sequence, budget)
-            if count and self._make_room(sequence, sequence.num_computed + count):
-                slices.append(self._slice(sequence, count))
-                budget -= count
-        # A preempted sequence would be admitted straight away into the room that its own pages left.
-        while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
-            sequence = self.waiting[0]
-            if budget < min(PAGE_TOKENS, sequence.num_pending):
-                break
-            admission = self.manager.admit(sequence)
-            if admission is None:
-                break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.state = State.RUNNING
-            self._count_found(sequence, admission.cached_tokens)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug(
-                    "request %s: %d of %d tokens found in the cache: %s",
-                    sequence.name,
-                    admission.cached_tokens,
-                    len(sequence.token_ids),
-                    self.manager.explain(sequence),
-                )
-            if sequence.awaits_scores or not self._ready(sequence, underway):
-                continue
-            count = self._slice_rows(sequence, budget)
-            if count and self._make_room(sequence, sequence.num_computed + count):
-                slices.append(self._slice(sequence, count))
-                budget -= count
-        # A sequence may have been preempted after its slice was made: its pages are gone.
-        if self.counters.preemptions != num_preempted:
-            slices = [piece for piece in slices if piece.sequence.state is State.RUNNING]
-        decoding = [piece for piece in slices if piece.count == 1]
-        if self.manager.tree is not None:
-            # Whoever shares stands side by side, so that attention reads what they share once for all of them.
-            for piece in slices:
-                piece.shared = self.manager.shared(piece.sequence)
-            decoding.sort(key=_by_shared)
-        slices = decoding + [piece for piece in slices if piece.count > 1]
-        return Batch(slices) if slices else None
+    def next_step(self) -> Step | None:
+        """The next step, with its cache slots taken; None if there is nothing to do. May preempt; admits what fits."""
+        work = self._decide()
+        return self._compose(work) if self.calendar or work.single or work.tall else None
 
-    def commit(
-        self, batch: Batch, token_ids: SequenceOf[int], decided: Mapping[Sequence, Decided] = _NOTHING_DECIDED
-    ) -> list[Sampled]:
-        """Takes the tokens of the slices that sample, in order; seals chunks; ends what reached its length. Aborted
-        sequences are passed over.
-
-        decided  what sequences whose prompts are computed now keep of them
+    def commit(self, step: Step, result: Result) -> list[Sampled]:
+        """Takes the tokens of the slices that sample; seals chunks; takes refused drafts back; ends what reached its
+        length. Sequences that ended since the step was made are passed over.
         """
-        self.counters.steps += 1
         sampled: list[Sampled] = []
-        tokens, decoded = iter(token_ids), 0
-        for piece in batch.slices:
-            token_id = next(tokens) if piece.samples else None
-            sequence = piece.sequence
-            if sequence.state is not State.RUNNING:
-                continue
-            end, path = piece.start + piece.count, sequence.path
-            generated = len(sequence.token_ids) - sequence.num_prompt
-            if generated and piece.count == 1 and end > sequence.high_water:
-                sequence.high_water, decoded = end, decoded + 1
-            else:
-                self._count(sequence, end, piece.count)
-            if end < path.next_seal:
-                path.num_tokens = end
-            else:
-                self.manager.commit(sequence, end)
-            if token_id is not None and not generated:
-                self._pin(sequence)
-            if decided and sequence in decided:
-                sequence.kept_fraction = decided[sequence].kept_fraction
-                self.manager.retain(sequence, decided[sequence])
-            if token_id is not None:
+        active: list[tuple[Sequence, Slice, int, Logprobs, Decided | None]] = []
+        quiet, tokens = self.calendar.members, iter(result.token_ids)
+        logprobs = iter(result.logprobs) if result.logprobs else itertools.repeat(None)
+        for index, sequence in enumerate(self._sequences):
+            if sequence in quiet:
+                token_id = next(tokens)
                 sequence.token_ids.append(token_id)
-                ended = generated + 1 >= sequence.max_tokens
-                sampled.append(Sampled(sequence, token_id, ended))
-                if ended:
-                    self.finish(sequence)
-        self.counters.decode_tokens += decoded
+                sampled.append(Sampled(sequence, token_id, False, next(logprobs)))
+                continue
+            piece = step.slices[index]
+            token_id, beside = (next(tokens), next(logprobs)) if piece.samples else (NO_TOKEN, None)
+            if sequence.state is State.RUNNING:
+                active.append((sequence, piece, token_id, beside, result.decided.get(index)))
+        self._pass_steps(1)
+        self._sampled = result.token_ids
+        # In the order of admission, as `advance` does: of two that fill equal chunks at once, the first one's stay.
+        active.sort(key=lambda each: each[0].admitted)
+        for sequence, group in itertools.groupby(active, key=operator.itemgetter(0)):
+            rows = list(group)
+            accepted = [(token_id, beside) for _, _, token_id, beside, _ in rows if token_id != NO_TOKEN]
+            first, decided = rows[0][1], rows[0][4]
+            count = first.num_rows if len(rows) == 1 else len(accepted)
+            sampled += self._commit(sequence, first.start + count, count, accepted, decided)
         return sampled
+
+    def advance(self, steps: int = 1, decide: Callable[[Sequence], Decided] | None = None) -> int:
+        """Takes steps without a runner, with imagined tokens: at most `steps` in which the whole batch decodes, up to
+        the next one in which anything is admitted, computed of a prompt, ended or preempted; or one of these. Returns
+        how many; 0 if there is nothing to do.
+
+        Every decision is that of `next_step` and `commit`.
+
+        decide  what retention keeps of a prompt; needed where there is retention
+        """
+        steps = self._advance(steps, decide)
+        self._is_changed = True
+        for sequence in self._joined:
+            sequence.slice = None
+        self._joined.clear()
+        return steps
+
+    def _advance(self, steps: int, decide: Callable[[Sequence], Decided] | None) -> int:
+        num_running, done = len(self.running), 0
+        while done < steps and len(self.running) == num_running:
+            passed = self._skip(steps - done)
+            if not passed:
+                break
+            done += passed
+        if done:
+            return done
+        work = self._decide()
+        if not (self.calendar or work.single or work.tall):
+            return 0
+        self._pass_steps(1)
+        for sequence, piece in sorted(work.single + work.tall, key=lambda each: each[0].admitted):
+            if piece.draft != NO_TOKEN:
+                continue
+            end, decided = piece.start + piece.num_rows, None
+            if piece.decides:
+                assert decide is not None, "nobody says what retention keeps"
+                decided = decide(sequence)
+            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(piece.samples))]
+            self._commit(sequence, end, piece.num_rows, tokens, decided)
+        return 1
+
+    def sequence_of(self, index: int) -> Sequence:
+        """Whose rows a slice of the last step has."""
+        return self._sequences[index]
+
+    @property
+    def begun(self) -> set[int]:
+        """The ids of sequences that a runner has to know of, when it has run the last step."""
+        live = {each.sequence_id for each in (*self.running, *self.waiting) if each.is_begun}
+        return live | {*self._ended}
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it stands and frees what it holds; ending it twice does nothing."""
         if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-            self.manager.release(sequence)
+            self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+        if sequence.is_begun and sequence.state is not State.FINISHED:
+            self._ended.append(sequence.sequence_id)
         sequence.state = State.FINISHED
 
-    def eventless_steps(self) -> int:
-        """For how many steps from now the batch stays as it is: nothing is admitted, ends, prefills or needs a new
-        chunk.
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages; it waits, before all others, to be computed again. So do those that wait
+        for its log-probabilities: what they hold may be what it lacks.
         """
-        if not self.running or any(sequence.num_pending != 1 for sequence in self.running):
-            return 0
-        if self.waiting and len(self.running) < self.max_running:
-            return 0
-        return min(
-            min(
-                sequence.max_tokens - sequence.num_generated - 1,
-                max(0, sequence.path.free_until - sequence.num_computed),
-            )
-            for sequence in self.running
-        )
-
-    def advance(self, steps: int) -> None:
-        """Commits `steps` decode steps of the whole batch at once, with token 0 as every token: what the simulator
-        skips through.
-
-        Raises ValueError if an event lies within them (see `eventless_steps`).
-        """
-        if steps > self.eventless_steps():
-            raise ValueError(f"{steps} steps hold an event: only {self.eventless_steps()} are free of one")
-        self.counters.steps += steps
-        self.counters.decode_tokens += steps * len(self.running)
-        # In the order of a batch: of two that fill equal chunks at once, the first one's stay.
-        for sequence in sorted(self.running, key=self.manager.shared):
-            sequence.token_ids.extend([0] * steps)
-            self.manager.commit(sequence, sequence.num_computed + steps)
-            sequence.high_water = sequence.num_computed
+        if sequence.num_generated == 0:
+            for other in sequence.request.sequences[::-1]:
+                if other is not sequence and other.awaits_scores and other.state is State.RUNNING:
+                    self._preempt(other)
+        self._preempt(sequence)
 
     def check(self) -> None:
-        """Proves the invariant, and the manager's."""
+        """Proves the invariant, and the manager's. What the calendar's sequences have computed is written down."""
+        for sequence in self.calendar:
+            self.calendar.settle(sequence)
         assert all(sequence.state is State.RUNNING for sequence in self.running), (
             "a sequence that does not run is in the batch"
         )
         assert all(sequence.state is State.WAITING for sequence in self.waiting), (
             "a sequence that does not wait is queued"
         )
+        assert {*self._active, *self.calendar} == {*self.running} and not {*self._active} & {*self.calendar}, (
+            "a running sequence is neither active nor in the calendar, or both"
+        )
         self.manager.check()
+
+    # ---- what a step does ------------------------------------------------------------------------------------------
+
+    def _decide(self) -> _Work:
+        """Makes room for the rows of active sequences, and admits. Changes everything that a step changes but what is
+        computed.
+        """
+        self._active.update(dict.fromkeys(self.calendar.due()))
+        work = _Work()
+        underway: set[bytes] = set()
+        num_preempted, num_rows = self.counters.preemptions, 0
+        prompts: list[Sequence] = []
+        for sequence in sorted(self._active, key=_by_admission):
+            if sequence.state is not State.RUNNING or sequence.awaits_scores:
+                continue
+            if not self._decodes(sequence):
+                prompts.append(sequence)
+                continue
+            start = sequence.path.num_tokens
+            count = min(self._slice_rows(sequence, self._left(num_rows)), 1)
+            if count and self._make_room(sequence, start + 1):
+                slices = self._row_and_drafts(sequence, self._left(num_rows))
+                work.add(sequence, slices)
+                num_rows += len(slices)
+        for sequence in prompts:
+            if sequence.state is State.RUNNING and self._ready(sequence, underway):
+                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+        # A preempted sequence would be admitted straight away into the room that its own pages left.
+        while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
+            sequence = self.waiting[0]
+            if self._left(num_rows) < min(PAGE_TOKENS, sequence.num_pending):
+                break
+            if not self._admit(sequence):
+                break
+            if not sequence.awaits_scores and self._ready(sequence, underway):
+                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+        if self.counters.preemptions != num_preempted:
+            work.drop_preempted()
+        return work
+
+    def _left(self, num_rows: int) -> int:
+        """Rows that a step with `num_rows` of active sequences has left."""
+        return self.token_budget - len(self.calendar) - num_rows
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Whether its next row stands first in a step: that of a new token, or of one that is replayed."""
+        if self.manager.retainer is not None:
+            return sequence.path.is_decided or sequence.num_pending == 1
+        return sequence.num_pending == 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Admits the first sequence that waits, if there is room."""
+        admission = self.manager.admit(sequence)
+        if admission is None:
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        self._active[sequence] = None
+        self._admitted += 1
+        sequence.admitted = self._admitted
+        sequence.state = State.RUNNING
+        self._count_found(sequence, admission.cached_tokens)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s: %d of %d tokens found in the cache: %s",
+                sequence.name,
+                admission.cached_tokens,
+                len(sequence.token_ids),
+                self.manager.explain(sequence),
+            )
+        return True
+
+    def _add_prompt(self, work: _Work, sequence: Sequence, budget: int) -> int:
+        """Adds the next slice of a prompt, in `budget` rows at most; returns its rows."""
+        count = self._slice_rows(sequence, budget)
+        if not count or not self._make_room(sequence, sequence.num_computed + count):
+            return 0
+        piece = self._slice(sequence, sequence.num_computed, count)
+        if sequence.guide is not None and piece.samples:
+            _, allowed = self._proposed(sequence, 0)
+            piece.allowed = allowed[0]
+        work.add(sequence, [piece])
+        return count
+
+    def _row_and_drafts(self, sequence: Sequence, budget: int) -> list[Slice]:
+        """The next row of a sequence that decodes, and rows of the drafts that its guide proposes."""
+        row = self._row(sequence)
+        if sequence.guide is None or not row.samples:
+            return [row]
+        self._is_changed = True
+        # The row that fills a chunk is no draft's, for the chunk is sealed. Nor is one whose looks are summed up.
+        left = sequence.max_tokens - sequence.num_generated - 1
+        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget - 1)) if row.profiled is None else 0
+        drafts, allowed = self._proposed(sequence, most)
+        slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
+        for piece, tokens in zip(slices, allowed, strict=True):
+            piece.allowed = tokens
+        return slices
+
+    def _proposed(self, sequence: Sequence, most: int) -> Proposal:
+        """What the guide of a sequence proposes, in `most` drafts at most; a set of tokens, or None, for each row."""
+        assert sequence.guide is not None
+        drafts, allowed = sequence.guide.propose(sequence.token_ids, most)
+        assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
+        assert len(allowed) in (0, len(drafts) + 1), f"{len(allowed)} sets of tokens after {len(drafts)} drafts"
+        return Proposal(drafts, allowed or [None] * (len(drafts) + 1))
+
+    def _row(self, sequence: Sequence) -> Slice:
+        """The next row of a sequence that decodes: the last one's object, if it moves on in the same chunks."""
+        row, last = self._slice(sequence, sequence.path.num_tokens, 1), sequence.slice
+        if last is not None and last.goes_on_as(row):
+            last.start = row.start
+            return last
+        self._is_changed = True
+        sequence.slice = row
+        return row
+
+    def _slice(self, sequence: Sequence, start: int, count: int) -> Slice:
+        path, end = sequence.path, start + count
+        last_rows = self.manager.last_rows(sequence, end)
+        looks = self.manager.looks(sequence, last_rows)
+        return Slice(
+            start,
+            count,
+            path.chunks,
+            filled=path.filled,
+            profiled=None if looks is None else Profiled(path.sums, *looks),
+            num_gone=path.num_dropped,
+            sequence_id=sequence.sequence_id,
+            samples=end == len(sequence.token_ids),
+            decides=last_rows > 0,
+            scores=sequence.wants_prompt_logprobs,
+        )
 
     def _ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
         """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
@@ -312,10 +424,147 @@ class Scheduler:
         end = min(end, self.manager.undivided(sequence))
         return max(0, min(end, (start + budget) // PAGE_TOKENS * PAGE_TOKENS) - start)
 
-    def _slice(self, sequence: Sequence, count: int) -> Slice:
-        end = sequence.num_computed + count
-        last_rows = self.manager.last_rows(sequence, end)
-        return Slice(sequence, sequence.num_computed, count, count == sequence.num_pending, last_rows)
+    # ---- the step as data ------------------------------------------------------------------------------------------
+
+    def _compose(self, work: _Work) -> Step:
+        """The step of all rows, those of the calendar among them."""
+        new = [sequence for sequence, _ in work.single + work.tall if not sequence.is_begun]
+        begun = [self._begin(sequence) for sequence in new]
+        ended, self._ended = self._ended, []
+        for sequence in self._joined:
+            if sequence in self.calendar:
+                self._row(sequence)
+        self._joined.clear()
+        quiet = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar]
+        if not (self._is_changed or work.tall or len(quiet) + len(work.single) != len(self._slices)):
+            self._positions = self._positions + 1
+            tokens = np.array(self._sampled, np.int64)
+            return Step(self._slices, tokens, self._positions, begun, ended, steady=True)
+        rows = quiet + work.single
+        if self.manager.tree is not None:
+            # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+            for sequence, piece in rows:
+                piece.shared = self.manager.shared(sequence)
+            rows.sort(key=_shared)
+        rows += work.tall
+        self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
+        ids: list[int] = []
+        positions: list[int] = []
+        for sequence, piece in rows:
+            start = piece.start
+            if piece.draft != NO_TOKEN:
+                ids.append(piece.draft)
+                positions.append(start)
+            elif piece.num_rows == 1:
+                ids.append(sequence.token_ids[start])
+                positions.append(start)
+            else:
+                ids.extend(sequence.token_ids[start : start + piece.num_rows])
+                positions.extend(range(start, start + piece.num_rows))
+        self._positions = np.array(positions, np.int64)
+        # A step goes on from one of which every row has yielded a token.
+        self._is_changed = bool(work.tall) or not all(
+            piece.samples and piece.draft == NO_TOKEN for _, piece in work.single
+        )
+        return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
+
+    def _quiet_row(self, sequence: Sequence) -> Slice:
+        """The next row of a sequence of the calendar."""
+        row = sequence.slice
+        if row is None:
+            self.calendar.settle(sequence)
+            row = self._row(sequence)
+        row.start = sequence.lead + self.calendar.clock
+        return row
+
+    def _begin(self, sequence: Sequence) -> Begun:
+        sequence.is_begun = True
+        request = sequence.request
+        return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed)
+
+    # ---- what a step has computed ----------------------------------------------------------------------------------
+
+    def _pass_steps(self, count: int) -> None:
+        """The sequences of the calendar have taken so many steps."""
+        self.counters.steps += count
+        self.counters.decode_tokens += count * len(self.calendar)
+        self.calendar.clock += count
+
+    def _commit(
+        self,
+        sequence: Sequence,
+        end: int,
+        count: int,
+        tokens: Iterable[tuple[int, Logprobs]],
+        decided: Decided | None = None,
+    ) -> list[Sampled]:
+        """Of an active sequence the tokens before `end` are computed, the last `count` of them in this step; these are
+        sampled.
+        """
+        generated, path = sequence.num_generated, sequence.path
+        self._count(sequence, end, count)
+        if end < path.next_seal:
+            path.num_tokens = end
+        else:
+            self.manager.commit(sequence, end)
+        sampled = []
+        for token_id, logprobs in tokens:
+            if not generated:
+                self._pin(sequence)
+            sequence.token_ids.append(token_id)
+            generated += 1
+            sampled.append(Sampled(sequence, token_id, generated >= sequence.max_tokens, logprobs))
+        if decided is not None:
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("request %s: %s", sequence.name, summary_of(decided))
+            sequence.kept_fraction = decided.kept_fraction
+            self.manager.retain(sequence, decided)
+        if sampled and sampled[-1].finished_by_length:
+            self.finish(sequence)
+        else:
+            self._rest(sequence)
+        return sampled
+
+    def _rest(self, sequence: Sequence) -> None:
+        """Puts an active sequence into the calendar if nothing but a token happens to it in the next step."""
+        path = sequence.path
+        is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
+        if not is_decoding or sequence.guide is not None:
+            return
+        most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
+        if most > 0:
+            self._joined.append(sequence)
+            del self._active[sequence]
+            self.calendar.join(sequence, most)
+
+    def _skip(self, limit: int) -> int:
+        """Takes decode steps of the whole batch: all at once in which nothing else happens, or one. Returns how many; 0
+        if the next step is of another kind.
+        """
+        if self.waiting and len(self.running) < self.max_running and not self.manager.refuses(self.waiting[0]):
+            return 0
+        if not self._active and self.calendar:
+            count = min(limit, self.calendar.quiet_steps)
+            if count:
+                self._pass_steps(count)
+                return count
+        self._active.update(dict.fromkeys(self.calendar.due()))
+        active = sorted(self._active, key=_by_admission)
+        for sequence in active:
+            is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
+            if (
+                not is_decoding
+                or sequence.guide is not None
+                or not self.manager.extend(sequence, sequence.num_computed + 1)
+            ):
+                return 0
+        if not active:
+            return 0
+        self._pass_steps(1)
+        for sequence in active:
+            end = sequence.num_computed + 1
+            self._commit(sequence, end, 1, [(token_id, None) for token_id in imagined_tokens(sequence, end, 1)])
+        return 1
 
     def _count(self, sequence: Sequence, end: int, count: int) -> None:
         new = end - sequence.high_water
@@ -358,26 +607,23 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
         while not self.manager.extend(sequence, num_tokens):
-            youngest = max(self.running, key=lambda running: running.order)
+            youngest = max(self.running, key=lambda running: running.sequence_id)
             self.preempt(youngest)
             if youngest is sequence:
                 return False
         return True
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it waits, before all others, to be computed again. So do those that wait
-        for its log-probabilities: what they hold may be what it lacks.
-        """
-        if sequence.num_generated == 0:
-            for other in sequence.request.sequences[::-1]:
-                if other is not sequence and other.awaits_scores and other.state is State.RUNNING:
-                    self._preempt(other)
-        self._preempt(sequence)
-
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.manager.release(sequence)
+        self._leave(sequence)
         sequence.state = State.WAITING
         sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
         self.counters.preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A running sequence gives back what it holds."""
+        self.calendar.leave(sequence)
+        self._active.pop(sequence, None)
+        self.running.remove(sequence)
+        self.manager.release(sequence)
+        sequence.slice, self._is_changed = None, True

@@ -119,4 +119,4 @@ def _beside(loaded: Loaded, config: EngineConfig, calibration: Calibration | Non
     """Another engine over the weights of one."""
     resolved, fits = resolve(config, loaded.shape, None, calibration)
     model_id = loaded.engine.namespace.model
-    return assemble(loaded.engine.model, loaded.tokenizer, resolved, fits, model_id, calibration)
+    return assemble(loaded.engine.runner.model, loaded.tokenizer, resolved, fits, model_id, calibration)

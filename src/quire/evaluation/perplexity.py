@@ -16,8 +16,9 @@ import torch
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.candidates import best_ids
-from quire.engine.engine import LOGIT_ROWS, Engine
+from quire.engine.engine import Engine
 from quire.engine.reading import log_probabilities, read_window
+from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import REFERENCE, load_engines
 
@@ -159,7 +160,7 @@ def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> 
     if not before:
         return None
     _, last_bytes = read_window(engine, tokens[: last + 1])
-    return 8 * (num_bytes - last_bytes) / (before * engine.model.shape.kv_bytes_per_token(1))
+    return 8 * (num_bytes - last_bytes) / (before * engine.runner.model.shape.kv_bytes_per_token(1))
 
 
 def _score(
@@ -175,7 +176,7 @@ def _score(
     for start in range(0, len(targets), LOGIT_ROWS):
         block = slice(start, start + LOGIT_ROWS)
         for name in order:
-            model, tally = engines[name].model, tallies[name]
+            model, tally = engines[name].runner.model, tallies[name]
             (found,) = log_probabilities(model, hidden[name][block])
             wanted = targets[block].to(found.device)[:, None]
             tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()

@@ -152,7 +152,8 @@ def test_a_replayed_step_adds_to_sums_once(monkeypatch: pytest.MonkeyPatch, seed
         for step in range(6):
             rows = [(name, (20, 61, 3)[name] if step == 0 else 1, 0) for name in range(3 if step < 5 else 2)]
             positions = torch.tensor([prompts.sequences.lengths.get(name, 0) for name, *_ in rows])
-            plan = backend.plan(prompts.step(rows))
+            # In the step after these two the second row begins a chunk.
+            plan = backend.plan(prompts.step(rows), steady=step in (2, 3))
             tokens = torch.randint(50, (sum(count for _, count, _ in rows),), generator=generator)
             if step == 0:
                 model.hidden(tokens, positions, plan)
@@ -182,11 +183,11 @@ def test_an_engine_keeps_and_answers_like_the_oracle(
     options = {"scheduler.max_running": 4, "scheduler.token_budget": 200, "cache.codec": codec}
     bench = Bench(shape, HeadWeights(shape, heads, seed=1), rules, "reference", options=options)
     engine = bench.witness.engine
-    backend = engine.attention = TritonAttention(engine.attention.spec)  # type: ignore[attr-defined]
+    backend = engine.runner.attention = TritonAttention(engine.runner.attention.spec)  # type: ignore[attr-defined]
     captured: list[FakeGraph] = []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    recorder = Recorder(engine.model)
-    engine.decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
+    recorder = Recorder(engine.runner.model)
+    engine.runner.decode = DecodeGraphs(recorder, backend, (1, 2, 4)).replay
     install_fakes(monkeypatch, recorder, captured)
     random = np.random.default_rng(seed)
     common = random_prompt(random, 70)

@@ -25,7 +25,7 @@ from quire.cache.ledger import PAGE_TOKENS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from quire.attention.plan import RowSlice
+    from quire.attention.rows import RowSlice
 
 PIECE_INTS = 12
 """Columns of a piece: first row, rows, first index, chunks, position of the first slot, first partial slot or -1, first

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.cache.arrays import Bools, Floats, Int64s
+from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
-from quire.cache.retention.decisions import Decided, PageBytes, Retention
+from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
 from quire.cache.retention.expected import Ahead, KeepRatio
 from quire.cache.retention.none import NoRetention
 from quire.cache.retention.packing import check_packed, drop_empty, has_page, pack, places_of, sealed_rows, to_own
@@ -225,9 +225,14 @@ class Retainer(NoRetention):
 
     # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
-    def sums_of(self, path: Path, num_tokens: int) -> Floats:
-        """The sums of a prompt's tokens, or their peaks, float32 [L, H, n]."""
-        return self._sums.load(self.table, path.sums)[..., :num_tokens]
+    def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> Decided:
+        """What the heads are to keep of a prompt.
+
+        sums     int32 [chunks]: rows of the table with the attention that its tokens have had
+        recover  see Retention.decide
+        """
+        found = self._sums.load(self.table, sums)[..., : len(prompt_ids)]
+        return self.retention.decide(prompt_ids, found, recover, self.page_bytes)
 
     def decide(self, holder: Holder, decided: Decided) -> Bools:
         """Notes what the heads keep of a prompt. Returns the pages that only a copy would make its own and that cannot

@@ -1,0 +1,92 @@
+"""Sequences that decode, and when something next happens to each: until then a step costs them nothing. No torch."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+
+from quire.engine.request import Sequence
+
+_LEAST_TOKEN = -(1 << 31)
+_MOST_POSITIONS = 1 << 24
+
+
+def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
+    """Token ids in place of those that a model would sample for positions [start, start + count). They are negative, so
+    in no vocabulary, and no two sequences get the same one for a position.
+    """
+    first = _LEAST_TOKEN + sequence.sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS)
+    return range(first + start, first + start + count)
+
+
+class Calendar:
+    """Sequences that take one row in every step, up to one in which something else happens: a chunk is begun or full,
+    or their length is reached. What has been computed of them follows from the number of steps, and is written down
+    (`settle`) when somebody asks.
+
+    clock    steps so far
+    members  its sequences, and the clock of each one's event
+    """
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.members: dict[Sequence, int] = {}
+        self._events: list[tuple[int, int, int, Sequence]] = []  # a heap; entries of those that left are skipped
+        self._pushes = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self.members
+
+    def join(self, sequence: Sequence, steps: int) -> None:
+        """Nothing but a token happens to a sequence in its next `steps` steps."""
+        assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
+        event = self.clock + steps
+        sequence.lead = sequence.path.num_tokens - self.clock
+        self.members[sequence] = event
+        heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
+
+    def leave(self, sequence: Sequence) -> None:
+        """Lets go of a sequence, if it is there."""
+        if self.members.get(sequence) is not None:
+            self.settle(sequence)
+            del self.members[sequence]
+
+    def due(self) -> list[Sequence]:
+        """Lets go of the sequences to which something happens in the next step, in the order of their admission."""
+        found = []
+        while self._next_event() == self.clock:
+            sequence = self._events[0][-1]
+            self.leave(sequence)
+            found.append(sequence)
+        return found
+
+    @property
+    def quiet_steps(self) -> int:
+        """Steps from now in which nothing happens to anybody. At least one is here."""
+        event = self._next_event()
+        assert event is not None, "nobody decodes"
+        return event - self.clock
+
+    def settle(self, sequence: Sequence) -> None:
+        """Writes down what was computed of a sequence that is here; what was skipped gets imagined tokens."""
+        num_tokens = sequence.lead + self.clock
+        sequence.path.num_tokens = sequence.high_water = num_tokens
+        missing = num_tokens + 1 - len(sequence.token_ids)
+        if missing:
+            sequence.token_ids.extend(imagined_tokens(sequence, len(sequence.token_ids), missing))
+
+    def _next_event(self) -> int | None:
+        """The clock of the next event; its entry is then the first."""
+        while self._events:
+            event, _, _, sequence = self._events[0]
+            if self.members.get(sequence) == event:
+                return event
+            heapq.heappop(self._events)
+        return None

@@ -1,0 +1,220 @@
+"""Runs steps in this process: attention's plan, the model, the sampler, and what retention decides of prompts. Knows
+rows and ids of sequences, not who is admitted or what text they make.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from quire.attention.plan import AttentionBackend, AttentionPlan
+from quire.engine.outputs import Logprob
+from quire.engine.sampler import Sampler, SampleRow
+from quire.engine.step import NO_TOKEN, Failure, Result, Step
+from quire.models.plan import Model
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from quire.cache.retention.decisions import Decided, Recover
+
+
+class Decode(Protocol):
+    """Runs a step in which every row decodes."""
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        """tokens, positions int64 [R], plan the backend's newest; returns logits [R, V]."""
+        ...
+
+
+class Decide(Protocol):
+    """Decides what heads keep of a prompt."""
+
+    def __call__(self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None) -> Decided:
+        """Sums int32 [chunks]: rows of the chunk table with its column sums; recover: None where nobody asks."""
+        ...
+
+
+class Observer(Protocol):
+    """Takes rows of prompts for which log-probabilities were asked, in place of what would compute these."""
+
+    def __call__(self, sequence_id: int, start: int, hidden: torch.Tensor) -> None:
+        """Takes hidden [rows, E], valid during the call, of the tokens from `start` on; again after a preemption."""
+        ...
+
+
+NOT_FINITE = "the logits of the prompt hold NaN or infinity"
+
+LOGIT_ROWS = 32
+"""Prompt rows whose logits are computed at once: 19 MB in float32 at a vocabulary of 152,064. More are no faster."""
+
+
+class LocalRunner:
+    """Computes each step where it is called. Remembers of a sequence its parameters and tokens, for the sampler.
+
+    decode       runs a step of decode rows alone in place of the model, as captured graphs do
+    decide       for retention; None without it
+    padded_rows  rows a step of n is run in: what is added computes token 0 and is thrown away
+    observer     sees the prompts of evaluations; None: nobody does
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        decode: Decode | None = None,
+        decide: Decide | None = None,
+        padded_rows: Callable[[int], int] = lambda rows: rows,
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.sampler = sampler
+        self.device = device
+        self.decode = decode
+        self.decide = decide
+        self.padded_rows = padded_rows
+        self.observer: Observer | None = None
+        self._rows: dict[int, SampleRow] = {}
+        # Of the last step: the last row of each slice, and what its tokens are sampled by.
+        self._last_rows: list[int] = []
+        self._sampling: list[SampleRow] = []
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Result:
+        """See Runner."""
+        for sequence_id, params, prompt_ids, seed in step.begun:
+            self._rows[sequence_id] = SampleRow(params, prompt_ids, [], seed)
+        for sequence_id in step.ended:
+            del self._rows[sequence_id]
+        slices = step.slices
+        if not step.steady:
+            self._last_rows = [end - 1 for end in itertools.accumulate(piece.num_rows for piece in slices)]
+        tokens, positions = self._inputs(step)
+        plan = self.attention.plan(slices, step.steady)
+        sampling = range(len(slices)) if step.steady else [i for i, piece in enumerate(slices) if piece.samples]
+        result = Result()
+        decides = not step.steady and any(piece.decides for piece in slices)
+        scores = not step.steady and any(piece.scores for piece in slices)
+        is_decode = len(sampling) == len(slices) == len(step.tokens) and not decides and not scores
+        if self.decode is not None and is_decode:
+            logits = self.decode(tokens, positions, plan)
+        else:
+            hidden = self.model.hidden(tokens, positions, plan)
+            if scores:
+                self._score(step, hidden, result)
+            if decides:
+                self._decide(step, plan, result)
+            if not sampling:
+                return result
+            logits = self._logits(hidden, [self._last_rows[index] for index in sampling])
+        self._sample(step, sampling, logits, result)
+        return result
+
+    def check(self, live: set[int]) -> None:
+        """Proves that nothing is remembered of sequences that are not in `live`."""
+        assert self._rows.keys() <= live, f"{len(self._rows.keys() - live)} sequences that ended are remembered"
+
+    def _inputs(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions of all rows and the padding, int64 each, on the device."""
+        rows = len(step.tokens)
+        both = torch.zeros(2, self.padded_rows(rows), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        numbers = both.numpy()
+        numbers[0, :rows], numbers[1, :rows] = step.tokens, step.positions
+        if self.device.type != "cpu":
+            both = both.to(self.device, non_blocking=True)
+        return both[0], both[1]
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Logits [len(rows), V] of some rows of `hidden`."""
+        padded = rows + rows[:1] * (self.padded_rows(len(rows)) - len(rows))
+        if padded != list(range(len(hidden))):
+            hidden = hidden.index_select(0, torch.tensor(padded, device=self.device))
+        return self.model.head(hidden)[: len(rows)]
+
+    def _sample(self, step: Step, sampling: Sequence[int], logits: torch.Tensor, result: Result) -> None:
+        """Chooses the tokens; of drafts, up to the first that differs from what the row before it yields."""
+        if not step.steady:
+            self._sampling = self._sample_rows(step, sampling)
+        sampled = self.sampler.sample(logits, self._sampling)
+        result.token_ids = token_ids = sampled.token_ids.tolist()
+        if any(sampled.logprobs):
+            result.logprobs = sampled.logprobs
+        refused = set() if step.steady else _refuse(step, sampling, token_ids)
+        for row, reason in sampled.errors.items():
+            if row not in refused:
+                result.errors.setdefault(sampling[row], Failure(reason))
+        for index, token_id in zip(sampling, token_ids, strict=True):
+            if token_id != NO_TOKEN:
+                self._rows[step.slices[index].sequence_id].output_ids.append(token_id)
+
+    def _sample_rows(self, step: Step, sampling: Sequence[int]) -> list[SampleRow]:
+        """What the tokens of the slices that sample depend on: a draft's on the drafts before it, too."""
+        found = []
+        drafts: list[int] = []
+        for index in sampling:
+            piece = step.slices[index]
+            row = self._rows[piece.sequence_id]
+            if piece.draft == NO_TOKEN:
+                drafts, row.allowed = [], piece.allowed
+                found.append(row)
+            else:
+                drafts = [*drafts, piece.draft]
+                found.append(row.after(drafts, piece.allowed))
+        return found
+
+    def _score(self, step: Step, hidden: torch.Tensor, result: Result) -> None:
+        """Computes what was asked for of prompts; a slice whose logits are not finite is an error."""
+        for index, (piece, last) in enumerate(zip(step.slices, self._last_rows, strict=True)):
+            if not piece.scores:
+                continue
+            row = last + 1 - piece.num_rows
+            if self.observer is not None:
+                self.observer(piece.sequence_id, piece.start, hidden[row : last + 1])
+                continue
+            history = self._rows[piece.sequence_id]
+            found = result.prompt_logprobs[index] = []
+            stop = min(piece.start + piece.num_rows, len(history.prompt_ids) - 1)
+            for entries in self._scored(history, hidden[row : row + stop - piece.start], piece.start):
+                found += entries
+                if any(math.isnan(next(iter(entry.values())).logprob) for entry in entries):
+                    result.errors[index] = Failure(NOT_FINITE, is_of_prompt=True)
+                    break
+
+    def _scored(self, row: SampleRow, hidden: torch.Tensor, start: int) -> Iterator[list[dict[int, Logprob]]]:
+        """The log-probabilities that some rows of a prompt, from position `start` on, give to what follows them."""
+        for first in range(0, len(hidden), LOGIT_ROWS):
+            count = min(LOGIT_ROWS, len(hidden) - first)
+            targets = row.prompt_ids[start + first + 1 : start + first + count + 1]
+            logits = self._logits(hidden, list(range(first, first + count)))
+            yield self.sampler.prompt_logprobs(logits, targets, row.params.prompt_logprobs or 0)
+            del logits  # before the next ones are made
+
+    def _decide(self, step: Step, plan: AttentionPlan, result: Result) -> None:
+        """Decides what sequences keep of prompts that end in this step."""
+        assert self.decide is not None, "nobody decides what retention keeps"
+        for index, piece in enumerate(step.slices):
+            if piece.decides and index not in result.errors:
+                assert piece.profiled is not None, "a prompt is decided on that was not profiled"
+                recover = functools.partial(plan.recovered, index) if piece.profiled.last_rows else None
+                prompt_ids = self._rows[piece.sequence_id].prompt_ids
+                result.decided[index] = self.decide(prompt_ids, piece.profiled.sums, recover)
+
+
+def _refuse(step: Step, sampling: Sequence[int], token_ids: list[int]) -> set[int]:
+    """Takes back the tokens of drafts that the row before did not yield, and of drafts after these; their places."""
+    refused: set[int] = set()
+    for place, index in enumerate(sampling):
+        draft = step.slices[index].draft
+        if draft != NO_TOKEN and token_ids[place - 1] != draft:
+            token_ids[place] = NO_TOKEN
+            refused.add(place)
+    return refused

@@ -1,0 +1,49 @@
+"""A drafter of the tests: it knows how a sequence goes on, and proposes that, something else, or part of each."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.step import Proposal
+
+
+@dataclass
+class ToyGuide:
+    """Proposes up to four drafts, of which the first few are right.
+
+    answer      the sequence's tokens, prompt included, as it would get them by itself
+    allowed     sets of tokens: those that may come anywhere; None: all may
+    vocabulary  other tokens are drawn from so many
+    """
+
+    answer: list[int]
+    rng: random.Random
+    vocabulary: int = 256
+    allowed: NDArray[np.uint32] | None = None
+    proposed: list[int] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+
+    def propose(self, token_ids: list[int], most: int) -> Proposal:
+        """See Guide."""
+        assert self.answer[: len(token_ids)] == token_ids, "a refused draft was left among the tokens"
+        following = self.answer[len(token_ids) :]
+        count = min(most, self.rng.randrange(5), len(following))
+        right = self.rng.choice([0, count // 2, count])
+        drafts = following[:count]
+        for place in range(right, count):
+            drafts[place] = (drafts[place] + 1 + self.rng.randrange(self.vocabulary - 1)) % self.vocabulary
+        self.proposed.append(count)
+        self.right.append(right)
+        return Proposal(drafts, [] if self.allowed is None else [self.allowed] * (count + 1))
+
+
+def bits(tokens: set[int], vocabulary: int) -> NDArray[np.uint32]:
+    """A set of tokens as `Slice.allowed`."""
+    found = np.zeros(-(-vocabulary // 32), np.uint32)
+    for token in tokens:
+        found[token // 32] |= np.uint32(1 << token % 32)
+    return found
