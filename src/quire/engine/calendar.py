@@ -48,7 +48,7 @@ class Calendar:
         """Nothing but a token happens to a sequence in its next `steps` steps."""
         assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
         event = self.clock + steps
-        sequence.lead = sequence.path.num_tokens - self.clock
+        sequence.lead, sequence.is_quiet = sequence.path.num_tokens - self.clock, True
         self.members[sequence] = event
         heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
 
@@ -57,6 +57,7 @@ class Calendar:
         if self.members.get(sequence) is not None:
             self.settle(sequence)
             del self.members[sequence]
+            sequence.is_quiet = False
 
     def due(self) -> list[Sequence]:
         """Lets go of the sequences to which something happens in the next step, in the order of their admission."""

@@ -32,7 +32,8 @@ class Sequence:
     """One of the n answers of a request.
 
     computed (path.num_tokens) <= len(token_ids): what lies between is prefilled; the last token is computed when the
-    next one is wanted. Where steps were skipped (`Scheduler.advance`) both may be behind until `Calendar.settle`.
+    next one is wanted. In the calendar path.num_tokens is behind until `Calendar.settle`, and where steps are skipped
+    (`Scheduler.advance`) so is token_ids.
 
     token_ids      prompt, then generated tokens: one growing list
     max_tokens     generated tokens at which it ends by length
@@ -41,6 +42,7 @@ class Sequence:
     sequence_id    when it was queued; the largest is the youngest
     admitted       when it was admitted last, among all admissions
     high_water     most tokens ever computed; below it, after a preemption, they are computed again
+    is_quiet       whether it is in the calendar
     lead           tokens computed less the calendar's clock, while it is there
     slice          its row in steps while it decodes one token after another; None before
     is_begun       whether a step had it
@@ -63,6 +65,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     high_water: int = 0
+    is_quiet: bool = False
     lead: int = 0
     slice: Slice | None = None
     is_begun: bool = False
@@ -83,12 +86,12 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         """Tokens whose keys and values are stored."""
-        return self.path.num_tokens
+        return len(self.token_ids) - 1 if self.is_quiet else self.path.num_tokens
 
     @property
     def num_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.token_ids) - self.path.num_tokens
+        return len(self.token_ids) - self.num_computed
 
     @property
     def num_generated(self) -> int:
