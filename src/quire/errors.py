@@ -41,5 +41,9 @@ class UnwantedError(QuireError):
     """Loading was given up, because nobody waits for it any more."""
 
 
+class ExtentError(QuireError):
+    """Bytes that are no extent of the run they were taken for."""
+
+
 class CacheFullError(QuireError):
     """The arena has fewer free bytes than asked for; the scheduler makes room or waits, it never over-commits."""

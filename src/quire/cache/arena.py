@@ -47,6 +47,15 @@ class Arena:
         given = torch.as_tensor(images).to(self.device).contiguous().view(torch.int64)
         words.index_copy_(0, self._index(ids), given)
 
+    def read(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A copy of bytes from an offset on."""
+        found: NDArray[np.uint8] = self.data[start : start + num_bytes].cpu().numpy().copy()
+        return found
+
+    def write(self, start: int, given: NDArray[np.uint8]) -> None:
+        """Overwrites bytes from an offset on."""
+        self.data[start : start + len(given)] = torch.tensor(given, device=self.device)
+
     def copy(self, before: Int32s, after: Int32s, page_bytes: int) -> None:
         """Copies pages to other places, none of which is copied."""
         step = max(1, _COPY_BYTES // page_bytes)

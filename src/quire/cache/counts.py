@@ -8,6 +8,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageCounts
@@ -97,6 +98,10 @@ class ChunkCounts:
         self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
         of_sums = self.cost(sums) if sums else self.nothing
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
+
+    def sizes_of(self, kinds: NDArray[np.uint8]) -> Int32s:
+        """Bytes of the pages of some formats by kernel id, int32 [n, L, H]."""
+        return np.asarray(self._sizes[kinds])
 
     def cost(self, codec: PageFormat) -> Demand:
         """What one chunk of a codec takes, its sidecar apart."""

@@ -159,6 +159,40 @@ class ChunkTable(ChunkCounts):
             found[at] = self.ledger.holders(ids[at], page_bytes) > 1
         return found
 
+    def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
+        """A new row that holds some pages of a format: where masks, uint64 [L, H], are not 0; with room for positions
+        beside those that are placed. Raises CacheFullError, as `fill`.
+        """
+        row = int(self._blank(1, kind)[0])
+        layers, heads = np.nonzero(masks)
+        self.fill((np.full(len(layers), row, np.int32), layers, heads))
+        assert self.masks is not None
+        self.masks[row] = masks
+        layers, heads = np.nonzero(placed)
+        self.positions[row, layers, heads] = self._new_pages(np.full(len(layers), POSITIONS_BYTES))
+        if has_sidecar:
+            self.sidecars[row] = self._new_pages(np.full(1, self.sidecar_bytes))[0]
+        return row
+
+    def masks_of(self, chunks: Int32s) -> NDArray[np.uint64]:
+        """The slots that are seen of each page, uint64 [n, L, H]."""
+        return np.full((len(chunks), *self.shape), ALL_SLOTS) if self.masks is None else self.masks[chunks]
+
+    def hold(self, chunks: Int32s) -> dict[int, Int32s]:
+        """Holds the pages, sidecars and positions of chunks: until `release` they do not move, and stay though the
+        chunks are given back. Returns their ids by size.
+        """
+        ids, sizes = self._pages_of(chunks)
+        held = {page_bytes: ids[at] for page_bytes, at in self._by_size(sizes)}
+        for page_bytes, each in held.items():
+            self.ledger.hold(each, page_bytes)
+        return held
+
+    def release(self, held: dict[int, Int32s]) -> None:
+        """Ends a hold."""
+        for page_bytes, ids in held.items():
+            self.ledger.release(ids, page_bytes)
+
     def give(self, chunks: Int32s) -> None:
         """Gives chunks, their pages and their sidecars back."""
         if not len(chunks):

@@ -1,0 +1,237 @@
+"""Runs: chunks on their way out of an arena or into one, with all that is needed to attend to them elsewhere.
+
+A run is packed layer by layer into extents: bytes with a header, the one form in which chunks leave an arena. Masks and
+holders are respected: what a row does not hold is in no extent. Knows rows of the chunk table and their bytes, not
+sequences. docs/page-format.md has the header's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.arrays import Bools, Int32s
+from quire.cache.counts import POSITIONS_BYTES
+from quire.cache.ledger import UNIT
+from quire.cache.namespace import FORMAT_VERSION
+from quire.cache.table import ALL_SLOTS, ChunkTable
+from quire.errors import ExtentError
+
+MAGIC = b"QRUN"
+_HEADER = struct.Struct("<4sHHIIIIQ16s32s")
+_IS_SHARED = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run holds, without its bytes: n rows of the chunk table, which are consecutive chunks of one path, and
+    then the attachment of their end.
+
+    A shared run has lossless, complete chunks that were computed before any retention. It is named by the keys of its
+    chunks, and may enter a tree. A private run, of packed, open or later chunks, is named by a handle that its owner
+    alone knows, and ends with its sequence.
+
+    names         keys of the chunks, 16 bytes each, or the handle alone
+    is_shared     which of the two
+    tokens        int32 [chunks * 64]; of a private run empty
+    num_attached  rows at the end that are the attachment
+    kinds         uint8 [n], kernel ids of the rows' page formats
+    masks         uint64 [n, L, H]: the slots of each page that are seen; 0: the row holds no page there
+    placed        bool [n, L, H]: pages beside which their slots' positions lie
+    bases         int32 [n], as in the chunk table
+    has_sidecar   bool [n]
+    """
+
+    names: tuple[bytes, ...]
+    is_shared: bool
+    tokens: Int32s
+    num_attached: int
+    kinds: NDArray[np.uint8]
+    masks: NDArray[np.uint64]
+    placed: Bools
+    bases: Int32s
+    has_sidecar: Bools
+
+
+class Pages:
+    """The pages of a run in an arena, held: until `release` they stay where they are and keep their bytes, though the
+    rows they came from are given back.
+    """
+
+    def __init__(self, table: ChunkTable, run: Run, rows: Int32s) -> None:
+        self.run = run
+        self._table = table
+        self._ids = table.pages[rows].copy()
+        self._positions = table.positions[rows].copy()
+        self._sidecars = table.sidecars[rows].copy()
+        self._held = table.hold(rows)
+
+    @classmethod
+    def of(
+        cls,
+        table: ChunkTable,
+        names: tuple[bytes, ...],
+        rows: Int32s,
+        *,
+        attached: int = 0,
+        tokens: Int32s | None = None,
+    ) -> Pages:
+        """Those of some rows of the table, the last of which are the attachment. tokens: of a shared run."""
+        is_shared = tokens is not None
+        run = Run(
+            names,
+            is_shared,
+            np.empty(0, np.int32) if tokens is None else tokens,
+            attached,
+            table.kinds[rows].copy(),
+            table.masks_of(rows),
+            table.positions[rows] >= 0,
+            table.bases[rows].copy(),
+            table.sidecars[rows] >= 0,
+        )
+        chunks = slice(len(rows) - attached)
+        assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
+            "a shared run is complete"
+        )
+        return cls(table, run, rows)
+
+    def pack(self, layers: range) -> Iterator[bytes]:
+        """The extents of some layers."""
+        for layer in layers:
+            yield self._extent(layer)
+
+    def release(self) -> None:
+        """The bytes are elsewhere, or not wanted."""
+        self._table.release(self._held)
+
+    def _extent(self, layer: int) -> bytes:
+        table, run = self._table, self.run
+        at = _Layout(table, run, layer)
+        body = np.empty(at.num_bytes, np.uint8)
+        for page_bytes, held in at.by_size():
+            _scatter(body, at.starts[held], _load(table, self._ids[:, layer][held], page_bytes))
+        if at.placed.any():
+            images = _load(table, self._positions[:, layer][at.placed], POSITIONS_BYTES)
+            _scatter(body, at.positions[at.placed], images)
+        for page, start in zip(self._sidecars[run.has_sidecar].tolist(), at.sidecars, strict=True):
+            body[start : start + at.beside] = table.arena.read(page * UNIT + layer * at.beside, at.beside)
+        return _seal(run, layer, at.head + body.tobytes())
+
+
+class _Layout:
+    """Where everything lies in the extent of a layer, after the header: what the rows are (`head`), then row by row and
+    head by head a page and the positions beside it, then the layer's part of sidecars.
+
+    starts, positions  int64 [n, H], offsets from the end of `head`
+    sidecars           such offsets, of the rows that have one
+    beside             bytes of a layer's part of a sidecar
+    """
+
+    def __init__(self, table: ChunkTable, run: Run, layer: int) -> None:
+        masks, self.placed = run.masks[:, layer], run.placed[:, layer]
+        self._held, self._sizes = masks != 0, table.sizes_of(run.kinds)[:, layer]
+        lengths = np.where(self._held, self._sizes, 0).astype(np.int64) + self.placed * POSITIONS_BYTES
+        ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
+        self.starts, self.positions = ends - lengths, ends - POSITIONS_BYTES
+        self.beside = 0 if table.sinks is None else table.sinks.num_heads * table.sinks.head_bytes
+        num_sidecars, end = int(run.has_sidecar.sum()), int(ends[-1, -1])
+        self.sidecars = [end + index * self.beside for index in range(num_sidecars)]
+        self.num_bytes = end + num_sidecars * self.beside
+        parts = (
+            run.kinds,
+            run.has_sidecar.astype(np.uint8),
+            self.placed.astype(np.uint8),
+            run.bases.astype("<i4"),
+            masks.astype("<u8"),
+        )
+        self.head = b"".join(part.tobytes() for part in parts)
+
+    def by_size(self) -> Iterator[tuple[int, Bools]]:
+        """The sizes of pages, and which pages have each, bool [n, H]."""
+        for page_bytes in np.unique(self._sizes[self._held]).tolist():
+            yield page_bytes, self._held & (self._sizes == page_bytes)
+
+
+def _seal(run: Run, layer: int, rest: bytes) -> bytes:
+    n, _, heads = run.masks.shape
+    fields = MAGIC, FORMAT_VERSION, run.is_shared * _IS_SHARED, layer, n, run.num_attached, heads, len(rest)
+    checksum = hashlib.blake2b(_HEADER.pack(*fields, bytes(16), bytes(32)) + rest, digest_size=16).digest()
+    return _HEADER.pack(*fields, checksum, bytes(32)) + rest
+
+
+def take_rows(table: ChunkTable, run: Run) -> Int32s:
+    """Rows of a table for all of a run, with its pages, int32 [n]; their bytes are to follow. Raises CacheFullError."""
+    rows = np.empty(len(run.kinds), np.int32)
+    is_whole = (run.masks == ALL_SLOTS).all((1, 2)) & ~run.placed.any((1, 2)) & ~run.has_sidecar
+    for kind in np.unique(run.kinds[is_whole]).tolist():
+        alike = np.flatnonzero(is_whole & (run.kinds == kind))
+        rows[alike] = table.take(len(alike), table.codecs[kind])
+    for index in np.flatnonzero(~is_whole).tolist():
+        kind, masks, placed = int(run.kinds[index]), run.masks[index], run.placed[index]
+        if table.masks is None:
+            rows[index] = table.take(1, table.codecs[kind], sidecar=True)[0]
+        else:
+            rows[index] = table.take_part(kind, masks, placed, bool(run.has_sidecar[index]))
+    table.bases[rows] = run.bases
+    return rows
+
+
+def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
+    """Writes an extent of a run into the pages of rows that were taken for it; returns the layer. Raises ExtentError,
+    with nothing written, if the extent is damaged, of another format, or not of this run.
+    """
+    layer, rest = _open(run, extent)
+    at = _Layout(table, run, layer)
+    if not rest.startswith(at.head) or len(rest) != len(at.head) + at.num_bytes:
+        raise ExtentError(f"layer {layer} holds other pages than its run")
+    body = np.frombuffer(rest, np.uint8, offset=len(at.head))
+    for page_bytes, held in at.by_size():
+        table.arena.store(table.pages[rows, layer][held], page_bytes, _gather(body, at.starts[held], page_bytes))
+    if at.placed.any():
+        images = _gather(body, at.positions[at.placed], POSITIONS_BYTES)
+        table.arena.store(table.positions[rows, layer][at.placed], POSITIONS_BYTES, images)
+    for page, start in zip(table.sidecars[rows[run.has_sidecar]].tolist(), at.sidecars, strict=True):
+        table.arena.write(page * UNIT + layer * at.beside, body[start : start + at.beside])
+    return layer
+
+
+def _open(run: Run, extent: bytes) -> tuple[int, bytes]:
+    """The layer of an extent and what follows its header, checked."""
+    if len(extent) < _HEADER.size:
+        raise ExtentError(f"an extent of {len(extent)} bytes has no header")
+    magic, version, _, layer, *_, checksum, _ = _HEADER.unpack_from(extent)
+    if magic != MAGIC or version != FORMAT_VERSION:
+        raise ExtentError(f"an extent of format {magic!r} {version}, and this is {MAGIC!r} {FORMAT_VERSION}")
+    rest = extent[_HEADER.size :]
+    if layer >= run.masks.shape[1] or extent != _seal(run, layer, rest):
+        found = hashlib.blake2b(_blank(extent) + rest, digest_size=16).digest()
+        what = "is of another run" if found == checksum else "is damaged: its checksum is not that of its bytes"
+        raise ExtentError(f"the extent of layer {layer} {what}")
+    return layer, rest
+
+
+def _blank(extent: bytes) -> bytes:
+    """The header of an extent as it was when its checksum was made."""
+    return _HEADER.pack(*_HEADER.unpack_from(extent)[:-2], bytes(16), bytes(32))
+
+
+def _load(table: ChunkTable, ids: Int32s, page_bytes: int) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = table.arena.load(ids, page_bytes).cpu().numpy()
+    return found
+
+
+def _scatter(body: NDArray[np.uint8], starts: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
+    for start, image in zip(starts.tolist(), images, strict=True):
+        body[start : start + len(image)] = image
+
+
+def _gather(body: NDArray[np.uint8], starts: NDArray[np.int64], page_bytes: int) -> NDArray[np.uint8]:
+    found = np.empty((len(starts), page_bytes), np.uint8)
+    for image, start in zip(found, starts.tolist(), strict=True):
+        image[:] = body[start : start + page_bytes]
+    return found
