@@ -243,9 +243,9 @@ class Retainer(NoRetention):
             self.table.give(path.sums)
             path.sums = NO_ROWS
             return is_stuck
-        path.retained = retained = Retained.whole(
-            decided.chain, decided.policies, holder.num_prompt, path.num_sealed, decided.budget is not None
-        )
+        retained = Retained(decided.chain, decided.policies, holder.num_prompt, decided.budget is not None)
+        retained.seal(0, path.num_sealed)
+        path.retained = retained
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stays = np.ones(decided.policies.shape, bool)
         for segment, rows in _rows_of(path, retained):
@@ -296,7 +296,7 @@ class Retainer(NoRetention):
     def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
         """One chunk more is sealed: decides again what is kept of all, and packs it."""
         retained, _ = sealed_rows(path)
-        retained.seal(path.num_sealed - 1)
+        retained.seal(path.num_sealed - 1, path.num_sealed)
         num_pages = self._num_pages(path)
         sums = self._sums.load(self.table, path.sums[: retained.num_rows])
         retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
