@@ -259,10 +259,6 @@ class Retainer(NoRetention):
             is_stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
         return is_stuck
 
-    def copies(self, pages: Bools) -> Demand:
-        """What copies of some pages of a path take, bool [L, H, chunks], with the positions of all its pages."""
-        return self._demand_of(pages.sum(-1), pages.shape[-1])
-
     def pack(self, path: Path) -> None:
         """Lets go of what the heads do not keep of a prompt and packs what they keep. The table has rows for what it
         shares.
@@ -279,7 +275,7 @@ class Retainer(NoRetention):
             """Fewer pages once the tree has dropped some."""
             num_pages = np.zeros(table.shape, np.int64)
             np.add.at(num_pages, to_own(table, path)[1:], 1)
-            return self._demand_of(num_pages, path.num_sealed)
+            return self.copies(num_pages, path.num_sealed)
 
         self.eviction.evict_for(wanted)
         num_pages = np.full(retained.policies.shape, path.num_sealed)  # that it had until it was decided on
@@ -289,8 +285,8 @@ class Retainer(NoRetention):
             self.ratio.learn(float(self._num_pages(path).sum() / num_pages.sum()))
         self._count_freed(num_pages, path)
 
-    def _demand_of(self, num_pages: Int64s, num_sealed: int) -> Demand:
-        """Sealed pages, and the positions beside those of `num_sealed` chunks."""
+    def copies(self, num_pages: Int64s, num_sealed: int) -> Demand:
+        """What copies of sealed pages take, int64 [L, H], with the positions beside those of `num_sealed` chunks."""
         return self.table.demand_of_pages(num_pages) + self.table.demand(sums=num_sealed * self.table.encodes)
 
     def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
