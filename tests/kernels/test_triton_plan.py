@@ -414,7 +414,8 @@ def test_masks_are_mirrored_where_they_change() -> None:
     path = Path(num_sealed=3, sums=table.take(3, table.sums))
     path.append(chunks)
     everything = np.zeros((spec.num_layers, spec.num_kv_heads), np.uint8)
-    path.retained = Retained.whole(Chain(1.0, 0.5, 0.5), everything, 192, 3)
+    path.retained = Retained(Chain(1.0, 0.5, 0.5), everything, 192)
+    path.retained.seal(0, 3)
     kept = np.random.default_rng(0).random(path.retained.positions.shape) < 0.4
     kept[1, 0, :PAGE_TOKENS] = False
     path.retained.drop(kept)

@@ -471,7 +471,7 @@ def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
     manager.tick(26.9)
     assert tree.num_chunks == 1
     manager.tick(27.0)
-    assert tree.num_chunks == 0 and not list(tree._roots), "an empty root is kept"
+    assert tree.num_chunks == 0 and not tree._root.children, "an empty root is kept"
     manager.check()
 
 

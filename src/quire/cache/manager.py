@@ -58,7 +58,7 @@ class CacheManager:
     retention  the retainer, or what answers in its place: for `slice_end`, `undivided`, `last_rows` and, whether a
                sequence should wait for what another is about to cache, `is_coming`
     room       what fits beside what was promised
-    capacity   sealed chunks that one sequence may have if it is alone
+    capacity   sealed chunks that one sequence may have if it is alone; pins may keep `max_pinned` of them in all
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class CacheManager:
         self.is_coming = answers.must_wait
         self.room = Room(self.eviction, answers)
         self.capacity = self.room.capacity()
+        self.max_pinned = int(self.capacity * PINNED_SHARE)
+        self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
         self.statistics = Statistics(table, tree)
         self._refused: object = None  # who was last refused, and what it depended on
 
@@ -261,7 +263,7 @@ class CacheManager:
         is_stuck = retainer.decide(holder, decided)
         if path.retained is not None and is_stuck.any():
             self.room.update(holder)
-            if not self.room.fits(retainer.copies(is_stuck)):
+            if not self.room.fits(retainer.copies(is_stuck.sum(-1), path.num_sealed)):
                 path.retained.in_place |= is_stuck
         retainer.pack(path)
         self._settle(holder)
@@ -324,16 +326,6 @@ class CacheManager:
         num_chunks, num_firsts = self.pins.num_protected
         # All that is there now is the tree's, and what is not protected would go.
         return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)
-
-    @property
-    def max_pinned(self) -> int:
-        """Chunks that pins may keep in all."""
-        return int(self.capacity * PINNED_SHARE)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one sealed chunk's pages."""
-        return self.statistics.chunk_bytes
 
     def _settle(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""

@@ -28,8 +28,8 @@ class Segment:
     attached      int32 [m]: the attachment of its end, rows of the chunk table that are evicted with it; may be empty
     is_dropped    whether the tree has dropped it while paths still read some heads' pages
     number        the tree's for it: segments are ordered by it
-    parent        the segment before it; a root has neither tokens nor a parent
-    namespace     of a root: whose segments follow
+    parent        the segment before it; the root has neither tokens nor a parent
+    namespace     whose tokens these are
     children      the segments after it, by the keys of their first chunks
     last_use      the tree's count of uses when a path last took or left it
     used_at       seconds, the tree's `now` at that moment

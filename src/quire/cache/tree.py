@@ -1,10 +1,10 @@
 """The prefix tree: which sealed chunks may be read by a request that starts with the same tokens (ChunkAttention,
 section 3.1).
 
-A radix tree over chunks of 64 tokens, one root for each namespace; a node is a segment. Depth is position, so equal
-tokens at equal positions after equal tokens are one copy. Live paths lock their segments, from the root to their tip.
-Segments without a lock stay cached until memory is wanted. They are then evicted from the leaves, least recently used
-first. Pinned segments stay even then.
+A radix tree over chunks of 64 tokens; a node is a segment. Keys differ between namespaces, so one root serves all of
+them. Depth is position, so equal tokens at equal positions after equal tokens are one copy. Live paths lock their
+segments, from the root to their tip. Segments without a lock stay cached until memory is wanted. They are then evicted
+from the leaves, least recently used first. Pinned segments stay even then.
 
 Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, finished
 sequences stay, and chunks are found by keys of all tokens up to their end (`cache/keys.py`).
@@ -19,6 +19,7 @@ counts them and does not know what they hold.
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from quire.cache.tree_counts import TreeCounts
 @dataclass
 class PrefixTree(TreeCounts):
     """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; whoever locks or
-    pins a segment does so with its parent; the counts are right; no root is empty.
+    pins a segment does so with its parent; the counts are right.
 
     now          seconds on the engine's clock, by which lifetimes are counted
     num_evicted  chunks dropped since start because their memory was wanted
@@ -48,10 +49,10 @@ class PrefixTree(TreeCounts):
     num_evicted: int = 0
     num_uses: int = 0
     num_divided: int = 0
-    _roots: dict[Hashable, Segment] = field(default_factory=dict)
-    _numbers: int = 0
+    _root: Segment = field(default_factory=lambda: Segment(NO_ROWS, [], NO_ROWS, 0))
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _pushes: Iterator[int] = field(default_factory=itertools.count)
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
-    _pushes: int = 0
 
     def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
         """Extends a path over cached chunks and locks them. Returns how many it took. The path has no chunks of its
@@ -62,10 +63,7 @@ class PrefixTree(TreeCounts):
         """
         first = path.num_shared
         assert path.num_chunks == first, "a path with chunks of its own cannot take others"
-        at = path.tip or self._roots.get(keys.namespace)
-        if at is None or first >= limit:
-            return 0
-        for segment in self._follow(at, keys.first(limit)[first:]):
+        for segment in self._follow(path.tip or self._root, keys.first(max(first, limit))[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
             path.tip, path.num_shared = segment, path.num_chunks
@@ -79,9 +77,7 @@ class PrefixTree(TreeCounts):
         chunks that it no longer needs.
         """
         first, taken, new = path.num_shared, 0, keys.first(end)[path.num_shared :]
-        at = path.tip or self._roots.get(keys.namespace)
-        if at is None:
-            at = self._roots[keys.namespace] = Segment(NO_ROWS, [], NO_ROWS, 0, namespace=keys.namespace)
+        at = path.tip or self._root
         spare, held = path.chunks[first:end].copy(), [NO_ROWS]
         for segment in self._follow(at, new):
             at = segment
@@ -91,8 +87,7 @@ class PrefixTree(TreeCounts):
         if taken:
             path.replace(first, np.concatenate(held))
         if first + taken < end:
-            tokens = keys.tokens(first + taken, end).copy()
-            at = self._add(at, path, tokens, new[taken:], path.chunks[first + taken : end].copy())
+            at = self._add(at, path, keys, path.chunks[first + taken : end].copy())
         path.tip, path.num_shared = at, end
         return spare[:taken]
 
@@ -179,9 +174,9 @@ class PrefixTree(TreeCounts):
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """(segment, leading chunks of it) that have a sequence's first keys, `limit` at most; changes nothing."""
-        at, rest = self._roots.get(keys.namespace), keys.first(limit)
-        while at is not None and rest and (at := at.children.get(rest[0])) is not None:
-            count = num_common(at.keys, rest)
+        at, rest = self._root, keys.first(limit)
+        while rest and (child := at.children.get(rest[0])) is not None:
+            at, count = child, num_common(child.keys, rest)
             yield at, count
             if count < len(at.chunks):
                 return
@@ -199,12 +194,11 @@ class PrefixTree(TreeCounts):
 
     def segments(self) -> Iterator[tuple[Hashable, Segment]]:
         """Every segment with its namespace, parents first."""
-        for namespace, root in self._roots.items():
-            todo = list(root.children.values())
-            while todo:
-                segment = todo.pop()
-                yield namespace, segment
-                todo.extend(segment.children.values())
+        todo = list(self._root.children.values())
+        while todo:
+            segment = todo.pop()
+            yield segment.namespace, segment
+            todo.extend(segment.children.values())
 
     def check(self) -> None:
         """Proves the invariants."""
@@ -222,7 +216,6 @@ class PrefixTree(TreeCounts):
             counted._count(segment, 1)
         for name, value in vars(counted).items():
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
-        assert all(root.children for root in self._roots.values()), "a root without segments is kept"
 
     def _follow(self, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Takes the segments after one that have the keys, and divides the last where they part."""
@@ -237,29 +230,36 @@ class PrefixTree(TreeCounts):
             yield at
             keys = keys[count:]
 
-    def _add(self, at: Segment, path: Path, tokens: Int32s, keys: list[bytes], chunks: Int32s) -> Segment:
+    def _add(self, at: Segment, path: Path, keys: ChunkKeys, chunks: Int32s) -> Segment:
         """Puts chunks after a segment: at its end where nothing follows and only this path has ever used it, else as a
         child.
         """
+        first = at.end // PAGE_TOKENS
+        end = first + len(chunks)
+        new, tokens = keys.first(end)[first:], keys.tokens(first, end).copy()
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens = np.concatenate((at.tokens, tokens))
-            at.keys = at.keys + keys
+            at.tokens, at.keys = np.concatenate((at.tokens, tokens)), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            tokens, keys, chunks, at.end, self._number(), at, last_use=self.num_uses, used_at=self.now, users=1
+            tokens,
+            new,
+            chunks,
+            at.end,
+            next(self._numbers),
+            at,
+            keys.namespace,
+            last_use=self.num_uses,
+            used_at=self.now,
+            users=1,
         )
-        at.children[keys[0]] = child
+        at.children[new[0]] = child
         self._count(child, 1)
         return child
-
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def _divide(self, segment: Segment, count: int) -> Segment:
         """Splits a segment after `count` chunks and returns the front. The back is the segment itself, which paths
@@ -274,7 +274,7 @@ class PrefixTree(TreeCounts):
             tokens=segment.tokens[:cut],
             keys=segment.keys[:count],
             chunks=segment.chunks[:count],
-            number=self._number(),
+            number=next(self._numbers),
             children={segment.keys[count]: segment},
             pinned_until=0.0,
             unread=None if segment.unread is None else segment.unread.copy(),
@@ -300,8 +300,7 @@ class PrefixTree(TreeCounts):
             current = [leaf for _, leaf in self.segments() if leaf.is_evictable]
             self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
             heapq.heapify(self._leaves)
-        self._pushes += 1
-        heapq.heappush(self._leaves, (segment.last_use, self._pushes, segment))
+        heapq.heappush(self._leaves, (segment.last_use, next(self._pushes), segment))
 
     def _oldest_leaf(self) -> Segment | None:
         """The leaf to evict next; stays first in the heap."""
@@ -313,8 +312,8 @@ class PrefixTree(TreeCounts):
         return None
 
     def _drop(self, leaf: Segment, num_kept: int) -> Int32s:
-        """Drops the chunks of an evictable leaf after the first `num_kept`; with none kept, the leaf and, if that
-        leaves it empty, its root. Returns the rows of the chunks and of the attachment.
+        """Drops the chunks of an evictable leaf after the first `num_kept`, and with none kept the leaf. Returns the
+        rows of the chunks and of the attachment.
         """
         rows = np.concatenate((leaf.chunks[num_kept:], leaf.attached))
         self._count(leaf, -1)
@@ -328,8 +327,6 @@ class PrefixTree(TreeCounts):
         assert parent is not None
         del parent.children[leaf.keys[0]]
         leaf.is_dropped = True  # and keeps its parent, for the paths that still go through it
-        if parent.parent is None and not parent.children:
-            del self._roots[parent.namespace]
         self._offer(parent)
         return rows
 

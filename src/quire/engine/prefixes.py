@@ -58,13 +58,14 @@ def prefixes(
 ) -> list[Prefix]:
     """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
-    same: dict[Segment, dict[Segment, int]] = {}
+    same: dict[Segment, int] = {}
     for namespace, segment in tree.segments():
         if not visible(namespace):
             continue
         assert segment.parent is not None
-        if segment.parent not in same:
-            same[segment.parent] = _in_common(list(segment.parent.children.values()))
+        if segment not in same:
+            siblings = segment.parent.children.values()
+            same |= _in_common([each for each in siblings if each.namespace == namespace])
         sharers = int(segment.locks.max())
         found.append(
             Prefix(
@@ -74,7 +75,7 @@ def prefixes(
                 start=segment.start,
                 num_tokens=len(segment.tokens),
                 token_ids=segment.tokens[:SHOWN_TOKENS].tolist(),
-                num_same=same[segment.parent].get(segment, 0),
+                num_same=same[segment],
                 sharers=sharers,
                 hits=segment.hits,
                 computed=segment.computed,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Bools
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.policies import Chain
 
@@ -20,35 +20,22 @@ class Retained:
     chain      what was decided by: policies go by it for as long as the sequence lives
     policies   uint8 [L, H]
     num_prompt tokens of the prompt
+    holds_last whether nothing moves into or out of the last row where all of it is kept
     positions  int32 [L, H, rows * 64], of the token in each slot; -1 where there is none that is kept
     in_place   bool [L, H, rows]: pages that are not written, for others may read them
     origins    int32 [rows]: which chunk of the sequence the row was
-    holds_last whether nothing moves into or out of the last row where all of it is kept
     """
 
     chain: Chain
     policies: NDArray[np.uint8]
     num_prompt: int
-    positions: Int32s
-    in_place: Bools
-    origins: Int32s
     holds_last: bool = False
 
-    @classmethod
-    def whole(
-        cls, chain: Chain, policies: NDArray[np.uint8], num_prompt: int, num_rows: int, holds_last: bool = False
-    ) -> Retained:
-        """Nothing is dropped yet."""
-        positions = np.arange(num_rows * PAGE_TOKENS, dtype=np.int32)
-        return cls(
-            chain,
-            policies,
-            num_prompt,
-            np.broadcast_to(positions, (*policies.shape, len(positions))).copy(),
-            np.zeros((*policies.shape, num_rows), bool),
-            np.arange(num_rows, dtype=np.int32),
-            holds_last,
-        )
+    def __post_init__(self) -> None:
+        shape = self.policies.shape
+        self.positions = np.empty((*shape, 0), np.int32)
+        self.in_place = np.empty((*shape, 0), bool)
+        self.origins = np.empty(0, np.int32)
 
     @property
     def num_rows(self) -> int:
@@ -70,14 +57,12 @@ class Retained:
             found[..., -1] |= (self.positions[..., -PAGE_TOKENS:] == whole).all(-1)
         return found
 
-    def seal(self, origin: int) -> None:
-        """One row more is sealed, the chunk `origin` of the sequence: all its tokens are there."""
-        first = origin * PAGE_TOKENS
-        new = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
-        shape = self.policies.shape
-        self.positions = np.concatenate((self.positions, np.broadcast_to(new, (*shape, PAGE_TOKENS))), -1)
-        self.in_place = np.concatenate((self.in_place, np.zeros((*shape, 1), bool)), -1)
-        self.origins = np.append(self.origins, np.int32(origin))
+    def seal(self, first: int, end: int) -> None:
+        """Adds rows for chunks [first, end) of the sequence, which are sealed: all their tokens are there."""
+        shape, slots = self.policies.shape, np.arange(first * PAGE_TOKENS, end * PAGE_TOKENS, dtype=np.int32)
+        self.positions = np.concatenate((self.positions, np.broadcast_to(slots, (*shape, len(slots)))), -1)
+        self.in_place = np.concatenate((self.in_place, np.zeros((*shape, end - first), bool)), -1)
+        self.origins = np.append(self.origins, np.arange(first, end, dtype=np.int32))
 
     def drop(self, kept: Bools) -> None:
         """Tokens outside `kept`, bool [L, H, rows * 64], are kept no longer."""

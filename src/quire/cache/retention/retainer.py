@@ -248,9 +248,9 @@ class Retainer(NoRetention):
             self.table.give(path.sums)
             path.sums = NO_ROWS
             return is_stuck
-        path.retained = retained = Retained.whole(
-            decided.chain, decided.policies, holder.num_prompt, path.num_sealed, decided.budget is not None
-        )
+        retained = Retained(decided.chain, decided.policies, holder.num_prompt, decided.budget is not None)
+        retained.seal(0, path.num_sealed)
+        path.retained = retained
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stays = np.ones(decided.policies.shape, bool)
         for segment, rows in _rows_of(path, retained):
@@ -263,10 +263,6 @@ class Retainer(NoRetention):
             others = (segment.locks > 1) | (segment.pins > 0)
             is_stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
         return is_stuck
-
-    def copies(self, pages: Bools) -> Demand:
-        """What copies of some pages of a path take, bool [L, H, chunks], with the positions of all its pages."""
-        return self._demand_of(pages.sum(-1), pages.shape[-1])
 
     def pack(self, path: Path) -> None:
         """Lets go of what the heads do not keep of a prompt and packs what they keep. The table has rows for what it
@@ -284,7 +280,7 @@ class Retainer(NoRetention):
             """Fewer pages once the tree has dropped some."""
             num_pages = np.zeros(table.shape, np.int64)
             np.add.at(num_pages, to_own(table, path)[1:], 1)
-            return self._demand_of(num_pages, path.num_sealed)
+            return self.copies(num_pages, path.num_sealed)
 
         self.eviction.evict_for(wanted)
         num_pages = np.full(retained.policies.shape, path.num_sealed)  # that it had until it was decided on
@@ -294,14 +290,14 @@ class Retainer(NoRetention):
             self.ratio.learn(float(self._num_pages(path).sum() / num_pages.sum()))
         self._count_freed(num_pages, path)
 
-    def _demand_of(self, num_pages: Int64s, num_sealed: int) -> Demand:
-        """Sealed pages, and the positions beside those of `num_sealed` chunks."""
+    def copies(self, num_pages: Int64s, num_sealed: int) -> Demand:
+        """What copies of sealed pages take, int64 [L, H], with the positions beside those of `num_sealed` chunks."""
         return self.table.demand_of_pages(num_pages) + self.table.demand(sums=num_sealed * self.table.encodes)
 
     def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
         """One chunk more is sealed: decides again what is kept of all, and packs it."""
         retained, _ = sealed_rows(path)
-        retained.seal(path.num_sealed - 1)
+        retained.seal(path.num_sealed - 1, path.num_sealed)
         num_pages = self._num_pages(path)
         sums = self._sums.load(self.table, path.sums[: retained.num_rows])
         retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
