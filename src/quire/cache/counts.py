@@ -121,6 +121,10 @@ class ChunkCounts:
         """Chunks of the sealed codec that a sequence of `num_tokens` tokens needs."""
         return num_tokens // PAGE_TOKENS if self.encodes else -(-num_tokens // PAGE_TOKENS)
 
+    def demand_of_sizes(self, sizes: Int32s, num_rows: int) -> Demand:
+        """One page of each size, and rows of the table."""
+        return self._of_sizes(sizes) + Demand([*self.nothing[:-1], num_rows])
+
     def demand_of_pages(self, num_pages: Int64s) -> Demand:
         """What pages of sealed chunks take, given their number for each layer and head, int64 [L, H]."""
         return self._of_sizes(self.page_sizes(self.sealed_codec), num_pages)

@@ -9,16 +9,23 @@ import numpy as np
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import Demand
+from quire.cache.run import Pages
 from quire.cache.segment import Segment
-from quire.cache.tree import PrefixTree
+from quire.cache.store import Store
+from quire.cache.table import ChunkTable
+from quire.cache.tree import PrefixTree, Vacated
 
 
 class Eviction:
-    """What eviction from a tree frees in a table. Without a tree there is nothing to evict."""
+    """What eviction from a tree frees in a table. Without a tree there is nothing to evict.
 
-    def __init__(self, table: ChunkCounts, tree: PrefixTree | None) -> None:
+    store  is offered what is evicted
+    """
+
+    def __init__(self, table: ChunkCounts, tree: PrefixTree | None, store: Store) -> None:
         self.table = table
         self.tree = tree
+        self.store = store
         self._of_chunk = table.cost(table.sealed_codec)
         self._at_most = self._of_chunk + table.demand(sidecars=1)
 
@@ -71,8 +78,19 @@ class Eviction:
             while most < tree.num_idle and not is_enough(most):
                 most *= 2
             least = bisect.bisect_left(range(most // 2 + 1, min(most, tree.num_idle)), True, key=is_enough)
-            table.give(tree.evict(most // 2 + 1 + least))
+            for vacated in tree.vacate(most // 2 + 1 + least):
+                self._put(vacated)
+                table.give(vacated.rows)
         return True
+
+    def _put(self, vacated: Vacated) -> None:
+        """Offers the store what is about to be overwritten."""
+        keys, tokens, _, attached = vacated
+        if self.store.wants(keys):
+            assert isinstance(self.table, ChunkTable), "a table without pages"
+            pages = Pages.of(self.table, tuple(keys), vacated.rows, attached=len(attached), tokens=tokens)
+            self.store.put(pages.run, pages.pack(range(self.table.shape[0])))
+            pages.release()
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that fits: by eviction of idle chunks, then of all attachments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.cache.keys import ChunkKeys
-from quire.cache.path import Path
+from quire.cache.path import Path, Swapped
 
 
 class Holder(Protocol):
@@ -13,10 +13,12 @@ class Holder(Protocol):
 
     path             what it attends to
     num_preemptions  how often its pages were taken away
+    swapped          its path while that is in a store; None: it is not
     """
 
     path: Path
     num_preemptions: int
+    swapped: Swapped | None
 
     @property
     def keys(self) -> ChunkKeys:

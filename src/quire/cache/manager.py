@@ -20,6 +20,7 @@ import numpy as np
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
 from quire.cache.explain import explain
+from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
@@ -30,6 +31,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.retainer import Profiling, Retainer
 from quire.cache.room import Room
 from quire.cache.statistics import Statistics
+from quire.cache.store import Nowhere, Store
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
@@ -57,6 +59,7 @@ class CacheManager:
     retainer   makes what sequences hold smaller; None without retention
     retention  the retainer, or what answers in its place: for `slice_end`, `undivided`, `last_rows` and, whether a
                sequence should wait for what another is about to cache, `is_coming`
+    fetching   what a store has, and what comes from there
     room       what fits beside what was promised
     capacity   sealed chunks that one sequence may have if it is alone; pins may keep `max_pinned` of them in all
     """
@@ -67,12 +70,14 @@ class CacheManager:
         tree: PrefixTree | None,
         lifetime: float | None = None,
         retention: Retention | None = None,
+        store: Store | None = None,
     ) -> None:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
         self.pins = None if tree is None else Pins(tree)
-        self.eviction = Eviction(table, tree)
+        self.fetching = Fetching(table, store or Nowhere())
+        self.eviction = Eviction(table, tree, self.fetching.store)
         self.retainer: Retainer | None = None
         if retention is not None:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
@@ -106,12 +111,65 @@ class CacheManager:
                 len(holder.token_ids),
             )
         self._refused = None
+        if holder.swapped is not None:
+            self._swap_in(holder)
+            return Admission(0)
         holder.path = Path()
         self.retention.enter(holder)
         self.room.promise(holder)
         self._match(holder)
+        self._fetch(holder)
         self.statistics.note_peak()
         return Admission(holder.path.num_tokens)
+
+    def _swap_in(self, holder: Holder) -> None:
+        """Brings a path back that was swapped out."""
+        assert holder.swapped is not None
+        demand = self.fetching.demand(holder.swapped)
+        assert demand is not None, "what was swapped out is lost"
+        self.eviction.evict_for(lambda: demand)
+        holder.path, holder.swapped = self.fetching.swap_in(holder.swapped), None
+        self.room.live[holder] = self.table.nothing
+        self._settle(holder)
+        self.statistics.note_peak()
+
+    def _fetch(self, holder: Holder) -> None:
+        """Starts to fetch what a store has beyond what the tree has of a prompt."""
+        if self.tree is None or not holder.reads_cache:
+            return
+        path, keys, limit = holder.path, holder.keys, self.retention.limit(holder)
+        near = sum(count for _, count in self.tree.walk(keys, limit))
+        runs = self.retention.fetchable(keys, near, self.fetching.far(keys, near, limit))
+        if not runs:
+            return
+        self.tree.extend(path, keys, near, not holder.num_preemptions)
+        self._settle_shared(holder)
+        if self.extend(holder, (near + len(runs)) * PAGE_TOKENS):
+            self.fetching.begin(holder, near, runs)
+        else:  # what it took without sums is of no use
+            self._give_back(path)
+            self._match(holder)
+
+    def assume_fetched(self, holder: Holder) -> None:
+        """The sequence goes on behind chunks that are still under way: layers wait for theirs."""
+        holder.path.num_tokens = max(holder.path.num_tokens, holder.path.num_arriving * PAGE_TOKENS)
+
+    def end_fetch(self, holder: Holder) -> bool:
+        """The transfer of a sequence is over. False if not all has arrived: then the path holds what nobody knows, and
+        the sequence has to begin again.
+        """
+        path = holder.path
+        has_arrived = self.fetching.end(path)
+        if has_arrived and path.num_arriving:
+            self.commit(holder, max(path.num_tokens, path.num_arriving * PAGE_TOKENS))
+        return has_arrived
+
+    def swap_out(self, holder: Holder) -> None:
+        """Puts what retention has left of a sequence into the store, if it wants that: computed again, it would be
+        replayed token by token.
+        """
+        if holder.path.retained is not None:
+            holder.swapped = self.fetching.swap_out(holder.path)
 
     def refuses(self, holder: Holder) -> bool:
         """Whether a sequence was refused last, and nothing has changed since."""
@@ -125,6 +183,11 @@ class CacheManager:
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Looks without taking: who waits is no sharer, and has no hits."""
         tree, found = self.tree, []
+        if holder.swapped is not None:
+            demand = self.fetching.demand(holder.swapped)
+            if demand is not None:
+                return self.room.fits(demand + self.room.growth())
+            holder.swapped = None
         if tree is not None and holder.reads_cache:
             found = list(tree.walk(holder.keys, self.retention.findable(holder)))
         # What it finds is not there to be evicted.
@@ -141,12 +204,16 @@ class CacheManager:
         """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took. All it
         then holds is sealed.
         """
-        path = holder.path
         count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
+        self._settle_shared(holder)
+        return count
+
+    def _settle_shared(self, holder: Holder) -> None:
+        """All that a path has is the tree's."""
+        path = holder.path
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         self._settle(holder)
-        return count
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
         """Pins the whole chunks of the sequence's first `num_tokens` tokens, all computed, for some seconds. False, and
@@ -174,7 +241,9 @@ class CacheManager:
             self.tree.now = now
             self.pins.expire()
             if self.lifetime is not None:
-                self.table.give(self.tree.expire(self.lifetime))
+                for vacated in self.tree.expire(self.lifetime):
+                    self.table.give(vacated.rows)
+                    self.fetching.store.drop(vacated.keys)
 
     def explain(self, holder: Holder) -> str:
         """Why a sequence finds in the cache what it finds, in a sentence."""
@@ -279,15 +348,28 @@ class CacheManager:
         """The sequence ends or is preempted: its locks are undone, its own chunks are free; what it gave to the tree
         stays there.
         """
-        path = holder.path
-        self._give_filled(path)
-        self.table.give(path.private)
-        self.table.give(path.sums)
-        if self.tree is not None:
-            self.tree.release(path)
+        if holder.path.transfer is not None:
+            self.fetching.end(holder.path)
+        self._give_back(holder.path)
         self.retention.leave(holder)
         self.room.forget(holder)
         holder.path = Path()
+
+    def _give_back(self, path: Path) -> None:
+        self._give_filled(path)
+        self.table.give(path.private)
+        self.table.give(path.sums)
+        path.sums = path.sums[:0]
+        path.truncate(path.num_shared)
+        if self.tree is not None:
+            self.tree.release(path)
+            path.truncate(0)
+
+    def forget(self, holder: Holder) -> None:
+        """A sequence that waits will not run again."""
+        if holder.swapped is not None:
+            self.fetching.store.drop(holder.swapped.run.names)
+            holder.swapped = None
 
     def stats(self) -> dict[str, int]:
         """See Statistics.bytes."""

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from quire.cache.arrays import Bools, Int32s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.retained import Retained
+from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS, Segment
+from quire.cache.store import Transfer
 
 
 @dataclass(eq=False)
@@ -39,6 +41,9 @@ class Path:
                  chunks[i - num_dropped]
     sums         int32 [num_chunks], rows with the attention that the slots of each chunk have had; empty without
                  retention
+    transfer     what brings chunks of it from a store; None: nothing is under way
+    num_arriving leading chunks that are there when it is over; 0 if all of a path comes back
+    arriving     keys of those that are under way
     """
 
     tip: Segment | None = None
@@ -57,6 +62,9 @@ class Path:
     retained: Retained | None = None
     num_dropped: int = 0
     sums: Int32s = field(default_factory=lambda: NO_ROWS)
+    transfer: Transfer | None = None
+    num_arriving: int = 0
+    arriving: list[bytes] = field(default_factory=list)
     _chunks: Int32s = field(default_factory=lambda: np.empty(8, np.int32))
 
     @property
@@ -106,6 +114,15 @@ class Path:
         """The chunks of this sequence alone."""
         return self.chunks[self.num_shared :]
 
+    def put(self, chunks: Int32s, sums: Int32s) -> None:
+        """Takes other rows in place of all of its chunks and sums."""
+        assert len(chunks) == self.num_chunks, f"{len(chunks)} rows for {self.num_chunks} chunks"
+        self._chunks, self.sums = chunks, sums
+
+    def truncate(self, num_chunks: int) -> None:
+        """Keeps the first chunks."""
+        self.num_chunks = num_chunks
+
     def append(self, chunks: Int32s) -> None:
         """Adds chunks at the end."""
         need = self.num_chunks + len(chunks)
@@ -133,3 +150,11 @@ class Path:
         self.num_chunks -= len(indices)
         self.num_dropped += len(indices)
         return rows
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A path that is in a store: as it was, but for the rows of its chunks."""
+
+    path: Path
+    run: Run

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Int32s
 from quire.cache.counts import POSITIONS_BYTES
-from quire.cache.ledger import UNIT
+from quire.cache.ledger import UNIT, Demand
 from quire.cache.namespace import FORMAT_VERSION
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<4sHHIIIIQ16s32s")
 _IS_SHARED = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """What a run holds, without its bytes: n rows of the chunk table, which are consecutive chunks of one path, and
     then the attachment of their end.
@@ -56,6 +56,10 @@ class Run:
     placed: Bools
     bases: Int32s
     has_sidecar: Bools
+
+    def ends_with_sums(self, name: bytes) -> bool:
+        """Whether a chunk is its last, with an attachment."""
+        return self.num_attached > 0 and self.names[-1] == name
 
 
 class Pages:
@@ -164,6 +168,14 @@ def _seal(run: Run, layer: int, rest: bytes) -> bytes:
     return _HEADER.pack(*fields, checksum, bytes(32)) + rest
 
 
+def demand_of(table: ChunkTable, run: Run) -> Demand:
+    """What a run takes in an arena."""
+    sizes = table.sizes_of(run.kinds)
+    held = (sizes[run.masks != 0], np.full(int(run.placed.sum()), POSITIONS_BYTES))
+    beside = np.full(int(run.has_sidecar.sum()), table.sidecar_bytes)
+    return table.demand_of_sizes(np.concatenate((*held, beside)), len(run.kinds))
+
+
 def take_rows(table: ChunkTable, run: Run) -> Int32s:
     """Rows of a table for all of a run, with its pages, int32 [n]; their bytes are to follow. Raises CacheFullError."""
     rows = np.empty(len(run.kinds), np.int32)
@@ -182,21 +194,27 @@ def take_rows(table: ChunkTable, run: Run) -> Int32s:
 
 
 def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
-    """Writes an extent of a run into the pages of rows that were taken for it; returns the layer. Raises ExtentError,
-    with nothing written, if the extent is damaged, of another format, or not of this run.
+    """Writes an extent of a run into pages; returns the layer. Raises ExtentError, with nothing written, if the extent
+    is damaged, of another format, or not of this run.
+
+    rows  int32 [n], the row of the table that takes each of the run's, -1 for those that are not wanted
     """
     layer, rest = _open(run, extent)
     at = _Layout(table, run, layer)
     if not rest.startswith(at.head) or len(rest) != len(at.head) + at.num_bytes:
         raise ExtentError(f"layer {layer} holds other pages than its run")
     body = np.frombuffer(rest, np.uint8, offset=len(at.head))
+    wanted = (rows >= 0)[:, None]
     for page_bytes, held in at.by_size():
-        table.arena.store(table.pages[rows, layer][held], page_bytes, _gather(body, at.starts[held], page_bytes))
+        chosen = held & wanted
+        table.arena.store(table.pages[rows, layer][chosen], page_bytes, _gather(body, at.starts[chosen], page_bytes))
     if at.placed.any():
-        images = _gather(body, at.positions[at.placed], POSITIONS_BYTES)
-        table.arena.store(table.positions[rows, layer][at.placed], POSITIONS_BYTES, images)
-    for page, start in zip(table.sidecars[rows[run.has_sidecar]].tolist(), at.sidecars, strict=True):
-        table.arena.write(page * UNIT + layer * at.beside, body[start : start + at.beside])
+        chosen = at.placed & wanted
+        images = _gather(body, at.positions[chosen], POSITIONS_BYTES)
+        table.arena.store(table.positions[rows, layer][chosen], POSITIONS_BYTES, images)
+    for row, start in zip(rows[run.has_sidecar].tolist(), at.sidecars, strict=True):
+        if row >= 0:
+            table.arena.write(int(table.sidecars[row]) * UNIT + layer * at.beside, body[start : start + at.beside])
     return layer
 
 

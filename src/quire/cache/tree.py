@@ -23,6 +23,7 @@ import itertools
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,22 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.tree_counts import TreeCounts
+
+
+class Vacated(NamedTuple):
+    """Consecutive chunks that the tree has dropped: their keys and tokens, their rows of the chunk table, and the rows
+    that were attached to their end.
+    """
+
+    keys: list[bytes]
+    tokens: Int32s
+    chunks: Int32s
+    attached: Int32s
+
+    @property
+    def rows(self) -> Int32s:
+        """All rows, the attachment last."""
+        return np.concatenate((self.chunks, self.attached))
 
 
 @dataclass
@@ -143,24 +160,24 @@ class PrefixTree(TreeCounts):
         """Ends all attachments. Returns their rows; the caller frees them."""
         return _joined([self.attach(segment, NO_ROWS) for _, segment in list(self.segments())])
 
-    def evict(self, count: int) -> Int32s:
-        """Drops `count` idle chunks, or all of them: leaves first, least recently used first, each from its end.
-        Returns the rows of the chunks and their attachments; the caller frees them.
+    def vacate(self, count: int) -> list[Vacated]:
+        """Drops `count` idle chunks, or all of them: leaves first, least recently used first, each from its end. The
+        caller frees their rows.
         """
-        dropped: list[Int32s] = []
+        dropped: list[Vacated] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
             num_dropped = min(count, len(leaf.chunks))
             dropped.append(self._drop(leaf, len(leaf.chunks) - num_dropped))
             count -= num_dropped
             self.num_evicted += num_dropped
-        return _joined(dropped)
+        return dropped
 
-    def expire(self, lifetime: float) -> Int32s:
-        """Drops the segments that nobody used for `lifetime` seconds. Returns their rows; the caller frees them."""
-        dropped: list[Int32s] = []
+    def expire(self, lifetime: float) -> list[Vacated]:
+        """Drops the segments that nobody used for `lifetime` seconds. The caller frees their rows."""
+        dropped: list[Vacated] = []
         while (leaf := self._oldest_leaf()) is not None and leaf.used_at + lifetime <= self.now:
             dropped.append(self._drop(leaf, 0))
-        return _joined(dropped)
+        return dropped
 
     def add_pins(self, segment: Segment, by: int) -> None:
         """Counts one pin more or less on a segment and all before it."""
@@ -311,24 +328,23 @@ class PrefixTree(TreeCounts):
             heapq.heappop(self._leaves)
         return None
 
-    def _drop(self, leaf: Segment, num_kept: int) -> Int32s:
-        """Drops the chunks of an evictable leaf after the first `num_kept`, and with none kept the leaf. Returns the
-        rows of the chunks and of the attachment.
-        """
-        rows = np.concatenate((leaf.chunks[num_kept:], leaf.attached))
+    def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
+        """Drops the chunks of an evictable leaf after the first `num_kept`, and with none kept the leaf."""
+        first = num_kept * PAGE_TOKENS
+        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], leaf.chunks[num_kept:], leaf.attached)
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
             leaf.chunks, leaf.keys = leaf.chunks[:num_kept], leaf.keys[:num_kept]
-            leaf.tokens = leaf.tokens[: num_kept * PAGE_TOKENS]
+            leaf.tokens = leaf.tokens[:first]
             self._count(leaf, 1)
-            return rows
+            return vacated
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.keys[0]]
         leaf.is_dropped = True  # and keeps its parent, for the paths that still go through it
         self._offer(parent)
-        return rows
+        return vacated
 
 
 def _joined(rows: list[Int32s]) -> Int32s:

@@ -22,10 +22,14 @@ from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Sampled, Scheduler
-from quire.engine.step import Guide, Result, Step
+from quire.engine.step import Guide, Result, Step, Wait
 from quire.errors import QuireError, RequestError
 
 log = logging.getLogger("quire")
+
+
+WAIT_SECONDS = 0.02
+"""For how long a step may wait for chunks that are under way: then it looks for new requests."""
 
 
 class Engine:
@@ -143,6 +147,9 @@ class Engine:
         self.scheduler.manager.tick(self.clock())
         step = self.scheduler.next_step()
         if step is None:
+            return []
+        if isinstance(step, Wait):
+            step.sleep(WAIT_SECONDS)
             return []
         result = self.runner.run(step)
         deltas: dict[Request, list[CompletionOutput]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.namespace import Namespace
-from quire.cache.path import Path
+from quire.cache.path import Path, Swapped
 from quire.engine.outputs import Logprob
 from quire.engine.params import CacheHints, SamplingParams
 
@@ -45,6 +45,7 @@ class Sequence:
     is_quiet       whether it is in the calendar
     lead           tokens computed less the calendar's clock, while it is there
     slice          its row in steps while it decodes one token after another; None before
+    swapped        its path while that is in a store; None: it is not
     is_begun       whether a step had it
     kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
     num_prompt     tokens of the prompt
@@ -64,6 +65,7 @@ class Sequence:
     state: State = State.WAITING
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    swapped: Swapped | None = None
     high_water: int = 0
     is_quiet: bool = False
     lead: int = 0

@@ -99,7 +99,7 @@ class LocalRunner:
         if not step.steady:
             self._last_rows = [end - 1 for end in itertools.accumulate(piece.num_rows for piece in slices)]
         tokens, positions = self._inputs(step)
-        plan = self.attention.plan(slices, step.steady)
+        plan = self.attention.plan(slices, step.steady, step.ready)
         sampling = range(len(slices)) if step.steady else [i for i, piece in enumerate(slices) if piece.samples]
         result = Result()
         decides = not step.steady and any(piece.decides for piece in slices)
@@ -144,6 +144,9 @@ class LocalRunner:
         """Chooses the tokens; of drafts, up to the first that differs from what the row before it yields."""
         if not step.steady:
             self._sampling = self._sample_rows(step, sampling)
+        if step.ready is not None and (step.ready < 0).any():
+            result.token_ids = [NO_TOKEN] * len(sampling)  # of keys and values that have not arrived
+            return
         sampled = self.sampler.sample(logits, self._sampling)
         result.token_ids = token_ids = sampled.token_ids.tolist()
         if any(sampled.logprobs):

@@ -29,7 +29,7 @@ from quire.engine.calendar import Calendar, imagined_tokens
 from quire.engine.outputs import Logprob
 from quire.engine.request import Sequence, State
 from quire.engine.retention_report import summary_of
-from quire.engine.step import NO_TOKEN, Begun, Proposal, Result, Slice, Step
+from quire.engine.step import NO_TOKEN, Begun, Proposal, Result, Slice, Step, Wait
 from quire.errors import ConfigError, QueueFullError
 
 log = logging.getLogger("quire")
@@ -143,10 +143,29 @@ class Scheduler:
         """Whether `count` more sequences may be queued."""
         return len(self.waiting) + count <= self.max_queue
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> Step | Wait | None:
         """The next step, with its cache slots taken; None if there is nothing to do. May preempt; admits what fits."""
         work = self._decide()
-        return self._compose(work) if self.calendar or work.single or work.tall else None
+        if self.calendar or work.single or work.tall:
+            return self._compose(work)
+        fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
+        return self._follow_fetch(fetching[0]) if fetching else None
+
+    def _follow_fetch(self, sequence: Sequence) -> Step | Wait:
+        """What a sequence does whose chunks are under way, when nobody else has anything to do: once the first layer is
+        there, its next rows follow the others through the model.
+        """
+        path = sequence.path
+        assert path.transfer is not None
+        work = _Work()
+        if path.num_arriving and path.transfer.done(0):
+            self.manager.assume_fetched(sequence)
+            self._add_prompt(work, sequence, self._left(0))
+        if not work.single and not work.tall:
+            return Wait(path.transfer)
+        step = self._compose(work)
+        step.ready = path.transfer.ready
+        return step
 
     def commit(self, step: Step, result: Result) -> list[Sampled]:
         """Takes the tokens of the slices that sample; seals chunks; takes refused drafts back; ends what reached its
@@ -234,6 +253,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+            self.manager.forget(sequence)
         if sequence.is_begun and sequence.state is not State.FINISHED:
             self._ended.append(sequence.sequence_id)
         sequence.state = State.FINISHED
@@ -275,7 +295,7 @@ class Scheduler:
         num_preempted, num_rows = self.counters.preemptions, 0
         prompts: list[Sequence] = []
         for sequence in sorted(self._active, key=_by_admission):
-            if sequence.state is not State.RUNNING or sequence.awaits_scores:
+            if sequence.state is not State.RUNNING or sequence.awaits_scores or self._is_fetching(sequence):
                 continue
             if not self._decodes(sequence):
                 prompts.append(sequence)
@@ -296,11 +316,28 @@ class Scheduler:
                 break
             if not self._admit(sequence):
                 break
-            if not sequence.awaits_scores and self._ready(sequence, underway):
+            is_ready = not sequence.awaits_scores and sequence.path.transfer is None
+            if is_ready and self._ready(sequence, underway):
                 num_rows += self._add_prompt(work, sequence, self._left(num_rows))
         if self.counters.preemptions != num_preempted:
             work.drop_preempted()
         return work
+
+    def _is_fetching(self, sequence: Sequence) -> bool:
+        """Whether chunks of a sequence are under way. What has arrived is computed; if something has not, the sequence
+        begins again.
+        """
+        transfer, num_found = sequence.path.transfer, len(sequence.path.arriving) * PAGE_TOKENS
+        if transfer is None:
+            return False
+        if not transfer.is_over:
+            return True
+        if not self.manager.end_fetch(sequence):
+            log.warning("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
+            self._restart(sequence)
+            return True
+        self._count_found(sequence, num_found)
+        return False
 
     def _left(self, num_rows: int) -> int:
         """Rows that a step with `num_rows` of active sequences has left."""
@@ -409,7 +446,7 @@ class Scheduler:
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
             return True
-        if chunk in underway:
+        if chunk in underway or chunk in self.manager.fetching.arriving:
             return False
         underway.add(chunk)
         return True
@@ -502,6 +539,8 @@ class Scheduler:
         sampled.
         """
         generated, path = sequence.num_generated, sequence.path
+        if path.transfer is not None and self._is_fetching(sequence):
+            return []  # it was computed behind chunks that have not arrived
         self._count(sequence, end, count)
         if end < path.next_seal:
             path.num_tokens = end
@@ -614,11 +653,17 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.calendar.leave(sequence)
+        self.manager.swap_out(sequence)
+        self._restart(sequence)
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+
+    def _restart(self, sequence: Sequence) -> None:
+        """A running sequence waits, before all others, to be admitted again."""
         self._leave(sequence)
         sequence.state = State.WAITING
-        sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
-        self.counters.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
         """A running sequence gives back what it holds."""

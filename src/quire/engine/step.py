@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from quire.cache.retention.decisions import Decided
+    from quire.cache.store import Transfer
     from quire.engine.outputs import Logprob
     from quire.engine.params import SamplingParams
 
@@ -89,6 +90,8 @@ class Step:
     begun      sequences that no step before had
     ended      sequences that no step after will have
     steady     the rows are those of the step before, each one token on and in the same chunks
+    ready      int32 [L]: of chunks that are still under way, 1 once a layer is there, -1 if it will not be; None: all
+               are there
     """
 
     slices: list[Slice]
@@ -97,6 +100,18 @@ class Step:
     begun: list[Begun] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     steady: bool = False
+    ready: NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No row can be computed before chunks have arrived that are under way."""
+
+    transfer: Transfer
+
+    def sleep(self, seconds: float) -> None:
+        """Returns when more has arrived, or nothing more will; after some time at most."""
+        self.transfer.wait(seconds)
 
 
 class Failure(NamedTuple):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
+from quire.cache.run import Run
 from quire.cache.segment import Segment
 
 
@@ -71,6 +73,12 @@ class NoRetention:
         if self.tree is None:
             return 0
         return self.tree.extend(holder.path, holder.keys, self.limit(holder), not holder.num_preemptions)
+
+    def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
+        """Of the runs in which chunks are that follow the `near` ones of the tree, those to fetch: a run for each
+        chunk.
+        """
+        return far
 
     def must_wait(self, holder: Holder) -> bool:
         """Whether a sequence should wait for what another is about to leave in the cache."""

@@ -18,6 +18,7 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
+from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
@@ -26,6 +27,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.packing import check_packed, drop_empty, has_page, pack, places_of, sealed_rows, to_own
 from quire.cache.retention.prefix_sums import PrefixSums
 from quire.cache.retention.retained import Retained
+from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.table import ChunkTable
 
@@ -121,6 +123,14 @@ class Retainer(NoRetention):
             self.table.give(path.sums)
             path.sums = NO_ROWS
         return taken
+
+    def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
+        """As far as a run has sums attached, for a prompt goes on from these."""
+        if self.prefixes is None:
+            return far
+        names = keys.first(near + len(far))[near:]
+        ends = [end for end, (name, run) in enumerate(zip(names, far, strict=True), 1) if run.ends_with_sums(name)]
+        return far[: max(ends, default=0)]
 
     def must_wait(self, holder: Holder) -> bool:
         """Whether a sequence should wait for what another is about to leave in the cache."""

@@ -1,0 +1,111 @@
+"""Fetching: chunks that a store has take the place of computed ones. Private runs of sequences that were preempted come
+back the same way.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from quire.cache.arrays import Int32s
+from quire.cache.counts import ChunkCounts
+from quire.cache.holder import Holder
+from quire.cache.keys import ChunkKeys
+from quire.cache.ledger import Demand
+from quire.cache.path import Path, Swapped
+from quire.cache.run import Pages, Run, demand_of, take_rows
+from quire.cache.store import Store, Transfer
+from quire.cache.table import ChunkTable
+
+
+class Fetching:
+    """Finds what a store has, and starts and ends transfers.
+
+    store     answers to keys of chunks, and to handles of private runs
+    arriving  keys of chunks that are under way
+    """
+
+    def __init__(self, table: ChunkCounts, store: Store) -> None:
+        self.table = table
+        self.store = store
+        self.arriving: set[bytes] = set()
+
+    def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
+        """The run of each chunk that a store has, one after the other from chunk `near` on, before chunk `limit`. None
+        if the first of them is under way already: whoever waits finds it in the tree.
+        """
+        names = keys.first(limit)[near:]
+        if names and names[0] in self.arriving:
+            return []
+        found: list[Run] = []
+        for name in names:
+            run = self.store.find(name)
+            if run is None:
+                break
+            found.append(run)
+        return found
+
+    def begin(self, holder: Holder, near: int, runs: list[Run]) -> None:
+        """Starts a transfer of the chunks from `near` on, which the path has rows for: one run for each chunk, in
+        which it is. Column sums of all chunks so far come with the last run, if it has them attached.
+        """
+        path = holder.path
+        parts: dict[Run, Int32s] = {}
+        names = holder.keys.first(near + len(runs))[near:]
+        for index, (name, run) in enumerate(zip(names, runs, strict=True), near):
+            rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
+            rows[run.names.index(name)] = path.chunks[index]
+        last = runs[-1]
+        if len(path.sums) and last.ends_with_sums(names[-1]):
+            parts[last][len(last.names) :] = path.sums[: last.num_attached]
+        self._start(path, list(parts.items()))
+        path.num_arriving = near + len(runs)
+        path.arriving = names
+        self.arriving.update(names)
+
+    def end(self, path: Path) -> bool:
+        """Ends a path's transfer, over or not. Whether all of it has arrived. What failed is forgotten."""
+        transfer = path.transfer
+        assert transfer is not None
+        has_arrived = transfer.close()
+        self.store.drop([run.names[0] for run in transfer.runs if transfer.error is not None or not run.is_shared])
+        self.arriving.difference_update(path.arriving)
+        path.transfer, path.arriving = None, []
+        return has_arrived
+
+    def swap_out(self, path: Path) -> Swapped | None:
+        """Puts a path's own chunks into the store, if it wants them. The caller frees them."""
+        handle, table = os.urandom(16), self.table
+        if path.transfer is not None or path.filled >= 0 or not self.store.wants([handle]):
+            return None
+        assert isinstance(table, ChunkTable), "a table without pages"
+        pages = Pages.of(table, (handle,), np.concatenate((path.chunks, path.sums)), attached=len(path.sums))
+        self.store.put(pages.run, pages.pack(range(table.shape[0])))
+        pages.release()
+        kept = replace(path, tip=None, heads={}, num_shared=0, sums=path.sums[:0], shared=((-1, -1), ()))
+        return Swapped(kept, pages.run)
+
+    def demand(self, swapped: Swapped) -> Demand | None:
+        """What a swapped path takes in the arena; None if the store has lost it."""
+        if self.store.find(swapped.run.names[0]) is not swapped.run:
+            return None
+        assert isinstance(self.table, ChunkTable), "a table without pages"
+        return demand_of(self.table, swapped.run)
+
+    def swap_in(self, swapped: Swapped) -> Path:
+        """A path like the one that was swapped out, whose chunks are under way."""
+        table, run = self.table, swapped.run
+        assert isinstance(table, ChunkTable), "a table without pages"
+        rows = take_rows(table, run)
+        path = swapped.path
+        path.put(rows[: len(rows) - run.num_attached], rows[len(rows) - run.num_attached :])
+        self._start(path, [(run, rows)])
+        return path
+
+    def _start(self, path: Path, parts: list[tuple[Run, Int32s]]) -> None:
+        assert isinstance(self.table, ChunkTable), "a table without pages"
+        path.transfer = transfer = Transfer(self.table, parts)
+        for run, _ in parts:
+            self.store.get(run, transfer)
