@@ -21,41 +21,26 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
 
-_FIELDS: list[tuple[str, type]] = [
-    *(
-        (name, ctypes.c_void_p)
-        for name in ("arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices")
-    ),
-    *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
-    *(
-        (name, ctypes.c_void_p)
-        for name in (
-            "reads",
-            "heads",
-            "key_bias",
-            "turns",
-            "angles",
-            "sidecars",
-            "slot_positions",
-            "bases",
-            "seals",
-            "lse",
-        )
-    ),
-    *((name, ctypes.c_void_p) for name in ("scored_rows", "scores", "profiled_rows", "profiles", "columns")),
-    ("kept_chunks", ctypes.c_void_p),
-    *((name, ctypes.c_void_p) for name in ("queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged")),
-    *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
-    *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows", "num_seals")),
-    *((name, ctypes.c_int32) for name in ("num_profiled_rows", "num_columns", "num_kept_rows", "num_kept_pages")),
-    *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode")),
-]
+_POINTERS = (
+    "arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices", "pieces", "merges",
+    "merge_parts", "partial_o", "partial_lse", "k", "v", "reads", "heads", "key_bias", "turns", "angles", "sidecars",
+    "slot_positions", "bases", "seals", "lse", "scored_rows", "scores", "profiled_rows", "profiles", "columns",
+    "kept_chunks", "queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged",
+)  # fmt: skip
+_NUMBERS = (
+    "num_pieces", "num_merges", "num_rows", "num_seals", "num_profiled_rows", "num_columns", "num_kept_rows",
+    "num_kept_pages", "L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode",
+)  # fmt: skip
 
 
 class _Plan(ctypes.Structure):
     """Mirror of `Plan` in kernels/attention.h."""
 
-    _fields_ = _FIELDS
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
+    )
 
 
 class CpuAttention:
@@ -69,9 +54,7 @@ class CpuAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.kernels = runtime.kernels()
-        assert ctypes.sizeof(_Plan) == self.kernels.quire_plan_bytes(), (
-            "the kernels were built from another version of attention.h"
-        )
+        runtime.check_mirrors(_Plan)
         self.plans_built = 0
         self.reads: torch.Tensor | None = None
         self._last: CpuPlan | None = None

@@ -445,5 +445,4 @@ QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t 
     });
 }
 
-// Bytes of a Plan, so that the Python mirror of the struct can be checked against it.
-QUIRE_API int64_t quire_plan_bytes() { return sizeof(Plan); }
+QUIRE_EXPORT_FIELDS(Plan)
