@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
@@ -28,7 +29,7 @@ LENGTHS = (512, 2048, 8192)
 HELP = "show what a model needs and what fits, or what a server's cache holds"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, needs_model=False)
     parser.add_argument(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.collecting import uncollected
 from quire.config import EngineConfig, ServeConfig, add_flags, describe, options_from, sources
 from quire.errors import ConfigError, RequestError
@@ -37,7 +38,7 @@ ENGINE_SECTIONS = ("model", "cache", "retain", "attention", "scheduler", "runtim
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
+    parser: Arguments, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
 ) -> None:
     """MODEL, which may be left out if it is not needed, the settings of the sections, --config and --print-config."""
     nargs = None if needs_model else "?"
@@ -181,7 +182,7 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
 }
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+def add_sampling_flags(parser: Arguments, defaults: dict[str, Any]) -> None:
     """--temperature and the like, and --stop; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING_FLAGS.items():
