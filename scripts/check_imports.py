@@ -17,8 +17,8 @@ from pathlib import Path
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    "version", "errors", "interrupt", "collecting", "folders", "habits", "options", "config", "kernels", "models",
-    "cache", "attention", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
+    "version", "errors", "interrupt", "collecting", "folders", "habits", "arguments", "options", "config", "kernels",
+    "models", "cache", "attention", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
     "server", "cli", "__main__",
 )  # fmt: skip
 

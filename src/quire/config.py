@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from quire import options as _options
+from quire.arguments import Arguments
 from quire.errors import ConfigError
 from quire.options import AtLeast, Bytes, Count, Group, format_bytes, nearest, parse_bytes
 
@@ -303,7 +304,7 @@ _ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 
-def add_flags(parser: argparse.ArgumentParser, sections: Iterable[str] = SECTIONS) -> None:
+def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS) -> None:
     """Adds a flag such as `--cache.memory` for every setting of the sections.
 
     Flags that are not given leave no trace in the namespace.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from quire.arguments import Arguments
 from quire.errors import ConfigError
 from quire.habits import key_answer
 
@@ -208,7 +209,7 @@ def _likely(key: str, valid: Iterable[str]) -> str:
     return max(valid, key=likeness)
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Sequence[type[Group]]) -> None:
+def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
     """Adds one flag a setting, with help from its docstring. Flags not given leave no trace in the namespace."""
     for group in groups:
         section = parser.add_argument_group(f"{group.key} settings")

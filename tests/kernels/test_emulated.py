@@ -6,7 +6,6 @@ import ctypes
 import platform
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,10 +26,11 @@ FLAGS = "-O1 -std=c++17 -fno-math-errno -fPIC -shared -w -march=x86-64-v3".split
 MACROS = {"v4": "F BW DQ", "v4bf16": "F BW DQ VNNI BF16"}
 NAMES = ("quire_pack_linear", "quire_pack_blocks", "quire_panel_rows", "quire_multiply", "quire_panel_bytes",
          "quire_quantized_bytes")  # fmt: skip
+"""Functions of it whose signatures are those of the whole library."""
 
 
 @pytest.fixture(scope="module", params=MACROS)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The product kernels of a level."""
     compiler = find_compiler()
     if compiler is None or platform.machine() != "x86_64":
@@ -45,14 +45,14 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name in NAMES:
         function, model = getattr(loaded, name), getattr(declared, name)
         function.argtypes, function.restype = model.argtypes, model.restype
-    return SimpleNamespace(**{name: getattr(loaded, name) for name in NAMES})
+    return loaded
 
 
 @full_only("compiles the products twice, half a minute each")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_emulated_products_are_those_of_the_file_s_numbers(
-    library: SimpleNamespace, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    library: ctypes.CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "kernels", lambda: library)
     tokens = torch.tensor([0, 69, 33, 31])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from quire.config import EngineConfig
 from quire.server import answers, completions, errors
-from quire.server.answers import SENT_BYTES, SLICE, Items, ScoredAnswer, Unsent, encoded, extend, pieces
+from quire.server.answers import SENT_BYTES, SLICE, ScoredAnswer, Unsent, encoded, extend, pieces
 from quire.server.errors import encode
+from quire.server.shapes import Items
 from tests.effort import examples
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import RawCall, application, client, error_of, events

@@ -280,7 +280,7 @@ async def test_the_document_describes_the_answer_and_the_fields():
     assert {"200", "400", "401", "403", "503"} <= described["responses"].keys()
     schemas = document["components"]["schemas"]
     assert schemas["Cache"]["properties"].keys() == found.keys()
-    assert schemas["Cache"]["properties"]["totals"]["properties"].keys() == found["totals"].keys()
+    assert schemas["CacheTotals"]["properties"].keys() == found["totals"].keys()
     assert schemas["Prefix"]["properties"].keys() == found["prefixes"][0].keys()
     for name in ("CompletionRequest", "ChatRequest"):
         fields = schemas[name]["properties"]

@@ -1,5 +1,7 @@
 """The command line: parsing, errors, exit codes, and what starts fast."""
 
+import argparse
+import ast
 import errno
 import json
 import os
@@ -72,6 +74,34 @@ def test_every_command_explains_itself(command, capsys):
     assert "--debug" in text and ("--cache.memory" in text or command in ("calibrate", "pull", "cache"))
 
 
+def private_names(code):
+    """Names with one underscore in front that a module defines, or sets on its objects."""
+    for node in ast.walk(ast.parse(code)):
+        name = getattr(node, "name", None) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+        name = node.attr if isinstance(node, ast.Attribute) else name
+        if name is not None and name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def private_uses(code, private):
+    """Places of a module that use one of the names on something other than itself, or as a text."""
+    for node in ast.walk(ast.parse(code)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and name in private:
+            yield f"line {node.lineno}: {name}"
+
+
+def test_nothing_of_argparse_is_used_that_is_private():
+    private = set(private_names(Path(argparse.__file__).read_text()))
+    assert {"_actions", "_option_string_actions", "_SubParsersAction", "_ArgumentGroup"} <= private
+    offender = "parser._actions; argparse._SubParsersAction; getattr(parser, '_defaults')"
+    assert len(list(private_uses(offender, private))) == 3
+    code = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    parsing = {path: text for path, text in code.items() if "argparse" in text or "Arguments" in text}
+    assert len(parsing) > len(COMMANDS)
+    assert {path.name: found for path, text in parsing.items() if (found := list(private_uses(text, private)))} == {}
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
@@ -104,6 +134,9 @@ def test_version(capsys):
         (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; a text that begins with - goes behind --"),
+        (["serve", "smollm2", "--hlp"], "unknown flag --hlp; did you mean --help?"),
+        (["bench", "trace", "smollm2", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
+        (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latency", "smollm2"], "latency"),
@@ -176,7 +209,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, capsys):
     assert error.startswith("quire: ") and said in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("prompt", ["Hello", "", "-", "- one", "two words"])
+@pytest.mark.parametrize("prompt", ["Hello", "", "-", "- one", "--one two", "-5", "-.5", "two words"])
 def test_the_prompt_may_stand_behind_flags(prompt):
     parser = build_parser()
     flags = ["--max-tokens", "5", "--cache.memory", "1GiB", "--chat"]

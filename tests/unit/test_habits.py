@@ -1,7 +1,5 @@
 """Options that people type from habit are answered with ours, or with `not yet`, in one line."""
 
-import argparse
-
 import pytest
 
 from quire.cli import build_parser, main
@@ -107,8 +105,7 @@ def test_a_setting_from_habit_is_answered_in_python_and_in_a_file(tmp_path):
 
 def test_what_the_table_names_exists():
     settings = {setting.key for group in (*ENGINE_GROUPS, ServeConfig) for setting in settings_of(group)}
-    commands = next(each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
-    flags = {flag for command in commands.values() for flag in command._option_string_actions}
+    flags = {flag for command in build_parser().commands.values() for flag in command.flags}
     for name, habit in HABITS.items():
         for key in habit.keys:
             assert key in settings or f"--{key.replace('_', '-')}" in flags, (name, key)

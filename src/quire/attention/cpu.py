@@ -22,41 +22,26 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
 
-_FIELDS: list[tuple[str, type]] = [
-    *(
-        (name, ctypes.c_void_p)
-        for name in ("arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices")
-    ),
-    *((name, ctypes.c_void_p) for name in ("pieces", "merges", "merge_parts", "partial_o", "partial_lse", "k", "v")),
-    *(
-        (name, ctypes.c_void_p)
-        for name in (
-            "reads",
-            "heads",
-            "key_bias",
-            "turns",
-            "angles",
-            "sidecars",
-            "slot_positions",
-            "bases",
-            "seals",
-            "lse",
-        )
-    ),
-    *((name, ctypes.c_void_p) for name in ("scored_rows", "scores", "profiled_rows", "profiles", "columns")),
-    ("kept_chunks", ctypes.c_void_p),
-    *((name, ctypes.c_void_p) for name in ("queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged")),
-    *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
-    *((name, ctypes.c_int32) for name in ("num_pieces", "num_merges", "num_rows", "num_seals")),
-    *((name, ctypes.c_int32) for name in ("num_profiled_rows", "num_columns", "num_kept_rows", "num_kept_pages")),
-    *((name, ctypes.c_int32) for name in ("L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode")),
-]
+_POINTERS = (
+    "arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices", "pieces", "merges",
+    "merge_parts", "partial_o", "partial_lse", "k", "v", "reads", "heads", "key_bias", "turns", "angles", "sidecars",
+    "slot_positions", "bases", "seals", "ready", "lse", "scored_rows", "scores", "profiled_rows", "profiles", "columns",
+    "kept_chunks", "queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged",
+)  # fmt: skip
+_NUMBERS = (
+    "num_pieces", "num_merges", "num_rows", "num_seals", "num_profiled_rows", "num_columns", "num_kept_rows",
+    "num_kept_pages", "L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode",
+)  # fmt: skip
 
 
 class _Plan(ctypes.Structure):
     """Mirror of `Plan` in kernels/attention.h."""
 
-    _fields_ = _FIELDS
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
+    )
 
 
 class CpuAttention:
@@ -70,9 +55,7 @@ class CpuAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.kernels = runtime.kernels()
-        assert ctypes.sizeof(_Plan) == self.kernels.quire_plan_bytes(), (
-            "the kernels were built from another version of attention.h"
-        )
+        runtime.check_mirrors(_Plan)
         self.plans_built = 0
         self.reads: torch.Tensor | None = None
         self._last: CpuPlan | None = None
@@ -109,7 +92,7 @@ class CpuAttention:
             kind=runtime.DTYPE_IDS[spec.dtype],
         )
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> CpuPlan:
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None) -> CpuPlan:
         """See AttentionBackend."""
         spec = self.spec
         # With a window chunks leave a row's sight.
@@ -126,7 +109,7 @@ class CpuAttention:
             strict=spec.strict,
         )
         self.plans_built += 1
-        self._last = CpuPlan(self, layout, slices)
+        self._last = CpuPlan(self, layout, slices, ready)
         return self._last
 
     def room(self, name: str, num_bytes: int) -> torch.Tensor:
@@ -162,16 +145,21 @@ def _angles(spec: AttentionSpec) -> torch.Tensor | None:
 class CpuPlan:
     """One step of the CPU backend. Keeps what the kernels read alive: the layout's arrays, the table and the arena."""
 
-    def __init__(self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice]) -> None:
+    def __init__(
+        self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice], ready: NDArray[np.int32] | None = None
+    ) -> None:
         self._backend = backend  # its tables are read until the plan is done
         spec = backend.spec
         self._layout = layout
+        self._ready = ready
         self.slices = slices
         plan = _Plan.from_buffer_copy(backend._fixed)
         for name in ("positions", "write_chunk", "indices", "pieces", "merges", "merge_parts", "seals"):
             setattr(plan, name, getattr(layout, name).ctypes.data)
         plan.num_pieces, plan.num_merges, plan.num_rows = len(layout.pieces), len(layout.merges), len(layout.positions)
         plan.num_seals = len(layout.seals)
+        if ready is not None:
+            plan.ready = ready.ctypes.data
         plan.decode = not plan.num_seals and all(piece.num_rows == 1 for piece in slices)
         self._room: dict[str, torch.Tensor] = {}  # bytes of the backend that kernels write, by the plan's fields
         if layout.num_staged:

@@ -30,9 +30,7 @@ class NuqHeads:
     """
 
     def __init__(self, codec: NuqCodec) -> None:
-        assert ctypes.sizeof(NuqHead) == runtime.kernels().quire_nuq_bytes(), (
-            "the kernels were built from another version of nuq.h"
-        )
+        runtime.check_mirrors(NuqHead)
         tables = codec.tables
         self._tensors = {
             "order": tables.key_order.contiguous(),

@@ -79,9 +79,13 @@ class AttentionPlan(StepPlan, Protocol):
 class AttentionBackend(Protocol):
     """Computes attention on pages."""
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> AttentionPlan:
+    def plan(
+        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+    ) -> AttentionPlan:
         """The plan of one step; rows of the slices stand one after the other. Valid until the next call.
 
+        ready   int32 [L], set by others while the step is computed: a layer's pages are read once its number is not 0.
+                None: all may be read
         steady  the last plan was of the same slices of one row, each one position before, in the same chunks: a backend
                 may move that plan on
         """

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.attention.partial import Partial
 from quire.attention.plan import AttentionSpec, Sources
 from quire.attention.profile import column_peaks, column_sums, recovered
-from quire.attention.rows import RowSlice
+from quire.attention.rows import RowSlice, wait_for
 from quire.attention.scores import visible_scores
 from quire.cache.codecs import Codec
 from quire.cache.ledger import PAGE_TOKENS
@@ -69,9 +69,11 @@ class ReferenceAttention:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> ReferencePlan:
+    def plan(
+        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+    ) -> ReferencePlan:
         """See AttentionBackend. Every plan is a new one."""
-        return ReferencePlan(self.spec, slices)
+        return ReferencePlan(self.spec, slices, ready)
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,10 @@ class _Seen:
 class ReferencePlan:
     """One step of the reference backend."""
 
-    def __init__(self, spec: AttentionSpec, slices: Sequence[RowSlice]) -> None:
+    def __init__(self, spec: AttentionSpec, slices: Sequence[RowSlice], ready: NDArray[np.int32] | None = None) -> None:
         self.spec = spec
         self.slices = slices
+        self._ready = ready
         sources = Sources(spec.table.encodes)
         self._own = [sources.of(piece) for piece in slices]
         self._seals = sources.seals.tolist()
@@ -134,6 +137,7 @@ class ReferencePlan:
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of un-rotated queries [R, H * G, D] -> [R, H * G * D]."""
         spec = self.spec
+        wait_for(self._ready, layer)
         q = rotate(q, spec.cos, spec.sin, self.positions)
         q = q.view(len(q), spec.num_kv_heads, spec.group_size, spec.head_dim)
         out = []

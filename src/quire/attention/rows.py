@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,15 @@ from quire.cache.ledger import PAGE_TOKENS
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+WAIT_SECONDS = 2e-4
+"""Between two looks whether a layer is there, which takes milliseconds to arrive."""
+
+
+def wait_for(ready: NDArray[np.int32] | None, layer: int) -> None:
+    """Sleeps until a layer's pages may be read: see `AttentionBackend.plan`."""
+    while ready is not None and not ready[layer]:
+        time.sleep(WAIT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,9 @@ class TritonAttention:
         """See the class."""
         return self._plan_copies + self.mirror.copies
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> TritonPlan:
+    def plan(
+        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+    ) -> TritonPlan:
         """See AttentionBackend."""
         profiles = any(piece.profiled is not None for piece in slices)
         if self._num_moved != self.spec.table.num_moved_pages:
@@ -142,7 +144,7 @@ class TritonAttention:
             assert self.profiles is not None, "a slice is profiled, and the chunk table has no column sums"
             profile = StepProfile(self.profiles, slices, layout.own, batch_size)
             self._plan_copies += 1
-        self._last = TritonPlan(self, slices, layout, batch_size, (self.launches[0], common), profile)
+        self._last = TritonPlan(self, slices, layout, batch_size, (self.launches[0], common), profile, ready)
         return self._last
 
     def max_pieces(self, batch_size: int) -> int:

@@ -20,7 +20,7 @@ from quire.attention.kernels.launch import Launch
 from quire.attention.kernels.layout import MAX_PARTIALS, PIECE_INTS, TileLayout
 from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec
-from quire.attention.rows import RowSlice
+from quire.attention.rows import RowSlice, wait_for
 from quire.attention.triton_profile import StepProfile, page_sizes
 from quire.cache.ledger import PAGE_TOKENS
 
@@ -71,8 +71,10 @@ class TritonPlan:
         batch_size: int | None,
         launches: tuple[Launch, Launch],
         profile: StepProfile | None = None,
+        ready: NDArray[np.int32] | None = None,
     ) -> None:
         self._backend = backend
+        self._ready = ready
         self._launches = launches
         self.profile = profile
         self.slices = slices
@@ -206,6 +208,7 @@ class TritonPlan:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""
         backend, spec, partials = self._backend, self._backend.spec, self._backend.partials
+        wait_for(self._ready, layer)
         rows = self.num_rows if len(q) != self.batch_size else self.batch_size
         _check(spec, q, spec.num_kv_heads * spec.group_size, rows)
         k = v = None

@@ -12,10 +12,12 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from quire.arguments import Arguments
 from quire.config import nearest
 from quire.errors import QuireError
 from quire.habits import flag_answer
@@ -110,27 +112,39 @@ def _leave_if_loading(text: str) -> None:
         os._exit(130)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of all commands."""
-    parser = _Parser(prog="quire", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser = Parser(prog="quire", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.arguments.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name in COMMANDS:
         module = importlib.import_module(f"quire.cli.{name}")
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(command)
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        module.add_arguments(command.arguments)
+        command.arguments.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parser.commands[name] = command
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviated flags, takes an optional argument after flags too, and names the flag nearest
     to an unknown one.
+
+    arguments  all of them are added through this
+    commands   their parsers by name
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs, allow_abbrev=False)
+        super().__init__(**kwargs, allow_abbrev=False, add_help=False)
+        self.arguments = Arguments(self, [])
+        self.commands: dict[str, Parser] = {}
+        self.arguments.add_argument("-h", "--help", action="help", help="show this help message and exit")
+
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """The argument of each flag."""
+        return {flag: action for action in self.arguments.added for flag in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
@@ -139,16 +153,18 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but a switch takes the next word only if that is a truth value: `--allow-public smollm2`."""
         words = list(sys.argv[1:] if args is None else args)
-        commands = self._commands()
-        flags = [self._option_string_actions, *(each._option_string_actions for each in commands.values())]
+        commands = self.commands
         switches = {
-            flag for each in flags for flag, action in each.items() if action.nargs == "?" and action.const == "true"
+            flag
+            for parser in (self, *commands.values())
+            for flag, action in parser.flags.items()
+            if action.nargs == "?" and action.const == "true"
         }
         for place, word in enumerate(words):
             following = words[place + 1].lower() if place + 1 < len(words) else ""
             if word in switches and following not in ("true", "false", "yes", "no", "on", "off"):
                 words[place] += "=true"
-        self._answer_habits(words, commands)
+        self._answer_habits(words)
         if commands and not words:
             self.print_help(sys.stderr)
             self.exit(2)
@@ -156,7 +172,7 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unknown command {words[0]!r}; {nearest(words[0], commands)}")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            command = commands.get(getattr(found, "command", None), self)
+            command = commands.get(getattr(found, "command", ""), self)
             command.error(_unknown(unknown, command, commands))
         return found
 
@@ -167,50 +183,51 @@ class _Parser(argparse.ArgumentParser):
         stands behind the flags left over.
         """
         found, unknown = super().parse_known_args(args, namespace)
-        for action in self._get_positional_actions():
-            if action.nargs == "?" and unknown and getattr(found, action.dest, None) is action.default:
+        for action in self.arguments.added:
+            is_optional = not action.option_strings and action.nargs == "?"
+            if is_optional and unknown and getattr(found, action.dest, None) is action.default:
                 # All that follows -- is no flag, whatever it begins with.
                 end = unknown.index("--") if "--" in unknown else len(unknown)
-                places = [each for each in range(end) if not self._parse_optional(unknown[each])]
+                places = [each for each in range(end) if not _is_flag(unknown[each])]
                 place = places[0] if places else end + 1
                 if place < len(unknown):
                     setattr(found, action.dest, unknown[place])
                     del unknown[end if place > end else place : place + 1]
         return found, unknown
 
-    def _answer_habits(self, words: list[str], commands: dict[Any, _Parser]) -> None:
+    def _answer_habits(self, words: list[str]) -> None:
         """Ends with one line about all flags that other engines have and the command does not: before argparse misses
         the model, which `--model NAME` did not give.
         """
-        place = next((place for place, word in enumerate(words) if word in commands), None)
+        place = next((place for place, word in enumerate(words) if word in self.commands), None)
         if place is None:
             return
-        command, rest = commands[words[place]], words[place + 1 :]
-        known = command._option_string_actions
+        command, rest = self.commands[words[place]], words[place + 1 :]
+        known = command.flags
         given = rest[: rest.index("--")] if "--" in rest else rest
         flags = [word for word in given if word.startswith("-") and word.partition("=")[0] not in known]
         answers = [answer for word in flags if (answer := flag_answer(word, known)) is not None]
         if answers:
             command.error("; ".join(dict.fromkeys(answers)))
 
-    def _commands(self) -> dict[Any, _Parser]:
-        """The parsers of the commands by name."""
-        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return {name: parser for action in actions for name, parser in action.choices.items()}
+
+def _is_flag(word: str) -> bool:
+    """Whether argparse takes a word for a flag: not a lone dash, a negative number, or a text with spaces."""
+    return len(word) > 1 and word[0] == "-" and " " not in word and not re.fullmatch(r"-\d+|-\d*\.\d+", word)
 
 
-def _unknown(words: list[str], command: _Parser, commands: dict[Any, _Parser]) -> str:
+def _unknown(words: list[str], command: Parser, commands: dict[str, Parser]) -> str:
     """What is wrong with words that the command does not take, and what was meant."""
     flag = words[0].partition("=")[0]
     if flag.startswith("-") and not flag.startswith("--"):
         return f"unknown flag {flag}; a text that begins with - goes behind --"
     if not flag.startswith("--"):
         return f"there is no place for {words[0]!r}; a text of several words needs quotes"
-    known = [each for each in command._option_string_actions if each.startswith("--")]
+    known = [each for each in command.flags if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:
         return f"there is no {flag} here; {own} is the flag"
-    others = [f"quire {name}" for name, other in commands.items() if flag in other._option_string_actions]
+    others = [f"quire {name}" for name, other in commands.items() if flag in other.flags]
     if others:
         return f"there is no {flag} here; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
     return f"unknown flag {flag}; {nearest(flag, known)}"

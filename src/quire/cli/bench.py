@@ -17,6 +17,7 @@ import argparse
 import json
 from pathlib import Path
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.cli.bench_throughput import Throughput
 from quire.cli.bench_trace import Trace
@@ -26,7 +27,7 @@ HELP = "measure the engine on this machine"
 BENCHMARKS: dict[str, type[Throughput] | type[Trace]] = {"throughput": Throughput, "trace": Trace}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command. Flags of one benchmark that are not given leave no trace in the namespace."""
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
     shared.add_engine_arguments(parser)

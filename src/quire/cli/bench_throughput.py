@@ -7,6 +7,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import options_from
 from quire.errors import ConfigError, ModelError, QuireError
@@ -29,7 +30,7 @@ class Throughput:
     }
 
     @staticmethod
-    def add_arguments(group: argparse._ArgumentGroup) -> None:
+    def add_arguments(group: Arguments) -> None:
         """The flags that only this benchmark has."""
         counts = [
             ("--batch", "*", "sequences decoded at once (default: 1 8 32)"),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from quire.arguments import Arguments
 from quire.cli import shared, traces
 from quire.cli.traces import TraceRequest
 from quire.config import EngineConfig, format_bytes, options_from
@@ -58,7 +59,7 @@ class Trace:
     }
 
     @staticmethod
-    def add_arguments(group: argparse._ArgumentGroup) -> None:
+    def add_arguments(group: Arguments) -> None:
         """The flags that only this benchmark has."""
 
         def add(flag: str, kind: Any, metavar: str, text: str, to: Any = group) -> None:

@@ -15,6 +15,7 @@ import json
 import time
 from pathlib import Path
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
@@ -24,7 +25,7 @@ from quire.models.image_folder import Draft, Image, ImageError
 HELP = "list or remove packed layers that earlier starts left"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("action", choices=("ls", "clear"), metavar="ls|clear", help="what to do")
     parser.add_argument(

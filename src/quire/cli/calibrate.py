@@ -16,6 +16,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig, options_from
 from quire.errors import ConfigError
@@ -28,7 +29,7 @@ HELP = "calibrate the nuq codecs for a model"
 SECTIONS = ("model", "runtime")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, SECTIONS)
     group = parser.add_argument_group("calibration")

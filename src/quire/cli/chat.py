@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.errors import ModelError, RequestError
 
@@ -44,7 +45,7 @@ COMMANDS = """\
 A line that ends with a backslash goes on in the next one. Ctrl-C stops an answer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import options_from
 from quire.errors import ConfigError
@@ -32,7 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command. Flags of one evaluation that are not given leave no trace in the namespace."""
     parser.add_argument("name", choices=DEFAULTS, metavar="NAME", help=f"one of: {', '.join(DEFAULTS)}")
     shared.add_engine_arguments(parser)
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--codecs", type=_list_of(str), metavar="NAME,...", help=text)
     group.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
 
-    def add(group: argparse._ArgumentGroup, flag: str, kind: Any, metavar: str, text: str) -> None:
+    def add(group: Arguments, flag: str, kind: Any, metavar: str, text: str) -> None:
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
     ppl = parser.add_argument_group("ppl")

@@ -26,6 +26,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.errors import ConfigError
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 HELP = "continue a prompt, or a file of them"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text to continue; - reads it from stdin")

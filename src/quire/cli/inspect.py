@@ -1,7 +1,7 @@
 """Show what a model needs and what fits, before anything is started; or what the cache of a running server holds.
 
 With MODEL: the weights by type, in the file and in memory, the bytes of a token in the cache, the tokens and sequences
-that fit, the machine's memory, and what runs out first. Reads the model's headers only.
+that fit, the machine's memory, and what runs out first. Reads the model's headers only; with --digest all of it.
 With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError
@@ -20,6 +21,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.engine.calibration import Calibration
     from quire.engine.sizes import Sizes
+    from quire.models.digest import Digest
     from quire.models.loading import Held
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
@@ -28,7 +30,7 @@ LENGTHS = (512, 2048, 8192)
 HELP = "show what a model needs and what fits, or what a server's cache holds"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, needs_model=False)
     parser.add_argument(
@@ -51,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"with --tree: file whose first key is sent; without it {shared.KEY_VARIABLE} is, if it is set",
     )
+    parser.add_argument(
+        "--digest",
+        action="store_true",
+        help="print a hash of the weights and the model's configuration too; it is remembered until a file changes",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from quire.engine.build import ops_type, resolve
     from quire.load import find_calibration
+    from quire.models.digest import digest_of
     from quire.models.layers import torch_dtype
     from quire.models.loading import held
     from quire.models.resolve import resolve_model
@@ -80,17 +88,26 @@ def run(args: argparse.Namespace) -> int:
         kinds = ops_type(config.attention.backend).kinds
         weights = held(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
         image = _image(checkpoint, config)
+        digest = None
+        if args.digest:
+            with shared.byte_progress("hashing") as report:
+                digest = digest_of(checkpoint, report)
     lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
     if args.json:
-        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights, image), indent=2))
+        print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights, image, digest), indent=2))
     else:
         _print_table(args.model, shape, given, config, sizes, lengths, calibration, weights, image)
+        if digest is not None:
+            print(f"digest: {digest.digest} ({_digest_note(digest)})")
     return 0
 
 
 def _show_tree(args: argparse.Namespace) -> int:
-    if args.model is not None or args.config is not None or args.length or options_from(args, shared.ENGINE_SECTIONS):
-        raise ConfigError("--tree asks a server that runs: it takes no MODEL and no settings of an engine, nor lengths")
+    of_model = args.model is not None or args.config is not None or args.length or args.digest
+    if of_model or options_from(args, shared.ENGINE_SECTIONS):
+        raise ConfigError(
+            "--tree asks a server that runs: it takes no MODEL and no settings of an engine, nor lengths, nor --digest"
+        )
     from quire.cli import tree
 
     answer = tree.fetch(args.tree, tree.read_key(args.api_key_file))
@@ -129,11 +146,13 @@ def _facts(
     calibration: Calibration | None,
     weights: list[Held],
     image: dict[str, Any] | None,
+    digest: Digest | None,
 ) -> dict[str, Any]:
     return {
         **asdict(sizes),
         "weights": [asdict(part) for part in weights],
         "image": image,
+        "digest": None if digest is None else asdict(digest),
         "architecture": shape.architecture,
         "num_parameters": shape.num_parameters,
         "dtype": config.model.dtype,
@@ -143,6 +162,15 @@ def _facts(
         "sequences": {length: sizes.sequences(length) for length in lengths},
         "fails_first": sizes.fails_first,
     }
+
+
+def _digest_note(digest: Digest) -> str:
+    if not digest.num_bytes_hashed:
+        return "remembered"
+    rest = digest.num_bytes - digest.num_bytes_hashed
+    return f"{format_bytes(digest.num_bytes_hashed)} hashed in {digest.seconds:.1f} s" + ", the rest remembered" * (
+        rest > 0
+    )
 
 
 def _held_note(part: Held) -> str:

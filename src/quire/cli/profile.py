@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.config import EngineConfig, format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
@@ -36,7 +37,7 @@ DEFAULT_THRESHOLD = 0.95
 HELP = "show what the heads of a prompt keep"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     text = "a text, - reads it from stdin; or FILE.jsonl, JSON lines with prompts"

@@ -10,13 +10,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from quire.arguments import Arguments
 from quire.config import format_bytes
 from quire.errors import ConfigError
 
 HELP = "fetch a model and print where it is"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("name", metavar="NAME", help="smollm2, or a hub id")
     parser.add_argument(

@@ -12,6 +12,7 @@ import shlex
 import time
 from typing import Any
 
+from quire.arguments import Arguments
 from quire.cli import shared
 from quire.collecting import uncollected
 from quire.config import ServeConfig, options_from
@@ -20,7 +21,7 @@ from quire.errors import ConfigError
 HELP = "serve a model over HTTP with OpenAI's API"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser, (*shared.ENGINE_SECTIONS, "serve"))
 

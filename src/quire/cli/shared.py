@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.arguments import Arguments
 from quire.collecting import uncollected
-from quire.config import EngineConfig, ServeConfig, add_flags, describe, options_from, sources
+from quire.config import EngineConfig, ServeConfig, add_flags, describe, format_bytes, options_from, sources
 from quire.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ ENGINE_SECTIONS = ("model", "cache", "retain", "attention", "scheduler", "runtim
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
+    parser: Arguments, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
 ) -> None:
     """MODEL, which may be left out if it is not needed, the settings of the sections, --config and --print-config."""
     nargs = None if needs_model else "?"
@@ -138,19 +139,49 @@ def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
     much.
     """
     if not sys.stderr.isatty():
-        last = time.monotonic()
-
-        def told(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= PLAIN_SECONDS:
-                last = time.monotonic()
-                print(f"quire: {done}/{total} {unit} done", file=sys.stderr, flush=True)
-
-        yield told
+        yield _now_and_then(lambda done, total: f"{done}/{total} {unit} done")
         return
     with progress_bar(unit) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """As `progress`, of bytes: with their speed. Shows nothing until it is called."""
+    if not sys.stderr.isatty():
+        yield _now_and_then(lambda done, total: f"{what}, {format_bytes(done)} of {format_bytes(total)} done")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+
+    def report(done: int, total: int) -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task("", total=total)
+        bar.update(bar.task_ids[0], completed=done)
+
+    try:
+        yield report
+    finally:
+        if bar.tasks:
+            bar.stop()
+
+
+def _now_and_then(text: Callable[[int, int], str]) -> Callable[[int, int], None]:
+    """Prints a line about the progress at most every PLAIN_SECONDS."""
+    last = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_SECONDS:
+            last = time.monotonic()
+            print(f"quire: {text(done, total)}", file=sys.stderr, flush=True)
+
+    return told
 
 
 def runner() -> asyncio.Runner:
@@ -181,7 +212,7 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
 }
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+def add_sampling_flags(parser: Arguments, defaults: dict[str, Any]) -> None:
     """--temperature and the like, and --stop; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING_FLAGS.items():

@@ -105,7 +105,7 @@ class LocalRunner:
         decides = not step.steady and any(piece.decides for piece in slices)
         scores = not step.steady and any(piece.scores for piece in slices)
         is_decode = len(sampling) == len(slices) == len(step.tokens) and not decides and not scores
-        if self.decode is not None and is_decode:
+        if self.decode is not None and is_decode and step.ready is None:
             logits = self.decode(tokens, positions, plan)
         else:
             hidden = self.model.hidden(tokens, positions, plan)

@@ -14,6 +14,8 @@
 // Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
 // one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page,
 // and for very few to make no panels. Pages that hold what was kept of others have a position for every slot; such a table is made of each of them.
+#include <time.h>
+
 #include "encoded_rows.h"
 #include "queries.h"
 
@@ -439,11 +441,14 @@ void attend(const Plan& plan, int layer, const T* q, int64_t q_stride, T* out) {
 using namespace quire;
 
 QUIRE_API void quire_attend(const Plan* plan, int layer, const void* q, int64_t q_stride, void* out) {
+    if (plan->ready) {
+        const timespec pause{0, 50'000};  // a layer takes milliseconds to arrive
+        while (!__atomic_load_n(plan->ready + layer, __ATOMIC_ACQUIRE)) nanosleep(&pause, nullptr);
+    }
     by_kind(*plan, [&](auto math, auto number) {
         using T = decltype(number);
         attend<decltype(math)>(*plan, layer, static_cast<const T*>(q), q_stride, static_cast<T*>(out));
     });
 }
 
-// Bytes of a Plan, so that the Python mirror of the struct can be checked against it.
-QUIRE_API int64_t quire_plan_bytes() { return sizeof(Plan); }
+QUIRE_EXPORT_FIELDS(Plan)

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "fields.h"
 #include "team.h"
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))

@@ -243,3 +243,7 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int g
 
 // out of the kind that is asked for: that of the rows, or float32. Rows of pairs are an even number of elements apart.
 QUIRE_API void quire_multiply(const Matrix* matrix, const Rows* rows, int out_kind, void* out) { multiply(*matrix, *rows, out_kind, out); }
+
+QUIRE_EXPORT_FIELDS(Part)
+QUIRE_EXPORT_FIELDS(Matrix)
+QUIRE_EXPORT_FIELDS(Rows)

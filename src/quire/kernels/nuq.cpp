@@ -275,5 +275,4 @@ QUIRE_API void quire_nuq_decode(const NuqHead* head, int D, const uint8_t* pages
     parallel_for(n, 1, [&](int64_t i) { decode_page(*head, D, pages + i * head->page_bytes, k + i * PAGE * D, v + i * PAGE * D); });
 }
 
-// Bytes of a NuqHead, so that the Python mirror can be checked against it.
-QUIRE_API int64_t quire_nuq_bytes() { return sizeof(NuqHead); }
+QUIRE_EXPORT_FIELDS(NuqHead)

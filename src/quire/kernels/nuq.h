@@ -11,20 +11,20 @@ constexpr int SLOT_BYTES = 3 * PAGE;
 constexpr int LINE = 64;          // bytes
 
 // What the pages of one head of one layer are made with; built by attention/nuq.py, which has a mirror of it.
-struct NuqHead {
-    const uint8_t* order;         // [D/2] pairs of channels in the order of their codes
-    const uint8_t* bits;          // [D/8] of each block of four pairs
-    const float* key_edges;       // [D, 31]
-    const float* key_books;       // [D, 32]
-    const float* key_weight;      // [D]
-    const float* value_edges;     // [31]
-    const float* value_books;     // [32]
-    const uint16_t* key_lookup;   // bf16 [D, 32]: each channel's book, repeated until it fills the register
-    const uint16_t* value_lookup; // bf16 [32]
-    int32_t key_slots, value_bits, value_slots;                    // counts
-    int32_t at_key_slots, at_values, at_ranges, at_value_slots;    // bytes from the page's start
-    int32_t page_bytes;
-};
+QUIRE_STRUCT(NuqHead,
+    (const uint8_t*, order)          // [D/2] pairs of channels in the order of their codes
+    (const uint8_t*, bits)           // [D/8] of each block of four pairs
+    (const float*, key_edges)        // [D, 31]
+    (const float*, key_books)        // [D, 32]
+    (const float*, key_weight)       // [D]
+    (const float*, value_edges)      // [31]
+    (const float*, value_books)      // [32]
+    (const uint16_t*, key_lookup)    // bf16 [D, 32]: each channel's book, repeated until it fills the register
+    (const uint16_t*, value_lookup)  // bf16 [32]
+    (int32_t, key_slots) (int32_t, value_bits) (int32_t, value_slots)  // counts
+    (int32_t, at_key_slots) (int32_t, at_values) (int32_t, at_ranges) (int32_t, at_value_slots)  // bytes from the page's start
+    (int32_t, page_bytes)
+)
 
 // Calls body(width, place, from the line after the first ..) for the parts of a code, widest first.
 template <class Body>

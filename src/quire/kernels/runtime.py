@@ -9,9 +9,11 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from quire.errors import QuireError
 from quire.kernels import load
 
 log = logging.getLogger("quire")
@@ -48,9 +50,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.quire_plan_bytes.restype = library.quire_stack_bytes.restype = _I64
     library.quire_query_steps.argtypes, library.quire_query_steps.restype = [_PTR], _I64
-    library.quire_nuq_bytes.restype = _I64
     library.quire_left_out.restype = _I32
     library.quire_panel_bytes.argtypes, library.quire_panel_bytes.restype = [_I32, _I64], _I64
     library.quire_quantized_bytes.argtypes, library.quire_quantized_bytes.restype = [_I32, _I64, _I64], _I64
@@ -78,6 +78,44 @@ def set_level(level: str | None) -> None:
     global _level
     _kernels(level).quire_threads(*_openmp(), num_threads())
     _level = level
+
+
+class _Field(ctypes.Structure):
+    """Mirror of `Field` in fields.h."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("offset", _I64), ("size", _I64))
+
+
+def check_mirrors(*mirrors: type[ctypes.Structure]) -> None:
+    """Compares structures that the kernels read with their Python mirrors: every field's name, offset and size.
+
+    A mirror has the name of its structure, with or without an underscore before it. Raises QuireError that names the
+    first field that differs.
+    """
+    library = kernels()
+    for mirror in mirrors:
+        _check_mirror(library, mirror)
+
+
+@functools.cache
+def _check_mirror(library: ctypes.CDLL, mirror: type[ctypes.Structure]) -> None:
+    name = mirror.__name__.lstrip("_")
+    export = getattr(library, f"quire_fields_{name}")
+    export.restype = ctypes.POINTER(_Field)
+    table = export()
+    theirs: list[str] = []
+    while (field := table[len(theirs)]).name is not None:
+        theirs.append(_told(field.name.decode(), field))
+    theirs.append(f"its end (byte {field.offset})")
+    ours = [_told(named[0], getattr(mirror, named[0])) for named in mirror._fields_]
+    ours.append(f"its end (byte {ctypes.sizeof(mirror)})")
+    for there, here in zip(theirs, ours, strict=False):
+        if there != here:
+            raise QuireError(f"the kernels' {name} has {there} where its Python mirror has {here}")
+
+
+def _told(name: str, field: Any) -> str:
+    return f"{name} (byte {field.offset}, {field.size} bytes)"
 
 
 def level() -> str:

@@ -14,30 +14,30 @@ QUIRE_API void quire_gated(int kind, const void* gate_up, int64_t rows, int64_t 
 
 namespace quire {
 
-struct StackLayer {
-    Matrix qkv, o, gate_up, down;
-    const void *q_norm, *k_norm;      // [D], or null
-    const void *mlp_norm, *next_norm; // [E]
-};
+QUIRE_STRUCT(StackLayer,
+    (Matrix, qkv) (Matrix, o) (Matrix, gate_up) (Matrix, down)
+    (const void*, q_norm) (const void*, k_norm)       // [D], or null
+    (const void*, mlp_norm) (const void*, next_norm)  // [E]
+)
 
 // Of R rows, bf16: residual and x [R, E] are updated, the others are scratch.
-struct StackRows {
-    void *residual, *x;
-    void* qkv;                        // [R, (H * G + 2 H) * D]
-    void *q, *k;                      // [R, H * G, D], [R, H, D]: only where they are normalised
-    void* attended;                   // [R, H * G * D]
-    void* wide;                       // [R, 2 F]: only where gates and what they let through are stored differently
-    void* inner;                      // [R, F]
-    void* out;                        // [R, E]
-    void* integers;                   // rows of a packed product: quire_quantized_bytes of the most inputs
-};
+QUIRE_STRUCT(StackRows,
+    (void*, residual) (void*, x)
+    (void*, qkv)            // [R, (H * G + 2 H) * D]
+    (void*, q) (void*, k)   // [R, H * G, D], [R, H, D]: only where they are normalised
+    (void*, attended)       // [R, H * G * D]
+    (void*, wide)           // [R, 2 F]: only where gates and what they let through are stored differently
+    (void*, inner)          // [R, F]
+    (void*, out)            // [R, E]
+    (void*, integers)       // rows of a packed product: quire_quantized_bytes of the most inputs
+)
 
 }  // namespace quire
 
 using namespace quire;
 
-// Bytes of the two structs, so that their Python mirrors can be checked against them.
-QUIRE_API int64_t quire_stack_bytes() { return sizeof(StackLayer) * 1000 + sizeof(StackRows); }
+QUIRE_EXPORT_FIELDS(StackLayer)
+QUIRE_EXPORT_FIELDS(StackRows)
 
 QUIRE_API void quire_stack(const StackLayer* layers, int64_t num_layers, float eps, Plan* plan, const StackRows* r, int64_t rows) {
     const int64_t H = plan->H, heads = H * plan->G, D = plan->D;

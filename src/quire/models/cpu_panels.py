@@ -41,13 +41,13 @@ MOST_PARTS = 4
 
 
 class Part(ctypes.Structure):
-    """Outputs of one type; see linear.h."""
+    """Mirror of `Part` in kernels/linear.h: outputs of one type."""
 
     _fields_ = (("panels", _PTR), ("kind", _I64), ("outputs", _I64))
 
 
 class Matrix(ctypes.Structure):
-    """See linear.h."""
+    """Mirror of `Matrix` in kernels/linear.h."""
 
     _fields_ = (
         ("parts", ctypes.POINTER(Part)),
@@ -60,6 +60,8 @@ class Matrix(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
+    """Mirror of `Rows` in kernels/linear.h."""
+
     _fields_ = (("kind", _I64), ("x", _PTR), ("stride", _I64), ("count", _I64), ("scratch", _PTR))
 
 
@@ -106,6 +108,7 @@ class Panels:
         gated: bool = False,
         wide: bool = False,
     ) -> None:
+        runtime.check_mirrors(Part, Matrix, _Rows)
         assert not gated or len(parts) == 1, "gates and what they let through lie in one panel"
         assert len(parts) <= MOST_PARTS, f"{len(parts)} parts"
         inputs = parts[0].shape[1]

@@ -21,14 +21,18 @@ _PTR = ctypes.c_void_p
 _SCRATCH = ("qkv", "q", "k", "attended", "wide", "inner", "out", "integers")
 
 
-class _Layer(ctypes.Structure):
+class _StackLayer(ctypes.Structure):
+    """Mirror of `StackLayer` in kernels/stack.cpp."""
+
     _fields_ = (
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _PTR) for name in ("q_norm", "k_norm", "mlp_norm", "next_norm")),
     )
 
 
-class _Rows(ctypes.Structure):
+class _StackRows(ctypes.Structure):
+    """Mirror of `StackRows` in kernels/stack.cpp."""
+
     _fields_ = tuple((name, _PTR) for name in ("residual", "x", *_SCRATCH))
 
 
@@ -37,8 +41,9 @@ class PanelStack:
 
     def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """layers: `takes` is true of them. The stack keeps their products alive."""
+        runtime.check_mirrors(_StackLayer, _StackRows)
         self._layers = layers  # the structures below point into their tensors
-        self._array = (_Layer * len(layers))(*map(_structure, layers))
+        self._array = (_StackLayer * len(layers))(*map(_structure, layers))
         self._address = ctypes.addressof(self._array)
         self._eps = eps
         first, kernels = self._array[0], runtime.kernels()
@@ -46,12 +51,9 @@ class PanelStack:
         self._most_inputs = max(first.qkv.inputs, first.o.inputs, inner)
         widths = (qkv, qkv, qkv, first.o.inputs, 2 * inner, inner, first.o.outputs)
         self._row_bytes = tuple(2 * width for width in widths)
-        self._rows = _Rows()
+        self._rows = _StackRows()
         self._capacity = 0
         self._scratch: list[torch.Tensor] = []
-        assert ctypes.sizeof(_Layer) * 1000 + ctypes.sizeof(_Rows) == kernels.quire_stack_bytes(), (
-            "the kernels were built from another version of stack.cpp"
-        )
         self._run = kernels.quire_stack
 
     @staticmethod
@@ -87,8 +89,8 @@ def _panels(product: Linear) -> Panels | None:
     return inner if isinstance(inner, Panels) else None
 
 
-def _structure(layer: GatedLayer) -> _Layer:
-    found = _Layer()
+def _structure(layer: GatedLayer) -> _StackLayer:
+    found = _StackLayer()
     for name in ("qkv", "o", "gate_up", "down"):
         product = _panels(getattr(layer, name))
         assert product is not None, f"{name} is not in panels"

@@ -8,7 +8,7 @@ in common is encoded once and sent several times.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import ApiError, bad_request, encode
+from quire.server.shapes import Items
 
 SLICE = 64
 """Elements of a list that are encoded in one call: with 20 alternatives each some 2 ms."""
@@ -38,15 +39,6 @@ Bytes = bytes | bytearray
 
 # The answer, its choices, a choice, its log-probabilities: what lies deeper is encoded as a whole, or in slices.
 _LEVELS = 4
-
-
-class Items:
-    """A JSON list whose elements are encoded already: those of each part, which other lists may have too."""
-
-    __slots__ = ("parts",)
-
-    def __init__(self, *parts: Bytes) -> None:
-        self.parts = [part for part in parts if part]
 
 
 def extend(part: bytearray, values: list[Any]) -> int:
@@ -158,7 +150,7 @@ class ScoredAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, content: dict[str, Any], held: ExitStack) -> None:
+    def __init__(self, content: Mapping[str, Any], held: ExitStack) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, _pieces(content, 0))))})
         self.content = content
         # Also where nobody is left to send it to.

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server import shapes
 from quire.server.auth import ApiKeys, Names
 from quire.server.chat import create_chat
 from quire.server.completions import create_completion
@@ -22,6 +23,7 @@ from quire.server.debug import LIMIT, show_cache
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.openapi import components, operation
+from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service, shutting_down
 from quire.server.tokens import detokenize, tokenize
 from quire.version import __version__
@@ -123,27 +125,33 @@ def _add_api(app: FastAPI, service: Service) -> None:
     """The routes of OpenAI's API and the tokenizer's."""
     working = (400, 401, 403, 404, 413, 429, 500, 503)
 
-    @app.post("/v1/completions", **operation("Completion", *working, body="CompletionRequest", stream=True))
+    @app.post(
+        "/v1/completions",
+        **operation(shapes.Completion, *working, body=CompletionRequest, chunk=shapes.CompletionChunk),
+    )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         return await create_completion(service, request)
 
-    @app.post("/v1/chat/completions", **operation("ChatCompletion", *working, body="ChatRequest", stream=True))
+    @app.post(
+        "/v1/chat/completions",
+        **operation(shapes.ChatCompletion, *working, body=ChatRequest, chunk=shapes.ChatCompletionChunk),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await create_chat(service, request)
 
-    @app.post("/tokenize", **operation("Tokens", 400, 401, 403, 404, 413, 500, 503, body="TokenizeRequest"))
+    @app.post("/tokenize", **operation(shapes.Tokens, 400, 401, 403, 404, 413, 500, 503, body=TokenizeRequest))
     async def tokenize_text(request: Request) -> Response:
         """Turn text or a conversation into token ids."""
         return await tokenize(service, request)
 
-    @app.post("/detokenize", **operation("Text", 400, 401, 403, 404, 413, 500, 503, body="DetokenizeRequest"))
+    @app.post("/detokenize", **operation(shapes.Text, 400, 401, 403, 404, 413, 500, 503, body=DetokenizeRequest))
     async def detokenize_ids(request: Request) -> Response:
         """Turn token ids into text."""
         return await detokenize(service, request)
 
-    def model_card() -> dict[str, Any]:
+    def model_card() -> shapes.Model:
         return {
             "id": service.engine.model_name,
             "object": "model",
@@ -153,12 +161,12 @@ def _add_api(app: FastAPI, service: Service) -> None:
             "sampling_defaults": dict(service.sampling.values),
         }
 
-    @app.get("/v1/models", **operation("Models", 401, 403, 503))
+    @app.get("/v1/models", **operation(shapes.Models, 401, 403, 503))
     async def models() -> Response:
         """List the served model."""
-        return json_response({"object": "list", "data": [model_card()]})
+        return json_response(shapes.Models(object="list", data=[model_card()]))
 
-    @app.get("/v1/models/{model:path}", **operation("Model", 401, 403, 404, 503))
+    @app.get("/v1/models/{model:path}", **operation(shapes.Model, 401, 403, 404, 503))
     async def model_by_name(model: str) -> Response:
         """Describe the served model."""
         service.check_model(model)
@@ -168,31 +176,31 @@ def _add_api(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     """The routes for those who run the server."""
 
-    @app.get("/health/live", **operation("Status", 403))
+    @app.get("/health/live", **operation(shapes.Status, 403))
     async def live() -> Response:
         """Whether the process answers."""
-        return json_response({"status": "ok"})
+        return json_response(shapes.Status(status="ok"))
 
-    @app.get("/health", **operation("Status", 403, 503))
-    @app.get("/health/ready", **operation("Status", 403, 503))
+    @app.get("/health", **operation(shapes.Status, 403, 503))
+    @app.get("/health/ready", **operation(shapes.Status, 403, 503))
     async def ready() -> Response:
         """Whether a request would be worked on."""
         if service.draining:
             raise shutting_down()
         service.check_ready()
-        return json_response({"status": "ready"})
+        return json_response(shapes.Status(status="ready"))
 
-    @app.get("/version", **operation("Version", 401, 403, 503))
+    @app.get("/version", **operation(shapes.Version, 401, 403, 503))
     async def show_version() -> Response:
         """The version of Quire."""
-        return json_response({"version": __version__})
+        return json_response(shapes.Version(version=__version__))
 
-    @app.get("/metrics", **operation("Metrics", 401, 403, text=True))
+    @app.get("/metrics", **operation(None, 401, 403))
     async def metrics() -> Response:
         """The metrics, in Prometheus's text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/debug/cache", **operation("Cache", 400, 401, 403, 500, 503, query={"limit": LIMIT}))
+    @app.get("/debug/cache", **operation(shapes.Cache, 400, 401, 403, 500, 503, query={"limit": LIMIT}))
     async def debug_cache(request: Request) -> Response:
         """Which of the caller's prefixes the cache holds, and who uses them."""
         return await show_cache(service, request)

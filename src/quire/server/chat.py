@@ -7,17 +7,19 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.answers import Items, ScoredAnswer, extend
+from quire.server import shapes
+from quire.server.answers import ScoredAnswer, extend
 from quire.server.errors import json_response
 from quire.server.logprobs import Names, chat_logprobs
 from quire.server.schema import ChatRequest
 from quire.server.service import Chunks, Job, Service, Usage
-from quire.server.wire import EventStream, unless_disconnected
+from quire.server.shapes import Items
+from quire.server.wire import EventStream, event, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
@@ -49,6 +51,16 @@ class Choice:
     stop_reason: int | str | None = None
 
 
+def _opening(chunks: Chunks, index: int) -> bytes:
+    """The first chunk of a choice."""
+    delta: shapes.MessageDelta = {"role": "assistant", "content": ""}
+    return event(_chunk(chunks, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
+
+
+def _chunk(chunks: Chunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChunk:
+    return {**chunks.head(), "choices": [choice]}
+
+
 class Chat:
     """A request under way."""
 
@@ -58,7 +70,7 @@ class Chat:
         self.job = job
         self.names = Names(service.engine.tokenizer)
         self.usage = Usage(prompt_tokens=len(job.prompt_ids))
-        self.head: dict[str, Any] = {
+        self.head: shapes.Head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
@@ -79,7 +91,7 @@ class Chat:
                         self.usage.completion_tokens += len(output.token_ids)
                         if output.finish_reason is not None:
                             choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
-            answers = [
+            answers: list[shapes.ChatChoice] = [
                 {
                     "index": index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -89,7 +101,7 @@ class Chat:
                 }
                 for index, choice in enumerate(choices)
             ]
-            content = self.head | {"choices": answers, "usage": self.usage.as_dict()}
+            content: shapes.ChatCompletion = {**self.head, "choices": answers, "usage": self.usage.as_dict()}
             return ScoredAnswer(content, held.pop_all()) if self.body.logprobs else json_response(content)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -101,16 +113,21 @@ class Chat:
                 news = b""
                 if not opened:
                     opened = True
-                    opening = {"delta": {"role": "assistant", "content": ""}}
-                    news = b"".join(chunks.chunk(index, opening, None) for index in range(self.job.params.n))
+                    news = b"".join(_opening(chunks, index) for index in range(self.job.params.n))
                 for output in item.outputs:
                     self.usage.completion_tokens += len(output.token_ids)
                     found = self._logprobs(output)
                     if not (output.text or found or output.finish_reason):
                         continue
-                    delta = {"delta": {"content": output.text} if output.text or found else {}}
-                    logprobs = {"content": found, "refusal": None} if found else None
-                    news += chunks.chunk(output.index, delta, logprobs, output.finish_reason, output.stop_reason)
+                    choice: shapes.ChatDelta = {
+                        "index": output.index,
+                        "delta": {"content": output.text} if output.text or found else {},
+                        "logprobs": {"content": found, "refusal": None} if found else None,
+                        "finish_reason": output.finish_reason,
+                    }
+                    if output.finish_reason:
+                        choice["stop_reason"] = output.stop_reason
+                    news += event(_chunk(chunks, choice))
                 if news:
                     yield news
         yield chunks.end()
@@ -123,7 +140,7 @@ class Chat:
 
         return self.service.run([self.job], self.head["id"], opens)
 
-    def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
+    def _logprobs(self, output: CompletionOutput) -> list[shapes.ScoredToken]:
         if not self.body.logprobs or not output.logprobs:
             return []
         return chat_logprobs(output.token_ids, output.logprobs, self.body.top_logprobs or 0, self.names)

@@ -7,17 +7,19 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.answers import Bytes, Items, ScoredAnswer, encoded, extend
+from quire.server import shapes
+from quire.server.answers import Bytes, ScoredAnswer, encoded, extend, pieces
 from quire.server.errors import bad_request, json_response
 from quire.server.logprobs import MAX_PROMPT_SCORES, LegacyLogprobs, Names, prompt_logprobs
 from quire.server.schema import CompletionRequest
 from quire.server.service import Chunks, Job, Service, Usage
-from quire.server.wire import EventStream, unless_disconnected
+from quire.server.shapes import Items
+from quire.server.wire import EventStream, event, unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -101,6 +103,10 @@ class Opening:
         """Bytes of all that is encoded."""
         return sum(len(each) for each in (self.scores, *(self.lists or {}).values()) if each is not None)
 
+    def as_delta(self, index: int) -> shapes.CompletionDelta:
+        """The first chunk of a streamed choice has it."""
+        return {"index": index, "text": self.text, "logprobs": joined(self.lists), "finish_reason": None}
+
 
 @dataclass
 class Choice:
@@ -112,44 +118,40 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def extend(self, lists: dict[str, list[Any] | None]) -> int:
+    def extend(self, lists: Mapping[str, Any]) -> int:
         """Appends the four lists of a delta; returns how many bytes they take."""
         if self.lists is None:
             self.lists = {name: None if values is None else bytearray() for name, values in lists.items()}
         return sum(extend(mine, lists[name] or []) for name, mine in self.lists.items() if mine is not None)
 
-    def as_dict(self, index: int, opening: Opening) -> dict[str, Any]:
+    def as_dict(self, index: int, opening: Opening) -> shapes.CompletionChoice:
         """The choice in an answer."""
-        found = {
+        found: shapes.CompletionChoice = {
             "index": index,
             "text": opening.text + self.text,
             "logprobs": joined(opening.lists, self.lists),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
         }
-        return found if opening.scores is None else found | {"prompt_logprobs": Items(opening.scores)}
+        if opening.scores is not None:
+            found["prompt_logprobs"] = Items(opening.scores)
+        return found
 
 
-def joined(*given: Mapping[str, Bytes | None] | None) -> dict[str, Items | None] | None:
+def joined(*given: Mapping[str, Bytes | None] | None) -> shapes.TextLogprobs | None:
     """Four lists of log-probabilities, one behind the other; the same ones are null in all of them."""
     found = [lists for lists in given if lists is not None]
     if not found:
         return None
-    return {
+    lists: dict[str, Items[Any] | None] = {
         name: None if part is None else Items(*(lists[name] or b"" for lists in found))
         for name, part in found[0].items()
     }
+    return cast(shapes.TextLogprobs, lists)
 
 
-@dataclass(slots=True)
-class Delta:
-    """What is new in one choice."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+def _chunk(chunks: Chunks, delta: shapes.CompletionDelta) -> shapes.CompletionChunk:
+    return {**chunks.head(), "choices": [delta]}
 
 
 class Completion:
@@ -168,7 +170,7 @@ class Completion:
         ]
         self.usage = Usage(prompt_tokens=sum(len(job.prompt_ids) for job in jobs))
         self.openings: dict[int, Opening] = {}
-        self.head: dict[str, Any] = {
+        self.head: shapes.Head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -182,17 +184,17 @@ class Completion:
             async with aclosing(self._items(grow)) as items:
                 async for job, item in items:
                     for delta in self._deltas(job, item):
-                        choice = self.choices[delta.index]
-                        choice.text += delta.text
-                        if delta.logprobs is not None:
-                            grow(choice.extend(delta.logprobs))
-                        if delta.finish_reason is not None:
-                            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                        choice = self.choices[delta["index"]]
+                        choice.text += delta["text"]
+                        if delta["logprobs"] is not None:
+                            grow(choice.extend(delta["logprobs"]))
+                        if delta["finish_reason"] is not None:
+                            choice.finish_reason, choice.stop_reason = delta["finish_reason"], delta["stop_reason"]
             choices = [
                 choice.as_dict(index, self.openings[index // self.num_choices])
                 for index, choice in enumerate(self.choices)
             ]
-            content = self.head | {"choices": choices, "usage": self.usage.as_dict()}
+            content: shapes.Completion = {**self.head, "choices": choices, "usage": self.usage.as_dict()}
             if self.body.logprobs is None and self.body.prompt_logprobs is None:
                 return json_response(content)  # 4 us for one choice, where pieces take 22
             return ScoredAnswer(content, held.pop_all())
@@ -206,17 +208,17 @@ class Completion:
                     opening = self.openings.pop(job, None)
                     if opening is not None and (opening.text or opening.lists):
                         for index in range(job * self.num_choices, (job + 1) * self.num_choices):
-                            for part in chunks.large(index, {"text": opening.text}, joined(opening.lists)):
+                            yield b"data: "
+                            for part in pieces(_chunk(chunks, opening.as_delta(index))):
                                 yield part
+                            yield b"\n\n"
                     if opening is not None:
                         grow(-opening.num_bytes)
                         del opening
                     news = b"".join(
-                        chunks.chunk(
-                            delta.index, {"text": delta.text}, delta.logprobs, delta.finish_reason, delta.stop_reason
-                        )
+                        event(_chunk(chunks, delta))
                         for delta in self._deltas(job, item)
-                        if delta.text or delta.logprobs or delta.finish_reason
+                        if delta["text"] or delta["logprobs"] or delta["finish_reason"]
                     )
                     if news:
                         yield news
@@ -245,7 +247,7 @@ class Completion:
             if self.body.echo:
                 opening.text = prompt.text if prompt.text is not None else self._text(prompt.prompt_ids)
                 if self.body.logprobs is not None:
-                    lists = legacy(prompt.prompt_ids, scores)
+                    lists: Mapping[str, Any] = legacy(prompt.prompt_ids, scores)
                     opening.lists = {name: None if each is None else encoded(each) for name, each in lists.items()}
             return opening, legacy
 
@@ -259,19 +261,23 @@ class Completion:
         text: str = self.service.engine.tokenizer.decode(prompt_ids, skip_special=skip_special)
         return text
 
-    def _deltas(self, job: int, item: RequestOutput) -> list[Delta]:
+    def _deltas(self, job: int, item: RequestOutput) -> list[shapes.CompletionDelta]:
         """What an item of the engine adds to the choices of its prompt."""
-        deltas = []
+        deltas: list[shapes.CompletionDelta] = []
         for output in item.outputs:
-            index = job * self.num_choices + output.index
+            index, ended = job * self.num_choices + output.index, output.finish_reason
+            delta: shapes.CompletionDelta = {"index": index, "text": "", "logprobs": None, "finish_reason": ended}
+            if ended is not None:
+                delta["stop_reason"] = output.stop_reason
             if self.body.max_tokens == 0:
                 # The engine's least is one token; it is dropped here.
-                if output.finish_reason is not None:
-                    deltas.append(Delta(index, "", None, "length"))
-                continue
-            self.usage.completion_tokens += len(output.token_ids)
-            lists = None
-            if self.body.logprobs is not None and output.logprobs:
-                lists = self.choices[index].legacy(output.token_ids, output.logprobs)
-            deltas.append(Delta(index, output.text, lists, output.finish_reason, output.stop_reason))
+                if ended is None:
+                    continue
+                delta["finish_reason"], delta["stop_reason"] = "length", None
+            else:
+                self.usage.completion_tokens += len(output.token_ids)
+                delta["text"] = output.text
+                if self.body.logprobs is not None and output.logprobs:
+                    delta["logprobs"] = self.choices[index].legacy(output.token_ids, output.logprobs)
+            deltas.append(delta)
         return deltas

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.answers import Items, encoded, pieces
+from quire.server import shapes
+from quire.server.answers import encoded, pieces
 from quire.server.auth import is_loopback
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import hit_rate
@@ -28,8 +29,6 @@ LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "d
 """How many prefixes are told of."""
 
 TEXT_CHARS = 80
-_WHOLE = ("total", "used", "cached", "free", "evicted", "retention_freed")
-"""Bytes that are told of the whole cache, whoever asks."""
 
 # No character takes more than the four bytes of UTF-8, nor fewer than a byte a token.
 TEXT_TOKENS = 4 * TEXT_CHARS
@@ -72,7 +71,7 @@ def _limit(request: Request) -> int:
     return int(text)
 
 
-async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]:
+async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
     """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -92,9 +91,9 @@ async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]
     }
 
 
-def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> Items:
+def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.Items[shapes.Prefix]:
     """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
-    found = (
+    found: Iterator[shapes.Prefix] = (
         {
             "id": prefix.id,
             "space": prefix.space,
@@ -112,7 +111,7 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> Items:
         }
         for prefix in prefixes
     )
-    return Items(encoded(found))
+    return shapes.Items(encoded(found))
 
 
 def _beginning(prefix: Prefix, tokenizer: Any) -> str:
@@ -122,13 +121,13 @@ def _beginning(prefix: Prefix, tokenizer: Any) -> str:
     return ("…" * (same > 0) + text)[:TEXT_CHARS]
 
 
-def _pinned(seconds: float | None) -> float | str | None:
+def _pinned(seconds: float | None) -> float | Literal["forever"] | None:
     if seconds is None:
         return None
     return "forever" if math.isinf(seconds) else round(max(0.0, seconds), 3)
 
 
-def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str, Any]:
+def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> shapes.CacheTotals:
     """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
     stats = service.engine.stats()
     cache = stats["cache"]
@@ -137,7 +136,12 @@ def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str,
     else:
         tokens = Found(stats["prefill_tokens_cached"], stats["prefill_tokens_computed"])
     return {
-        **{f"bytes_{name}": cache[f"bytes_{name}"] for name in _WHOLE},
+        "bytes_total": cache["bytes_total"],
+        "bytes_used": cache["bytes_used"],
+        "bytes_cached": cache["bytes_cached"],
+        "bytes_free": cache["bytes_free"],
+        "bytes_evicted": cache["bytes_evicted"],
+        "bytes_retention_freed": cache["bytes_retention_freed"],
         "bytes_pinned": _pinned_bytes(found),
         "bytes_saved": sum(prefix.num_bytes * max(0, prefix.sharers - 1) for prefix in found),
         "cached_tokens": tokens.cached,

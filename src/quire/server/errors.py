@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire.errors import CacheFullError, QueueFullError, QuireError, RequestError
+from quire.server.shapes import Error
 
 log = logging.getLogger("quire.server")
 
@@ -66,7 +67,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """The JSON body, as a dict."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else _cut(self.param, MAX_PARAM_CHARS)

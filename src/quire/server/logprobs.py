@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quire.server.shapes import PromptScore, ScoredToken, TextLogprobs, TokenScore
 
 if TYPE_CHECKING:
     from quire.engine.outputs import Logprob
@@ -58,15 +60,15 @@ def best(position: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob
 
 def chat_logprobs(
     token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]], num_top: int, names: Names
-) -> list[dict[str, Any]]:
+) -> list[ScoredToken]:
     """`logprobs.content` of a chat choice: one entry per token with its `num_top` best alternatives."""
 
-    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+    def entry(token_id: int, logprob: Logprob) -> TokenScore:
         own = list(names.bytes_of(token_id))
         return {"token": names.of(token_id), "logprob": finite(logprob.logprob), "bytes": own}
 
     return [
-        entry(token_id, position[token_id]) | {"top_logprobs": [entry(*each) for each in best(position, num_top)]}
+        {**entry(token_id, position[token_id]), "top_logprobs": [entry(*each) for each in best(position, num_top)]}
         for token_id, position in zip(token_ids, positions, strict=True)
     ]
 
@@ -92,7 +94,7 @@ class LegacyLogprobs:
         other._characters.setstate(self._characters.getstate())
         return other
 
-    def __call__(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> dict[str, Any]:
+    def __call__(self, token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None]) -> TextLogprobs:
         """The lists of the next tokens; a position without probabilities (a prompt's first token) gives nulls."""
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -122,8 +124,10 @@ class LegacyLogprobs:
         return top
 
 
-def prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None], names: Names) -> Iterator[dict[str, Any] | None]:
-    """The extension `prompt_logprobs`: per position {token id: {logprob, rank, decoded_token}}, null at the first."""
+def prompt_logprobs(
+    positions: Sequence[Mapping[int, Logprob] | None], names: Names
+) -> Iterator[dict[str, PromptScore] | None]:
+    """The extension `prompt_logprobs`: per position the scores by token id, null at the first."""
     for position in positions:
         yield (
             None

@@ -1,156 +1,82 @@
-"""The OpenAPI document: requests from the schema classes, answers as far as clients may rely on them."""
+"""The OpenAPI document: requests from the schema classes, answers from their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 
+from quire.server import shapes
 from quire.server.errors import TYPES
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"
-_REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
+_REQUESTS = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
+ANSWERS = (
+    shapes.Cache,
+    shapes.ChatCompletion,
+    shapes.ChatCompletionChunk,
+    shapes.Completion,
+    shapes.CompletionChunk,
+    shapes.Error,
+    shapes.Model,
+    shapes.Models,
+    shapes.Status,
+    shapes.Text,
+    shapes.Tokens,
+    shapes.UsageChunk,
+    shapes.Version,
+)
 
 BODY_ERRORS = (400, 408, 413, 503)
 """How every endpoint may refuse a body."""
 
-_STRING = {"type": "string"}
-_COUNT = {"type": "integer", "minimum": 0}
-_NUMBER = {"type": "number", "minimum": 0}
-_RATE = {"type": "number", "minimum": 0, "maximum": 1}
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _answer(choice: dict[str, Any]) -> dict[str, Any]:
-    return _object(
-        id=_STRING,
-        object=_STRING,
-        created=_COUNT,
-        model=_STRING,
-        choices={"type": "array", "items": choice},
-        usage=_object(
-            prompt_tokens=_COUNT,
-            completion_tokens=_COUNT,
-            total_tokens=_COUNT,
-            prompt_tokens_details=_object(cached_tokens=_COUNT),
-        ),
-    )
-
-
-_FINISH = {"type": "string", "enum": ["stop", "length"]}
-_MODEL = _object(
-    id=_STRING,
-    object=_STRING,
-    created=_COUNT,
-    owned_by=_STRING,
-    max_model_len=_COUNT,
-    sampling_defaults={
-        "type": "object",
-        "additionalProperties": {"type": "number"},
-        "description": "What the model's makers advise, for parameters that a request leaves out; what is not there"
-        " has the API's default.",
-    },
-)
-_ANSWERS: dict[str, dict[str, Any]] = {
-    "Error": _object(
-        error=_object(message=_STRING, type=_STRING, param=_nullable(_STRING), code=_nullable(_STRING)),
-    ),
-    "Completion": _answer(
-        _object(index=_COUNT, text=_STRING, logprobs=_nullable({"type": "object"}), finish_reason=_FINISH)
-    ),
-    "ChatCompletion": _answer(
-        _object(
-            index=_COUNT,
-            message=_object(role=_STRING, content=_STRING),
-            logprobs=_nullable({"type": "object"}),
-            finish_reason=_FINISH,
-        )
-    ),
-    "Model": _MODEL,
-    "Models": _object(object=_STRING, data={"type": "array", "items": {"$ref": _REF + "Model"}}),
-    "Tokens": _object(tokens={"type": "array", "items": _COUNT}, count=_COUNT, max_model_len=_COUNT),
-    "Text": _object(prompt=_STRING),
-    "Status": _object(status=_STRING),
-    "Version": _object(version=_STRING),
-    "Prefix": _object(
-        id=_STRING,
-        space=_STRING,
-        parent=_nullable(_STRING),
-        start=_COUNT,
-        tokens=_COUNT,
-        text=_nullable(_STRING),
-        sharers=_COUNT,
-        hits=_COUNT,
-        computed=_COUNT,
-        hit_rate=_RATE,
-        bytes=_COUNT,
-        idle_seconds=_NUMBER,
-        pinned_seconds={"anyOf": [_NUMBER, {"type": "string", "enum": ["forever"]}, {"type": "null"}]},
-    ),
-    "Cache": _object(
-        prefixes={"type": "array", "items": {"$ref": _REF + "Prefix"}},
-        num_prefixes=_COUNT,
-        truncated={"type": "boolean"},
-        scope={"type": "string", "enum": ["all", "tenant"]},
-        totals=_object(
-            bytes_total=_COUNT,
-            bytes_used=_COUNT,
-            bytes_cached=_COUNT,
-            bytes_free=_COUNT,
-            bytes_pinned=_COUNT,
-            bytes_saved=_COUNT,
-            bytes_evicted=_COUNT,
-            bytes_retention_freed=_COUNT,
-            cached_tokens=_COUNT,
-            computed_tokens=_COUNT,
-            hit_rate=_RATE,
-        ),
-    ),
-}
-
 
 def components() -> dict[str, Any]:
     """The named schemas of the document."""
-    _, requests = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_REF + "{model}")
-    definitions: dict[str, Any] = requests["$defs"]
-    return definitions | _ANSWERS
+    named: list[tuple[type, Literal["validation", "serialization"], TypeAdapter[Any]]] = [
+        *((shape, "validation", TypeAdapter(shape)) for shape in _REQUESTS),
+        *((shape, "serialization", TypeAdapter(shape)) for shape in ANSWERS),
+    ]
+    _, schemas = TypeAdapter.json_schemas(named, ref_template=_REF + "{model}")
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions
+
+
+def _named(shape: type) -> dict[str, str]:
+    return {"$ref": _REF + shape.__name__}
 
 
 def operation(
-    answer: str,
+    answer: type | None,
     *errors: int,
-    body: str | None = None,
+    body: type[BaseModel] | None = None,
     query: Mapping[str, dict[str, Any]] | None = None,
-    stream: bool = False,
-    text: bool = False,
+    chunk: type | None = None,
 ) -> dict[str, Any]:
     """FastAPI's keyword arguments that document a route: what it takes, what it answers, and with which errors.
 
-    query  the schemas of the parameters after the question mark, none of which is required
+    answer  None: plain text
+    query   the schemas of the parameters after the question mark, none of which is required
+    chunk   the data of an event where the answer may be streamed
     """
-    content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + answer}}}
-    if text:
-        content = {"text/plain": {"schema": _STRING}}
-    if stream:
-        content["text/event-stream"] = {"schema": _STRING}
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if answer is not None:
+        content = {"application/json": {"schema": _named(answer)}}
+    if chunk is not None:
+        text = f"Server-sent events: the data of each is a {chunk.__name__}, of the last one `[DONE]`; where usage was"
+        text += f" asked for, a {shapes.UsageChunk.__name__} stands before it."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     for status in sorted({*errors, *(BODY_ERRORS if body is not None else ())}):
-        error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
-        responses[status] = {"description": TYPES[status], "content": error}
+        responses[status] = {
+            "description": TYPES[status],
+            "content": {"application/json": {"schema": _named(shapes.Error)}},
+        }
     extra: dict[str, Any] = {}
     if body is not None:
-        schema = {"schema": {"$ref": _REF + body}}
-        extra["requestBody"] = {"required": True, "content": {"application/json": schema}}
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _named(body)}}}
     if query is not None:
         extra["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
     return {"responses": responses, "openapi_extra": extra}

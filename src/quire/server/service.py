@@ -1,6 +1,6 @@
 """What the endpoints share: the engine behind them, its limits, and the way a request goes through it.
 
-Knows tokens and sampling parameters; knows neither routes nor the shape of answers.
+Knows tokens and sampling parameters; knows neither routes nor what an answer's choices hold.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.sampling_defaults import NO_DEFAULTS
 from quire.errors import QueueFullError, RequestError
-from quire.server.answers import FEW_SCORES, Unsent, pieces
+from quire.server import shapes
+from quire.server.answers import FEW_SCORES, Unsent
 from quire.server.auth import ApiKeys
 from quire.server.bodies import Bodies
 from quire.server.errors import ApiError, bad_request
@@ -87,9 +88,9 @@ class Usage:
         if item.kept_fraction is not None:
             self.kept_tokens = (self.kept_tokens or 0.0) + item.kept_fraction * len(item.prompt_token_ids)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> shapes.Usage:
         """The `usage` object of an answer."""
-        details: dict[str, float] = {"cached_tokens": self.cached_tokens}
+        details: shapes.Details = {"cached_tokens": self.cached_tokens}
         if self.pinned_tokens is not None:
             details["pinned_tokens"] = self.pinned_tokens
         if self.kept_tokens is not None:
@@ -103,46 +104,27 @@ class Usage:
 
 
 class Chunks:
-    """The chunks of one streamed answer: its head, what is new in one choice, and usage where it was asked for."""
+    """What all chunks of one streamed answer have, and the last one."""
 
-    def __init__(self, head: dict[str, Any], usage: Usage, options: StreamOptions | None) -> None:
+    def __init__(self, head: shapes.Head, usage: Usage, options: StreamOptions | None) -> None:
         self._usage = usage
         self._continuous = options is not None and bool(options.continuous_usage_stats)
         self._include = self._continuous or (options is not None and bool(options.include_usage))
         self._last_head = head
-        self._head = head | {"usage": None} if self._include else head
+        self._head: shapes.ChunkHead = {**head, "usage": None}
+        if not self._include:
+            del self._head["usage"]
 
-    def chunk(
-        self,
-        index: int,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> bytes:
-        """What is new in choice `index`."""
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-        if finish_reason:
-            choice["stop_reason"] = stop_reason
-        return event(self._chunk(choice))
-
-    def large(self, index: int, content: dict[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[bytes]:
-        """What opens choice `index`, with lists that are encoded already; in parts."""
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
-        yield b"data: "
-        yield from pieces(self._chunk(choice))
-        yield b"\n\n"
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._head | {"choices": [choice]}
-        if self._continuous:
-            chunk["usage"] = self._usage.as_dict()
-        return chunk
+    def head(self) -> shapes.ChunkHead:
+        """What the next chunk has besides its choices."""
+        return {**self._head, "usage": self._usage.as_dict()} if self._continuous else self._head
 
     def end(self) -> bytes:
         """Usage, if it was asked for, and the end of the stream."""
-        usage = event(self._last_head | {"choices": [], "usage": self._usage.as_dict()}) if self._include else b""
-        return usage + DONE
+        if not self._include:
+            return DONE
+        last: shapes.UsageChunk = {**self._last_head, "choices": [], "usage": self._usage.as_dict()}
+        return event(last) + DONE
 
 
 class Service:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from quire.server.errors import json_response
 from quire.server.schema import DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service
+from quire.server.shapes import Text, Tokens
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -20,7 +21,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             )
         else:
             ids = await service.texts.encode(body.prompt or "", body.add_special_tokens is not False, "prompt")
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+    return json_response(Tokens(tokens=ids, count=len(ids), max_model_len=service.max_context))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -29,4 +30,4 @@ async def detokenize(service: Service, request: Request) -> Response:
         service.check_model(body.model)
         service.check_tokens(body.tokens, "tokens")
         text = await service.texts.decode(body.tokens, body.skip_special_tokens is True, "tokens")
-    return json_response({"prompt": text})
+    return json_response(Text(prompt=text))

@@ -6,7 +6,7 @@ Knows HTTP and asyncio; nothing of the API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
     return f"data: {encode(data)}\n\n".encode(errors="backslashreplace")
 

@@ -1,0 +1,320 @@
+"""The answers of the API, field by field.
+
+The code that builds an answer writes it as a dict of one of these types: mypy checks its keys and values, and nothing
+runs besides. /openapi.json is generated from the same types, and tests/server/test_document.py holds real answers to
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, get_args
+
+from pydantic import Field, WithJsonSchema
+
+# pydantic takes that of `typing` only from Python 3.12 on, and brings this one.
+from typing_extensions import TypedDict
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+_FINISH: dict[str, Any] = {"type": "string", "enum": ["stop", "length"]}
+Finish = Annotated[str | None, WithJsonSchema(_FINISH)]
+"""Why a choice ended; it has ended."""
+FinishSoFar = Annotated[str | None, WithJsonSchema({"anyOf": [_FINISH, {"type": "null"}]})]
+"""Null until the choice ends."""
+
+Stop = int | str | None
+"""The token id or the text that ended a choice."""
+
+
+class Items(Generic[T]):
+    """A JSON list whose elements are encoded already: those of each part, which other lists may have too."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, *parts: bytes | bytearray) -> None:
+        self.parts = [part for part in parts if part]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """For the document it is the list that it stands for."""
+        (element,) = get_args(source)
+        return handler.generate_schema(list[element])  # type: ignore[valid-type]
+
+
+Many = list[T] | Items[T]
+"""A list that may be encoded already."""
+
+
+class Error(TypedDict):
+    """Every answer with a status of 400 and above."""
+
+    error: ErrorBody
+
+
+class ErrorBody(TypedDict):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Head(TypedDict):
+    """How every answer to a prompt begins, and every chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: Count
+    model: str
+
+
+class Details(TypedDict):
+    """What the cache did for the prompts. Pins and retention are told of where there are any."""
+
+    cached_tokens: Count
+    pinned_tokens: NotRequired[Count]
+    kept_fraction: NotRequired[Rate]
+
+
+class Usage(TypedDict):
+    """Token counts of a request."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: Details
+
+
+class TextLogprobs(TypedDict):
+    """Log-probabilities of a completion, four parallel lists.
+
+    `top_logprobs` is null where no alternatives were asked for; nulls inside lists stand for a prompt's first token.
+    """
+
+    tokens: Many[str]
+    token_logprobs: Many[float | None]
+    top_logprobs: Many[dict[str, float] | None] | None
+    text_offset: Many[Count]
+
+
+class PromptScore(TypedDict):
+    """One token at one position of a prompt."""
+
+    logprob: float
+    rank: Count | None
+    decoded_token: str
+
+
+class CompletionChoice(TypedDict):
+    """One continuation of a prompt."""
+
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish
+    stop_reason: Stop
+    prompt_logprobs: NotRequired[Many[dict[str, PromptScore] | None]]
+
+
+class Completion(Head):
+    """The answer of /v1/completions."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionDelta(TypedDict):
+    """What is new in one choice."""
+
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishSoFar
+    stop_reason: NotRequired[Stop]
+
+
+class ChunkHead(Head):
+    """`usage` is there if it was asked for, null in all chunks but the last unless counts were wanted in each."""
+
+    usage: NotRequired[Usage | None]
+
+
+class CompletionChunk(ChunkHead):
+    """The data of one event where /v1/completions streams its answer."""
+
+    choices: list[CompletionDelta]
+
+
+class UsageChunk(Head):
+    """The data of the last event before [DONE] where usage was asked for."""
+
+    choices: Annotated[list[Any], Field(max_length=0)]
+    usage: Usage
+
+
+class TokenScore(TypedDict):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ScoredToken(TokenScore):
+    """A token of an answer and the best ones at its place."""
+
+    top_logprobs: list[TokenScore]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of an answer, token by token."""
+
+    content: Many[ScoredToken]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One answer to a conversation."""
+
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: Stop
+
+
+class ChatCompletion(Head):
+    """The answer of /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class MessageDelta(TypedDict, total=False):
+    """What is new in a message: its role first, then text."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatDelta(TypedDict):
+    """What is new in one choice."""
+
+    index: Count
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishSoFar
+    stop_reason: NotRequired[Stop]
+
+
+class ChatCompletionChunk(ChunkHead):
+    """The data of one event where /v1/chat/completions streams its answer."""
+
+    choices: list[ChatDelta]
+
+
+class Model(TypedDict):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    max_model_len: Count
+    sampling_defaults: Annotated[
+        dict[str, float],
+        Field(
+            description="What the model's makers advise, for parameters that a request leaves out; what is not there"
+            " has the API's default."
+        ),
+    ]
+
+
+class Models(TypedDict):
+    """All that is served: one model."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    """The token ids of a text or a conversation."""
+
+    tokens: list[Count]
+    count: Count
+    max_model_len: Count
+
+
+class Text(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Status(TypedDict):
+    """How the server is."""
+
+    status: str
+
+
+class Version(TypedDict):
+    """The version of Quire."""
+
+    version: str
+
+
+class Prefix(TypedDict):
+    """A run of chunks that the cache holds."""
+
+    id: str
+    space: str
+    parent: str | None
+    start: Count
+    tokens: Count
+    text: str | None
+    sharers: Count
+    hits: Count
+    computed: Count
+    hit_rate: Rate
+    bytes: Count
+    idle_seconds: Seconds
+    pinned_seconds: Seconds | Literal["forever"] | None
+
+
+class CacheTotals(TypedDict):
+    """Sizes of the whole cache, and of what is the caller's own."""
+
+    bytes_total: Count
+    bytes_used: Count
+    bytes_cached: Count
+    bytes_free: Count
+    bytes_evicted: Count
+    bytes_retention_freed: Count
+    bytes_pinned: Count
+    bytes_saved: Count
+    cached_tokens: Count
+    computed_tokens: Count
+    hit_rate: Rate
+
+
+class Cache(TypedDict):
+    """The prefixes that the caller may see, those used last first and parents before what follows them."""
+
+    prefixes: Many[Prefix]
+    num_prefixes: Count
+    truncated: bool
+    scope: Literal["all", "tenant"]
+    totals: CacheTotals

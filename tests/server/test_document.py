@@ -1,0 +1,123 @@
+"""The OpenAPI document and the types it is made from: real answers are held to them, key by key."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from quire.server import shapes
+from quire.server.openapi import ANSWERS
+from tests.server.fake_engine import FakeEngine
+from tests.server.harness import CHAT, TEXT, application, client, events
+from tests.server.test_debug_cache import prefix
+
+pytestmark = pytest.mark.anyio
+
+SCORED = [{}, {"logprobs": 0}, {"logprobs": 2}, {"logprobs": 2, "echo": True, "n": 2}, {"max_tokens": 0, "echo": True}]
+CHATS = [{}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"stop": "W"}]
+USAGE = [{}, {"include_usage": True}, {"continuous_usage_stats": True}]
+GETS = [
+    ("/v1/models", shapes.Models),
+    ("/v1/models/fake", shapes.Model),
+    ("/v1/models/none", shapes.Error),
+    ("/health", shapes.Status),
+    ("/health/live", shapes.Status),
+    ("/version", shapes.Version),
+    ("/debug/cache", shapes.Cache),
+    ("/debug/cache?limit=no", shapes.Error),
+    ("/nowhere", shapes.Error),
+]
+
+
+def check(shape: type, answer: Any) -> None:
+    """The answer has the shape, and no key besides."""
+    TypeAdapter(shape).validate_python(answer, strict=True, extra="forbid")
+
+
+def full_engine() -> FakeEngine:
+    """One whose answers have every key there is."""
+    engine = FakeEngine()
+    engine.kept_fraction = 0.5
+    engine.cached = [("", prefix(0)), ("", prefix(1, 0, pinned_seconds=math.inf)), ("", prefix(2, 1, pinned_seconds=3))]
+    return engine
+
+
+def test_a_key_too_many_or_too_few_and_a_value_of_another_type_are_found() -> None:
+    good: dict[str, Any] = {"object": "list", "data": []}
+    check(shapes.Models, good)
+    details: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    check(shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0}})
+    for shape, bad in (
+        (shapes.Models, good | {"more": 1}),
+        (shapes.Models, {"object": "list"}),
+        (shapes.Models, good | {"object": "lists"}),
+        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": -1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0, "others": 1}}),
+    ):
+        with pytest.raises(ValidationError):
+            check(shape, bad)
+
+
+@pytest.mark.parametrize("asked", [*SCORED, {"prompt_logprobs": 1}], ids=str)
+async def test_completions_have_their_shape(asked: dict[str, Any]) -> None:
+    async with client(full_engine()) as http:
+        answer = await http.post("/v1/completions", json=TEXT | {"max_tokens": 3} | asked)
+    check(shapes.Completion, answer.json())
+
+
+@pytest.mark.parametrize("asked", CHATS, ids=str)
+async def test_chat_completions_have_their_shape(asked: dict[str, Any]) -> None:
+    async with client(full_engine()) as http:
+        answer = await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3} | asked)
+    check(shapes.ChatCompletion, answer.json())
+
+
+@pytest.mark.parametrize("usage", USAGE, ids=str)
+async def test_chunks_have_their_shapes(usage: dict[str, Any]) -> None:
+    stream = {"stream": True, "stream_options": usage or None, "max_tokens": 3}
+    cases = [("/v1/completions", TEXT, each, shapes.CompletionChunk) for each in SCORED]
+    cases += [("/v1/chat/completions", CHAT, each, shapes.ChatCompletionChunk) for each in CHATS]
+    async with client(full_engine()) as http:
+        for path, body, asked, shape in cases:
+            *chunks, last = events((await http.post(path, json=body | stream | asked)).text)
+            check(shapes.UsageChunk if usage else shape, last)
+            assert chunks and all("usage" in each for each in chunks) == bool(usage)
+            for chunk in chunks:
+                check(shape, chunk)
+
+
+@pytest.mark.parametrize(("path", "shape"), GETS)
+async def test_what_is_asked_for_with_get_has_its_shape(path: str, shape: type) -> None:
+    async with client(full_engine()) as http:
+        check(shape, (await http.get(path)).json())
+
+
+async def test_tokens_texts_and_refusals_have_their_shapes() -> None:
+    async with client() as http:
+        check(shapes.Tokens, (await http.post("/tokenize", json={"prompt": "ü"})).json())
+        check(shapes.Text, (await http.post("/detokenize", json={"tokens": [65]})).json())
+        for body in ({}, {"prompt": []}, {"prompt": "a", "suffix": "b"}):
+            check(shapes.Error, (await http.post("/v1/completions", json=body)).json())
+
+
+async def test_an_error_in_a_stream_has_its_shape() -> None:
+    async with client(FakeEngine(fail_at=1)) as http:
+        text = (await http.post("/v1/completions", json=TEXT | {"stream": True})).text
+    check(shapes.Error, json.loads(text.rpartition("data: ")[2]))
+
+
+def test_every_schema_that_the_document_names_is_in_it_once() -> None:
+    document = application(FakeEngine()).openapi()
+    schemas = document["components"]["schemas"]
+    named = {text.partition('"')[0] for text in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert named <= schemas.keys()
+    # pydantic puts the module before the name where two classes have the same one.
+    assert not [name for name in schemas if "__" in name]
+    assert {shape.__name__ for shape in ANSWERS} <= schemas.keys()
+    for path, chunk in (("/v1/completions", "CompletionChunk"), ("/v1/chat/completions", "ChatCompletionChunk")):
+        stream = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        assert f" {chunk}," in stream["description"] and " UsageChunk " in stream["description"]
