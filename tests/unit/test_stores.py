@@ -1,0 +1,204 @@
+"""Stores: what is evicted comes back with the same bytes, late or not at all, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cache.manager import CacheManager
+from quire.engine.engine import Engine
+from quire.engine.params import SamplingParams
+
+from ..effort import tries
+from ..engines import GREEDY, drain, generate, make_engine
+from ..tiny_models import tiny_shape
+from ..toy_store import ToyStore
+
+VOCABULARY = 256
+SHAPE = tiny_shape(head_dim=16)
+
+CACHES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "reference": {"attention.backend": "reference"},
+    "g4": {"cache.codec": "g4"},
+    "nuq3": {"cache.codec": "nuq3", "cache.sink_tokens": 3},
+    "retained": {"retain.threshold": 0.9, "retain.profile_rows": 32},
+    "ranked": {"retain.budget": 0.5, "retain.profile_rows": 32},
+    "retained nuq3": {"retain.threshold": 0.9, "retain.profile_rows": 32, "cache.codec": "nuq3"},
+    "retained reference": {"retain.threshold": 0.9, "retain.profile_rows": 32, "attention.backend": "reference"},
+}
+
+
+def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
+    """An engine whose manager has the store from its beginning."""
+    engine = make_engine(SHAPE, chunks=chunks, **options)
+    manager = engine.scheduler.manager
+    retention = None if manager.retainer is None else manager.retainer.retention
+    table, tree = manager.table, manager.tree
+    engine.scheduler.manager = CacheManager(table, tree, manager.lifetime, retention, store)
+    if engine.scheduler.manager.retainer is not None:
+        engine.runner.decide = engine.scheduler.manager.retainer.choose
+    return engine
+
+
+def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
+    """Some of them share a beginning."""
+    shared = [
+        [rng.randrange(VOCABULARY) for _ in range(64 * rng.randrange(1, 5) + rng.randrange(64))] for _ in range(3)
+    ]
+    return [
+        [*rng.choice([*shared, []]), *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 200)))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.4])
+@pytest.mark.parametrize("cache", CACHES)
+def test_what_was_evicted_is_fetched_and_answers_as_if_it_had_been_computed(
+    cache: str, failing: float, seed: int
+) -> None:
+    for number in range(tries(2)):
+        rng = random.Random(seed + number)
+        store = ToyStore(seed + number, delay=0.002, failing=failing, refusing=0.1)
+        engine = with_store(store, 9 if "cache.codec" in CACHES[cache] else 24, **CACHES[cache])
+        prompts = prompts_of(rng, 10)
+        # Each is asked again when others have taken its place, some of them at once.
+        for batch in range(6):
+            asked = rng.sample(prompts, 3)
+            answers = generate(engine, asked, replace(GREEDY, max_tokens=rng.randrange(1, 90)))
+            alone = [
+                generate(make_engine(SHAPE, **CACHES[cache]), [prompt], replace(GREEDY, max_tokens=len(answer)))[0]
+                for prompt, answer in zip(asked, answers, strict=True)
+            ]
+            assert answers == alone, f"seed {seed + number}, batch {batch}"
+            assert engine.holds_nothing
+        store.settle()
+        assert store.num_put > 0 and store.num_got > 0, "nothing moved"
+        assert (store.num_failed > 0) <= (failing > 0)
+        assert not engine.scheduler.manager.fetching.arriving
+
+
+def test_a_fetched_prefix_counts_as_cached_and_is_not_computed(seed: int) -> None:
+    rng = random.Random(seed)
+    first, second, third = ([rng.randrange(VOCABULARY) for _ in range(64 * 9 + 20)] for _ in range(3))
+    store = ToyStore(seed, delay=0.01)
+    engine = with_store(store, chunks=12)
+    (answer,) = generate(engine, [first])
+    generate(engine, [second])
+    generate(engine, [third])
+    before = engine.stats()
+    engine.add("again", None, first, GREEDY)
+    output = drain(engine)["again"]
+    after = engine.stats()
+    assert output.outputs[0].token_ids == answer and output.num_cached_tokens == 64 * 9
+    assert after["prefill_tokens_cached"] - before["prefill_tokens_cached"] == 64 * 9
+    assert after["prefill_tokens_computed"] - before["prefill_tokens_computed"] == 20
+    assert store.num_got >= 1
+
+
+def test_two_requests_for_the_same_run_fetch_it_once(seed: int) -> None:
+    rng = random.Random(seed)
+    first, second = ([rng.randrange(VOCABULARY) for _ in range(64 * 7)] for _ in range(2))
+    store = ToyStore(seed, delay=0.01)
+    engine = with_store(store, chunks=20)
+    generate(engine, [first + [1]])
+    generate(engine, [second + [1]])
+    generate(engine, [second[::-1] + [1]])
+    generate(engine, [first[::-1] + [1]])
+    runs = {store.find(key) for key in engine_keys(engine, first)}
+    assert None not in runs, "the prompt is not in the store"
+    store.num_got = 0
+    for name in range(4):
+        engine.add(str(name), None, [*first, 5 + name], GREEDY)
+    outputs = drain(engine)
+    assert store.num_got == len(runs)
+    assert sorted(output.num_cached_tokens for output in outputs.values()) == [64 * 7] * 4
+
+
+def engine_keys(engine: Engine, tokens: list[int]) -> list[bytes]:
+    from quire.cache.keys import ChunkKeys
+
+    return ChunkKeys(engine.namespace, tokens).first(len(tokens) // 64)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_while_chunks_are_under_way_gives_everything_back(steps: int, seed: int) -> None:
+    rng = random.Random(seed)
+    first, second = ([rng.randrange(VOCABULARY) for _ in range(64 * 9 + 20)] for _ in range(2))
+    store = ToyStore(seed, delay=0.02)
+    engine = with_store(store, chunks=12)
+    (answer,) = generate(engine, [first])
+    generate(engine, [second])
+    engine.add("x", None, first, GREEDY)
+    for _ in range(steps):
+        engine.step()
+        engine.check()
+    engine.abort("x")
+    engine.check()
+    assert engine.holds_nothing and not engine.scheduler.manager.fetching.arriving
+    assert generate(engine, [first]) == [answer]
+    store.settle()
+    assert generate(engine, [second, first])[1] == answer
+
+
+def test_somebody_else_goes_on_while_chunks_are_under_way(seed: int) -> None:
+    rng = random.Random(seed)
+    first, second, other = ([rng.randrange(VOCABULARY) for _ in range(64 * 5 + 20)] for _ in range(3))
+    store = ToyStore(seed, delay=0.1)
+    engine = with_store(store, chunks=16)
+    generate(engine, [first])
+    generate(engine, [second, other[:200]])
+    generate(engine, [other])
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    expected = generate(make_engine(SHAPE), [other[:64]], params)
+    running = engine.add("running", None, other[:64], params)
+    while not running.sequences[0].num_generated:
+        engine.step()
+    fetching = engine.add("fetching", None, first, GREEDY)
+    engine.step()
+    assert fetching.sequences[0].path.transfer is not None, "nothing is fetched"
+    while fetching.sequences[0].path.transfer is not None:
+        before = running.sequences[0].num_generated
+        assert engine.step() and running.sequences[0].num_generated == before + 1
+    assert drain(engine)["running"].outputs[0].token_ids[-10:] == expected[0][-10:]
+
+
+@pytest.mark.parametrize("cache", ["retained", "ranked", "retained nuq3", "retained reference"])
+@pytest.mark.parametrize("failing", [0.0, 0.5])
+def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_same_tokens(
+    cache: str, failing: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(130 + 7 * index)] for index in range(5)]
+    params = replace(GREEDY, max_tokens=180)
+    roomy = [generate(make_engine(SHAPE, **CACHES[cache]), [prompt], params)[0] for prompt in prompts]
+    store = ToyStore(seed, delay=0.002, failing=failing)
+    engine = with_store(store, chunks=14, **CACHES[cache])
+    assert generate(engine, prompts, params) == roomy
+    assert generate(engine, prompts[:2], params) == roomy[:2], "hit equals cold"
+    stats = engine.stats()
+    assert stats["preemptions"] > 0 and store.num_got > 0
+    store.settle()
+    private = [run for run in {*store.runs.values()} if not run.is_shared]
+    assert not private, "a private run outlives its sequence"
+    assert engine.holds_nothing
+
+
+def test_private_runs_are_in_no_index_and_shared_ones_are_lossless(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0)
+    engine = with_store(store, chunks=14, **CACHES["retained"])
+    seen = []
+    put = store.put
+    store.put = lambda run, extents: (seen.append(run), put(run, extents))  # type: ignore[method-assign,func-returns-value]
+    generate(engine, prompts_of(rng, 8), replace(GREEDY, max_tokens=120))
+    keys = {name for run in seen if run.is_shared for name in run.names}
+    assert keys and all((run.masks[: len(run.names)] == 2**64 - 1).all() for run in seen if run.is_shared)
+    for run in seen:
+        if not run.is_shared:
+            assert len(run.names) == 1 and run.names[0] not in keys and not len(run.tokens)
+            assert run.num_attached and (np.count_nonzero(run.masks) < run.masks.size)
