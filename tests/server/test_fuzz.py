@@ -329,7 +329,7 @@ class RealServer:
         def check():
             try:
                 engine = self.llm._parts.engine
-                while unpin and engine.scheduler.manager.tree.unpin_oldest():
+                while unpin and engine.scheduler.manager.pins.end_oldest():
                     pass
                 engine.check()
             except AssertionError as error:

@@ -175,13 +175,13 @@ class PageLedger(PageCounts):
         do not fit the free pages of that size and the free slabs.
         """
         pages = self._size_class(page_bytes)
-        if count > self.available(page_bytes):
-            raise CacheFullError(
-                f"{count} pages of {page_bytes} bytes do not fit: {self.available(page_bytes)} of that size are free in"
-                f" {self.num_bytes} bytes (cache.memory)"
-            )
         num_slabs = -(-(count - pages.num_free) // pages.pages_per_slab)
         if num_slabs > 0:
+            if num_slabs > self._num_free_slabs:
+                raise CacheFullError(
+                    f"{count} pages of {page_bytes} bytes do not fit: {self.available(page_bytes)} of that size are"
+                    f" free in {self.num_bytes} bytes (cache.memory)"
+                )
             self._page_bytes[np.flatnonzero(self._page_bytes == 0)[:num_slabs]] = page_bytes
             pages.num_slabs += num_slabs
         return self._pop(pages, count)
