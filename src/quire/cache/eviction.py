@@ -78,10 +78,15 @@ class Eviction:
             while most < tree.num_idle and not is_enough(most):
                 most *= 2
             least = bisect.bisect_left(range(most // 2 + 1, min(most, tree.num_idle)), True, key=is_enough)
-            for vacated in tree.vacate(most // 2 + 1 + least):
-                self._put(vacated)
-                table.give(vacated.rows)
+            self.evict(most // 2 + 1 + least)
         return True
+
+    def evict(self, count: int) -> None:
+        """Evicts `count` idle chunks, or all of them. The store is offered what they hold."""
+        assert self.tree is not None
+        for vacated in self.tree.vacate(count):
+            self._put(vacated)
+            self.table.give(vacated.rows)
 
     def _put(self, vacated: Vacated) -> None:
         """Offers the store what is about to be overwritten."""

@@ -385,7 +385,8 @@ class CacheManager:
             path = holder.path
             assert (path.free_until, path.next_seal) == self._events(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
-            self.retention.check(path)
+            if path.transfer is None:  # which holds its pages, as a second owner would
+                self.retention.check(path)
             if path.retained is None:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"

@@ -207,9 +207,11 @@ def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
     wanted = (rows >= 0)[:, None]
     for page_bytes, held in at.by_size():
         chosen = held & wanted
-        table.arena.store(table.pages[rows, layer][chosen], page_bytes, _gather(body, at.starts[chosen], page_bytes))
-    if at.placed.any():
-        chosen = at.placed & wanted
+        if chosen.any():
+            images = _gather(body, at.starts[chosen], page_bytes)
+            table.arena.store(table.pages[rows, layer][chosen], page_bytes, images)
+    chosen = at.placed & wanted
+    if chosen.any():
         images = _gather(body, at.positions[chosen], POSITIONS_BYTES)
         table.arena.store(table.positions[rows, layer][chosen], POSITIONS_BYTES, images)
     for row, start in zip(rows[run.has_sidecar].tolist(), at.sidecars, strict=True):

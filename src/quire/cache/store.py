@@ -50,6 +50,9 @@ class Transfer:
             except ExtentError as error:
                 self._fail(error)
                 return
+            except Exception as error:  # whoever waits must not wait for ever
+                self._fail(QuireError(f"an extent could not be read: {error}"))
+                raise
             self._missing[layer] -= 1
             self.ready[layer] = self._missing[layer] == 0
             self._changed.notify_all()

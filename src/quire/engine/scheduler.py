@@ -158,7 +158,8 @@ class Scheduler:
         path = sequence.path
         assert path.transfer is not None
         work = _Work()
-        if path.num_arriving and path.transfer.done(0):
+        # Sums of columns are kept for others as they arrive: rows behind them would add to them.
+        if path.num_arriving and not len(path.sums) and path.transfer.done(0):
             self.manager.assume_fetched(sequence)
             self._add_prompt(work, sequence, self._left(0))
         if not work.single and not work.tall:
