@@ -29,12 +29,12 @@ class Both:
         self.cpu, self.triton = cpu, TritonAttention(cpu.spec)
         self.steps_that_share = 0
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False) -> Any:
-        beside = self.triton.plan(slices, steady)
+    def plan(self, slices: Sequence[RowSlice], steady: bool = False, ready: Any = None) -> Any:
+        beside = self.triton.plan(slices, steady, ready)
         positions = [position for piece in slices for position in range(piece.start, piece.start + piece.num_rows)]
         assert beside.positions[: len(positions)].tolist() == positions
         self.steps_that_share += beside.shares
-        return self.cpu.plan(slices, steady)
+        return self.cpu.plan(slices, steady, ready)
 
     @property
     def counts(self) -> tuple[int, int, int]:

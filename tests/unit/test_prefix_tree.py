@@ -30,7 +30,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.namespace import FORMAT_VERSION, Namespace
-from quire.cache.path import Path
+from quire.cache.path import Path, Swapped
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
@@ -51,6 +51,7 @@ class Holder:
     namespace: Hashable = "model"
     reads_cache: bool = True
     num_preemptions: int = 0
+    swapped: Swapped | None = None
     path: Path = field(default_factory=Path)
 
     @property
@@ -251,7 +252,7 @@ def test_a_pin_holds_its_prefix_and_what_leads_to_it_but_nothing_that_follows() 
     assert manager.pin(holder, 64 + 40, 10.0), "the whole chunks of 104 tokens: one"
     manager.release(holder)
     assert manager.tree is not None and manager.tree.num_pinned == 1
-    manager.table.give(manager.tree.evict(20))
+    manager.eviction.evict(20)
     assert manager.tree.num_chunks == 1
     manager.check()
     # The other way round: a longer pin below a shorter one outlives it with all that leads to it.
@@ -361,7 +362,7 @@ def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range
         pytest.fail(f"{len(tree._leaves)} notes of six leaves")
     for letter in used[-6:]:
         assert list(tree.walk(ChunkKeys("model", chunk(letter)), 1))
-        manager.table.give(tree.evict(1))
+        manager.eviction.evict(1)
         assert not list(tree.walk(ChunkKeys("model", chunk(letter)), 1)), (
             f"{letter} was used longest ago of {used[-6:]}"
         )
@@ -402,7 +403,7 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
     manager.lifetime = None
     assert run_prompt(manager, old)
     manager.release(old)
-    manager.table.give(tree.evict(2))
+    manager.eviction.evict(2)
     assert [segment.tokens[0] for _, segment in tree.segments()] == [4] and tree.num_evicted == 2
 
 
@@ -667,7 +668,7 @@ class Churn(RuleBasedStateMachine):
         """As a demand for memory does."""
         self.count()
         idle = self.tree.num_idle
-        dropped = self.tree.evict(count)
+        dropped = np.concatenate([np.empty(0, np.int32), *(each.rows for each in self.tree.vacate(count))])
         assert len(dropped) == min(count, idle)
         self.manager.table.give(dropped)
 
@@ -739,7 +740,7 @@ class Churn(RuleBasedStateMachine):
         assert self.manager.stats()["bytes_used"] == 0
         while self.manager.pins.end_oldest():
             pass
-        self.manager.table.give(tree.evict(tree.num_idle))
+        self.manager.eviction.evict(tree.num_idle)
         assert self.manager.table.num_taken == 0
         self.manager.check()
 

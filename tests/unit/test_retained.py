@@ -19,7 +19,7 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.manager import CacheManager
-from quire.cache.path import Path
+from quire.cache.path import Path, Swapped
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.policies import Chain
 from quire.cache.table import ChunkTable
@@ -41,6 +41,7 @@ class Holder:
     namespace: Hashable = "model"
     reads_cache: bool = True
     num_preemptions: int = 0
+    swapped: Swapped | None = None
     path: Path = field(default_factory=Path)
     # By position: which tokens heads keep, bool [L, H, n], as a plain list of rules would have it.
     kept: NDArray[np.bool_] | None = None
@@ -278,7 +279,7 @@ def test_full_heads_go_on_reading_what_is_shared() -> None:
     assert eviction.evictable() == sums + manager.table.demand_of_pages(idle) + demand(rows=len(segment.chunks))
     check_tokens(manager, holder)
     # Under pressure the tree lets go of all, and the head keeps its pages.
-    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    manager.eviction.evict(manager.tree.num_idle)
     assert manager.tree.num_chunks == 0
     manager.check()
     check_tokens(manager, holder)

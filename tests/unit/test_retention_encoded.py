@@ -65,7 +65,7 @@ def test_hits_answer_like_misses_and_all_is_given_back(codec: str, rule: dict[st
     assert engine.holds_nothing
     manager = engine.scheduler.manager
     assert manager.tree is not None
-    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    manager.eviction.evict(manager.tree.num_idle)
     engine.check()
     assert manager.table.ledger.bytes_out == 0
 

@@ -179,7 +179,7 @@ def test_one_prompt_cold_found_twice_at_once_and_after_eviction(backend: str, bu
     assert len(kept) == 1 and 0.0 < (found[0].kept_fraction or 0) < 0.9
     for each in found[1:]:
         assert_same_tokens(bench, each, found[0].token_ids)
-    manager.table.give(manager.tree.evict(manager.tree.num_idle))
+    manager.eviction.evict(manager.tree.num_idle)
     engine.check()
     after = manager.stats()
     assert all(after[name] == before[name] for name in ("bytes_used", "bytes_cached", "bytes_free"))
