@@ -194,8 +194,8 @@ def test_the_picture_is_of_the_first_prompt(lines: str, tmp_path: Path, monkeypa
         (["--input", "TEXT", "--plot", "-"], "cannot draw -: its ending says the format and must be one of .png, .svg"),
         (["--input", "TEXT", "--plot", "x.txt"], "cannot draw x.txt: its ending says the format"),
         (["--input", "TEXT", "--cache.codec", "zip9"], "cache.codec is 'zip9'"),
-        (["--input", "EMPTY"], "empty.jsonl holds no prompts"),
-        (["--input", "WRONG"], "wrong.jsonl:1: a line must hold one of prompt, messages, prompt_token_ids"),
+        (["--input", "EMPTY"], "empty.jsonl has no prompts"),
+        (["--input", "WRONG"], "wrong.jsonl:1: a line must have exactly one of prompt, messages, prompt_token_ids"),
         (["--input", "BYTES"], "bytes.txt: 'utf-8' codec"),
     ],
 )

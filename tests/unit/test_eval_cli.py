@@ -162,7 +162,7 @@ def test_what_cannot_be_is_one_line(
     ("words", "said"),
     [
         (["perplexity", "m"], "perplexity"),
-        (["ppl", "m", "--codecs", "dense,"], "'dense,' has nothing beside a comma"),
+        (["ppl", "m", "--codecs", "dense,"], "'dense,' has an empty value beside a comma"),
         (["retrieval", "m", "--depths", "0,2"], "'2' is not a number from 0 to 1"),
         (["retrieval", "m", "--lengths", "0"], "'0' is not a whole number of at least 1"),
     ],
@@ -203,7 +203,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert main([*words, "--context", "64"]) == 0
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [f"quire: {done}/2 windows done" for done in range(3)]
-    assert shown.out.endswith("codecs differ by rounding alone\n")
+    assert shown.out.endswith("codecs differ only by rounding\n")
     assert main([*words, "--context", "66"]) == 0
     assert "rounding" not in capsys.readouterr().out
 

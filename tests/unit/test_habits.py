@@ -44,7 +44,7 @@ TYPED = [
     ("--threads 2", "--runtime.threads"),
     ("-t 2", "--runtime.threads"),
     ("--chat-template x.jinja", "--model.chat_template"),
-    ("--seed 1", "there is no --seed here; quire chat and quire generate"),
+    ("--seed 1", "unknown flag --seed; quire chat and quire generate"),
     ("--temp 0.5", "a parameter of each request"),
     ("--generation-config vllm", "--sampling-defaults"),
     ("--max-new-tokens 10", "--max-output-tokens"),

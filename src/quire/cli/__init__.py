@@ -1,7 +1,7 @@
 """The command line: `quire COMMAND`. Each command is a module with `HELP`, `add_arguments` and `run`.
 
 Knows arguments, errors and exit codes. Nothing heavy is imported before a command runs: `quire --help` takes a fraction
-of a second. Exit codes: 0 done, 1 done with failures, 2 an error that was told in one line, 130 interrupted.
+of a second. Exit codes: 0 success, 1 part of the work failed, 2 an error reported in one line, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.version import __version__
 COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull", "cache")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""What the system says of a disk that takes no more. Any other error that no command foresaw is a defect of ours."""
+"""Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
 
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _set_up_output(args.command, log)
         code = int(importlib.import_module(f"quire.cli.{args.command}").run(args))
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where what fails can be told
+            sys.stdout.flush()  # a failure here is still reported below
         return code
     except QuireError as error:
         if debug:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("quire: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`quire generate ... | head`).
+        # The reader of our output has ended (`quire generate ... | head`).
         _forget_output()
         return 1
     except OSError as error:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """What is still buffered must not fail at exit."""
+    """Redirects stdout, so that buffered output does not fail at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -92,13 +92,14 @@ def _set_up_output(command: str, log: logging.Logger) -> None:
     number = logging.getLevelNamesMapping().get(level, logging.INFO)
     when = "%(asctime)s " if number <= logging.DEBUG else ""
     logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
-    # Ours alone: libraries tell every request they make.
+    # Only our logger: libraries log every request they make.
     log.setLevel(number)
 
 
 def _leave_if_loading(text: str) -> None:
-    """Ends the process here if an engine is still loading, which nothing can stop, with a text on stderr itself: what
-    sys.stderr is may be a bar's, which hid the cursor.
+    """Ends the process at once if an engine is still loading, because nothing can stop the loading thread.
+
+    Writes the text to file descriptor 2: sys.stderr may belong to a progress bar, which has hidden the cursor.
     """
     module = sys.modules.get("quire.async_llm")
     if module is not None and module.is_loading():
@@ -125,8 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviated flags, takes an optional argument after flags too, and names the flag nearest
-    to an unknown one.
+    """A parser without abbreviated flags. It accepts an optional argument after flags too, and answers an unknown flag
+    with the nearest valid one.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -137,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but a switch takes the next word only if that is a truth value: `--allow-public smollm2`."""
+        """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`."""
         words = list(sys.argv[1:] if args is None else args)
         commands = self._commands()
         flags = [self._option_string_actions, *(each._option_string_actions for each in commands.values())]
@@ -163,13 +164,13 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but an optional argument may also come after flags.
 
-        argparse takes such an argument for absent as soon as a flag follows the ones before it, and has the word that
-        stands behind the flags left over.
+        argparse treats an optional argument as absent once a flag follows the earlier arguments. It then returns the
+        word after the flags as unknown.
         """
         found, unknown = super().parse_known_args(args, namespace)
         for action in self._get_positional_actions():
             if action.nargs == "?" and unknown and getattr(found, action.dest, None) is action.default:
-                # All that follows -- is no flag, whatever it begins with.
+                # Words after -- are never flags.
                 end = unknown.index("--") if "--" in unknown else len(unknown)
                 places = [each for each in range(end) if not self._parse_optional(unknown[each])]
                 place = places[0] if places else end + 1
@@ -179,8 +180,9 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _answer_habits(self, words: list[str], commands: dict[Any, _Parser]) -> None:
-        """Ends with one line about all flags that other engines have and the command does not: before argparse misses
-        the model, which `--model NAME` did not give.
+        """Ends with one line about flags of other engines that the command does not have.
+
+        Runs before argparse, which would only report a missing MODEL for `--model NAME`.
         """
         place = next((place for place, word in enumerate(words) if word in commands), None)
         if place is None:
@@ -200,17 +202,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown(words: list[str], command: _Parser, commands: dict[Any, _Parser]) -> str:
-    """What is wrong with words that the command does not take, and what was meant."""
+    """The message for words that the command does not take, with a suggestion."""
     flag = words[0].partition("=")[0]
     if flag.startswith("-") and not flag.startswith("--"):
-        return f"unknown flag {flag}; a text that begins with - goes behind --"
+        return f"unknown flag {flag}; write a text that begins with - after --"
     if not flag.startswith("--"):
-        return f"there is no place for {words[0]!r}; a text of several words needs quotes"
+        return f"unexpected argument {words[0]!r}; a text of several words needs quotes"
     known = [each for each in command._option_string_actions if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:
-        return f"there is no {flag} here; {own} is the flag"
+        return f"unknown flag {flag}; the flag is {own}"
     others = [f"quire {name}" for name, other in commands.items() if flag in other._option_string_actions]
     if others:
-        return f"there is no {flag} here; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+        return f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
     return f"unknown flag {flag}; {nearest(flag, known)}"

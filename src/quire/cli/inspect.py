@@ -1,8 +1,8 @@
-"""Show what a model needs and what fits, before anything is started; or what the cache of a running server holds.
+"""Show a model's memory needs and how many requests fit, or show the cache of a running server.
 
-With MODEL: the weights by type, in the file and in memory, the bytes of a token in the cache, the tokens and sequences
-that fit, the machine's memory, and what runs out first. Reads the model's headers only.
-With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
+With MODEL: weights by type, in the file and in memory; cache bytes per token; the number of tokens and sequences that
+fit; the machine's memory; and the limit that is reached first. Reads only the model's headers.
+With --tree: the prefixes in a server's cache, their sharers, hits, bytes and last use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
 
 LENGTHS = (512, 2048, 8192)
-HELP = "show what a model needs and what fits, or what a server's cache holds"
+HELP = "show a model's memory needs, or the cache of a running server"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shared.count,
         nargs="+",
         metavar="N",
-        help=f"lengths of sequences in tokens (default: {' '.join(map(str, LENGTHS))})",
+        help=f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})",
     )
     parser.add_argument(
         "--tree",
         nargs="?",
         const=shared.DEFAULT_URL,
         metavar="URL",
-        help=f"show the prefixes that a running server's cache holds (default: {shared.DEFAULT_URL})",
+        help=f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})",
     )
     parser.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"with --tree: file whose first key is sent; without it {shared.KEY_VARIABLE} is, if it is set",
+        help=f"with --tree: send the first key of this file (default: the environment variable {shared.KEY_VARIABLE})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tree is not None:
         return _show_tree(args)
     if args.model is None:
-        raise ConfigError("quire inspect needs a MODEL, or --tree for a server that runs")
+        raise ConfigError("quire inspect needs a MODEL, or --tree for a running server")
     if args.api_key_file is not None:
-        raise ConfigError("--api-key-file is for --tree")
+        raise ConfigError("--api-key-file needs --tree")
     if shared.printed_config(args):
         return 0
     from quire.engine.build import ops_type, resolve
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_tree(args: argparse.Namespace) -> int:
     if args.model is not None or args.config is not None or args.length or options_from(args, shared.ENGINE_SECTIONS):
-        raise ConfigError("--tree asks a server that runs: it takes no MODEL and no settings of an engine, nor lengths")
+        raise ConfigError("--tree queries a running server; it takes no MODEL, no engine settings and no --length")
     from quire.cli import tree
 
     answer = tree.fetch(args.tree, tree.read_key(args.api_key_file))
@@ -102,7 +102,7 @@ def _show_tree(args: argparse.Namespace) -> int:
 
 
 def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
-    """The layer image that this configuration runs from, its bytes, and whether it is written; None if it has none."""
+    """The layer image of this configuration: path, bytes, and whether it is written. None if it uses none."""
     from quire.models.image_folder import ImageError, image_path, open_image
     from quire.models.images import image_of
     from quire.models.layers import torch_dtype
@@ -191,7 +191,7 @@ def _print_table(
         rows.insert(1 + len(weights), ("layer image", format_bytes(image["num_bytes"]), note))
     if config.cache.is_calibrated:
         known = "none yet" if calibration is None else calibration.hash[:12]
-        rows.insert(2, ("calibration", known, "" if calibration else "the first engine makes it; sizes are its goals"))
+        rows.insert(2, ("calibration", known, "" if calibration else "the first start makes it; sizes are its targets"))
     for length in lengths:
         count = sizes.sequences(length)
         limit = config.scheduler.max_running
