@@ -145,7 +145,7 @@ async def test_what_a_server_refuses_is_told(capsys):
     found = engine()
     async with served(found, allow_public=True) as url:
         assert await inspect(url) == 2
-        assert f"{url} refuses (403): this shows prompts" in capsys.readouterr().err
+        assert f"{url} refuses (403): this endpoint shows prompts" in capsys.readouterr().err
     async with served(found) as url:
         found.is_ready = False
         assert await inspect(url) == 2

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations answered."""
+"""POST /v1/chat/completions: answers conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def create_chat(service: Service, request: Request) -> Response:
 
 @dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One answer so far."""
 
     text: str = ""
     logprobs: bytearray = field(default_factory=bytearray)
@@ -50,7 +50,7 @@ class Choice:
 
 
 class Chat:
-    """A request under way."""
+    """A running request."""
 
     def __init__(self, service: Service, body: ChatRequest, job: Job) -> None:
         self.service = service
@@ -116,7 +116,7 @@ class Chat:
         yield chunks.end()
 
     def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates."""
+        """Yields the engine's output."""
 
         async def opens(_: int, item: RequestOutput) -> None:
             self.usage.saw(item)

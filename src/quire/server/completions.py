@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids continued."""
+"""POST /v1/completions: continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
 
 MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
-"""Where a completion's `max_tokens` is null or not given, as for OpenAI."""
+"""A completion's default `max_tokens`, if it is null or not given, as in OpenAI's API."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -41,7 +41,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     num_sequences = len(body.prompt) * (body.n or 1)
     limit = service.engine.config.scheduler.max_queue
     if num_sequences > limit:
-        message = f"'prompt' and 'n' ask for {num_sequences} sequences; the queue holds {limit} (scheduler.max_queue)"
+        message = f"'prompt' and 'n' need {num_sequences} sequences; the limit is {limit} (scheduler.max_queue)"
         raise bad_request(message, "prompt")
     jobs = []
     scored = body.logprobs if body.echo else None
@@ -51,7 +51,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     for prompt in body.prompt:
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
-            raise bad_request("'prompt' is empty: it holds no token", "prompt")
+            raise bad_request("'prompt' is empty: it has no token", "prompt")
         service.check_tokens(ids, "prompt")
         params = service.params(
             body,
@@ -68,7 +68,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
 
 
 def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
-    """Raises 400 for more log-probabilities of prompts than an answer may hold."""
+    """Raises ApiError 400 for more prompt log-probabilities than an answer may have."""
     echoed = {"logprobs": body.logprobs} if body.echo else {}
     asked = {
         name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each is not None
@@ -77,18 +77,18 @@ def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
     if num_scores > MAX_PROMPT_SCORES:
         param = next(iter(asked))
         raise bad_request(
-            f"'n' is {body.n or 1}, the prompts hold {num_tokens} tokens and"
-            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: that makes {num_scores}"
-            f" log-probabilities of prompts, and an answer holds at most {MAX_PROMPT_SCORES}",
+            f"'n' is {body.n or 1}, the prompts have {num_tokens} tokens and"
+            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: these are {num_scores}"
+            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_SCORES}",
             param,
         )
 
 
 @dataclass
 class Opening:
-    """What all choices of a prompt have in common.
+    """The common beginning of all choices of a prompt.
 
-    lists   the four lists of the echoed prompt's log-probabilities, encoded; None for one that is null
+    lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
     scores  the extension `prompt_logprobs`, encoded
     """
 
@@ -98,13 +98,13 @@ class Opening:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is encoded."""
+        """Bytes of all encoded lists."""
         return sum(len(each) for each in (self.scores, *(self.lists or {}).values()) if each is not None)
 
 
 @dataclass
 class Choice:
-    """One choice as far as it has come, without what its prompt opens it with."""
+    """One choice so far, without the opening of its prompt."""
 
     legacy: LegacyLogprobs
     text: str = ""
@@ -113,13 +113,13 @@ class Choice:
     stop_reason: int | str | None = None
 
     def extend(self, lists: dict[str, list[Any] | None]) -> int:
-        """Appends the four lists of a delta; returns how many bytes they take."""
+        """Appends the four lists of a delta. Returns their number of bytes."""
         if self.lists is None:
             self.lists = {name: None if values is None else bytearray() for name, values in lists.items()}
         return sum(extend(mine, lists[name] or []) for name, mine in self.lists.items() if mine is not None)
 
     def as_dict(self, index: int, opening: Opening) -> dict[str, Any]:
-        """The choice in an answer."""
+        """The choice as part of an answer."""
         found = {
             "index": index,
             "text": opening.text + self.text,
@@ -131,7 +131,7 @@ class Choice:
 
 
 def joined(*given: Mapping[str, Bytes | None] | None) -> dict[str, Items | None] | None:
-    """Four lists of log-probabilities, one behind the other; the same ones are null in all of them."""
+    """Concatenates the four lists of log-probabilities of several parts. A list is null in all parts or in none."""
     found = [lists for lists in given if lists is not None]
     if not found:
         return None
@@ -143,7 +143,7 @@ def joined(*given: Mapping[str, Bytes | None] | None) -> dict[str, Items | None]
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one choice."""
+    """The new part of one choice."""
 
     index: int
     text: str
@@ -153,7 +153,7 @@ class Delta:
 
 
 class Completion:
-    """A request under way. Choice `job * n + index` is the index-th answer to the job-th prompt."""
+    """A running request. Choice `job * n + index` is the index-th answer to the job-th prompt."""
 
     def __init__(self, service: Service, body: CompletionRequest, jobs: list[Job]) -> None:
         self.service = service
@@ -223,7 +223,7 @@ class Completion:
         yield chunks.end()
 
     def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates; `grow` is told of the bytes of openings."""
+        """Yields the engine's output; calls `grow` with the bytes of openings."""
 
         async def opens(job: int, item: RequestOutput) -> None:
             opening = await self._opening(job, item)
@@ -233,7 +233,7 @@ class Completion:
         return self.service.run(self.jobs, self.head["id"], opens)
 
     async def _opening(self, job: int, item: RequestOutput) -> Opening:
-        """What the first item of a prompt tells: its usage, and what it opens all its choices with."""
+        """Makes the opening of all choices from a prompt's first item, and counts its usage."""
         self.usage.saw(item)
         prompt = self.jobs[job]
         choices = self.choices[job * self.num_choices : (job + 1) * self.num_choices]
@@ -260,12 +260,12 @@ class Completion:
         return text
 
     def _deltas(self, job: int, item: RequestOutput) -> list[Delta]:
-        """What an item of the engine adds to the choices of its prompt."""
+        """The deltas of an engine item, one per choice of its prompt."""
         deltas = []
         for output in item.outputs:
             index = job * self.num_choices + output.index
             if self.body.max_tokens == 0:
-                # The engine's least is one token; it is dropped here.
+                # The engine generates at least one token; it is dropped here.
                 if output.finish_reason is not None:
                     deltas.append(Delta(index, "", None, "length"))
                 continue

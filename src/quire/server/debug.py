@@ -1,7 +1,7 @@
-"""GET /debug/cache: which of the caller's prefixes the cache holds, for people who ask why a request was slow.
+"""GET /debug/cache: the caller's prefixes in the cache. It helps to find out why a request was slow.
 
-It shows the beginnings of prompts. So nobody sees those of another tenant, where several tenants share nobody sees any
-text, and where everybody may ask, nobody sees anything.
+It shows the beginnings of prompts, so access is limited. A caller sees only prefixes of its own tenant. If several
+tenants share, it sees no text. On a public server without keys it sees nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from quire.cache.prefixes import Prefix
 
 LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000}
-"""How many prefixes are told of."""
+"""Schema of the number of prefixes in the answer."""
 
 TEXT_CHARS = 80
 _WHOLE = ("total", "used", "cached", "free", "evicted", "retention_freed")
-"""Bytes that are told of the whole cache, whoever asks."""
+"""Byte counts of the whole cache, which every caller sees."""
 
-# No character takes more than the four bytes of UTF-8, nor fewer than a byte a token.
+# A character has at most four bytes in UTF-8, and a token at least one.
 TEXT_TOKENS = 4 * TEXT_CHARS
 
-# The engine answers between steps; none takes as long.
+# The engine answers between steps, and no step takes this long.
 PATIENCE_SECONDS = 30.0
 
 
@@ -48,15 +48,15 @@ async def show_cache(service: Service, request: Request) -> Response:
 
 
 def _check_allowed(service: Service) -> None:
-    """Raises 403 where whoever asks need not be somebody who may read all prompts."""
+    """Raises ApiError 403 on a public server without keys: its callers may not read each other's prompts."""
     if service.keys.keys:
         return
     config = service.config
     if config.allow_public or not is_loopback(config.host):
         raise ApiError(
             403,
-            "this shows prompts, and everybody may ask this server: it has no API keys and is public"
-            " (serve.allow_public); set serve.api_key_file",
+            "this endpoint shows prompts, and this server is public (serve.allow_public) and has no API keys;"
+            " set serve.api_key_file",
             code="prompts_not_shown",
         )
 
@@ -73,15 +73,15 @@ def _limit(request: Request) -> int:
 
 
 async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]:
-    """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
+    """The part of the cache that the caller may see: the prefixes used last, parents first, and totals."""
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             found = await service.engine.prefixes(service.tenants.sees(tenant))
     except TimeoutError:
-        raise ApiError(503, "the engine has no time to answer; try again", code="busy") from None
-    # Who uses a prefix uses its parents, so none is older than what follows it: a cut leaves no prefix without them.
+        raise ApiError(503, "the engine is too busy to answer; try again", code="busy") from None
+    # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
-    # Tenants that share hits have not agreed to read each other's prompts.
+    # Tenants that share the cache may still not read each other's prompts.
     readable = service.tenants.are_apart or len(service.keys.keys) <= 1
     return {
         "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer if readable else None),
@@ -93,7 +93,7 @@ async def _contents(service: Service, tenant: str, limit: int) -> dict[str, Any]
 
 
 def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> Items:
-    """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer to read it with."""
+    """The prefixes as JSON, each with the beginning of its own text if there is a tokenizer."""
     found = (
         {
             "id": prefix.id,
@@ -116,7 +116,7 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> Items:
 
 
 def _beginning(prefix: Prefix, tokenizer: Any) -> str:
-    """The first characters of its own text, from where it differs from what else follows its parent."""
+    """The first characters of a prefix's own text, from where it differs from its parent's other children."""
     same = prefix.num_same
     text: str = tokenizer.decode(prefix.token_ids[same : same + TEXT_TOKENS], skip_special=False)
     return ("…" * (same > 0) + text)[:TEXT_CHARS]
@@ -129,7 +129,7 @@ def _pinned(seconds: float | None) -> float | str | None:
 
 
 def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str, Any]:
-    """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
+    """Sizes of the whole arena and counts of the caller's own tenant."""
     stats = service.engine.stats()
     cache = stats["cache"]
     if service.tenants.are_apart:
@@ -147,7 +147,7 @@ def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> dict[str,
 
 
 def _pinned_bytes(found: Sequence[Prefix]) -> int:
-    """Bytes of the pinned prefixes and of all before them. `found` has parents first."""
+    """Bytes of the pinned prefixes and of all their ancestors. `found` has parents first."""
     kept: set[str | None] = set()
     for prefix in reversed(found):
         if prefix.pinned_seconds is not None or prefix.id in kept:

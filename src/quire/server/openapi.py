@@ -1,4 +1,4 @@
-"""The OpenAPI document: requests from the schema classes, answers as far as clients may rely on them."""
+"""The OpenAPI document: requests from the schema classes, and the parts of answers that clients may rely on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REF = "#/components/schemas/"
 _REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
 
 BODY_ERRORS = (400, 408, 413, 503)
-"""How every endpoint may refuse a body."""
+"""Statuses with which every endpoint may reject a body."""
 
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -57,8 +57,8 @@ _MODEL = _object(
     sampling_defaults={
         "type": "object",
         "additionalProperties": {"type": "number"},
-        "description": "What the model's makers advise, for parameters that a request leaves out; what is not there"
-        " has the API's default.",
+        "description": "Defaults that the model's authors recommend, for parameters that a request omits; parameters"
+        " not listed have the API's default.",
     },
 )
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -134,9 +134,9 @@ def operation(
     stream: bool = False,
     text: bool = False,
 ) -> dict[str, Any]:
-    """FastAPI's keyword arguments that document a route: what it takes, what it answers, and with which errors.
+    """FastAPI's keyword arguments that document a route: its body, answer and errors.
 
-    query  the schemas of the parameters after the question mark, none of which is required
+    query  schemas of the query parameters, all optional
     """
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + answer}}}
     if text:
