@@ -381,7 +381,7 @@ def test_an_engine_calibrates_once(
     loaded = load_engine(str(folder), nuq())
     (line,) = [record.message for record in caplog.records if "calibration" in record.message]
     (file,) = kept.glob("*.safetensors")
-    assert "making one, once" in line and str(file) in line
+    assert "making it once" in line and str(file) in line
     assert len(gathered) == 8 and len(gathered[0]) == 512, "as long as the model's context"
     made = find_calibration(folder, nuq())
     assert made is not None and loaded.engine.namespace.calibration == made.hash
