@@ -203,7 +203,7 @@ def test_help_says_what_no_limit_is(capsys):
     [
         ("LocalEntryNotFoundError", "it cannot be reached, and the model is not in its cache"),
         ("RepositoryNotFoundError", "it has no such model"),
-        ("GatedRepoError", "access to this model must be asked for"),
+        ("GatedRepoError", "you must request access to this model"),
     ],
 )
 def test_what_the_hub_says_is_told_in_words(error, said, monkeypatch, capsys):

@@ -337,7 +337,7 @@ def assert_in_memory(path: Path, why: str, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "quire"):
         assert torch.equal(logits(path), expected)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "packed in memory" in line and why in line and "\n" not in line
+    assert "packing the weights in memory" in line and why in line and "\n" not in line
 
 
 def test_without_a_folder_weights_are_packed_in_memory(
@@ -448,7 +448,7 @@ def test_leftovers_go_and_drafts_of_others_stay(tmp_path: Path, folder: Path, ca
     own = image_folder.image_path(wanted.origin)
     own.unlink()
     with image_folder.lock_draft(own.with_suffix(DRAFT_SUFFIX), create=True):
-        assert_in_memory(path, "it is being written", caplog)
+        assert_in_memory(path, "another process is writing it", caplog)
     own.with_suffix(DRAFT_SUFFIX).write_bytes(b"of a killed process")
     logits(path)
     assert the_image(folder) == own
@@ -543,7 +543,7 @@ def test_cache_ls_and_clear(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert main(["cache", "ls"]) == 2
-    assert "no folder" in capsys.readouterr().err
+    assert "no cache folder" in capsys.readouterr().err
 
 
 def test_cache_ls_shows_drafts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

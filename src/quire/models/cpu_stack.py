@@ -1,7 +1,7 @@
-"""All layers of a gated decoder in one foreign call, where every product is in panels; see kernels/stack.cpp.
+"""All layers of a gated decoder in one foreign call, if every product is in panels; see kernels/stack.cpp.
 
-`models.decoder` is its definition: tests/kernels/test_stack.py holds the two together;
-benchmarks/stack_cpu.py prints what it saves.
+`models.decoder` is its definition; tests/kernels/test_stack.py compares the two. benchmarks/stack_cpu.py prints the
+time it saves.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Rows(ctypes.Structure):
 
 
 class PanelStack:
-    """The layers, and scratch for as many rows as a step ever had."""
+    """The layers, and scratch for the largest number of rows so far."""
 
     def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
-        """layers: `takes` is true of them. The stack keeps their products alive."""
+        """layers: `takes` must be true for them. The stack keeps their products alive."""
         self._layers = layers  # the structures below point into their tensors
         self._array = (_Layer * len(layers))(*map(_structure, layers))
         self._address = ctypes.addressof(self._array)
@@ -50,13 +50,13 @@ class PanelStack:
         self._capacity = 0
         self._scratch: list[torch.Tensor] = []
         assert ctypes.sizeof(_Layer) * 1000 + ctypes.sizeof(_Rows) == kernels.quire_stack_bytes(), (
-            "the kernels were built from another version of stack.cpp"
+            "the kernels are built from another version of stack.cpp"
         )
         self._run = kernels.quire_stack
 
     @staticmethod
     def takes(layers: Sequence[GatedLayer]) -> bool:
-        """Whether all products are in panels and give bfloat16."""
+        """Whether all products are in panels and return bfloat16."""
         products = [_panels(product) for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return all(product is not None and product.out_dtype == torch.bfloat16 for product in products)
 
