@@ -33,8 +33,8 @@ def at_hand() -> Path:
 def pytest_configure(config: pytest.Config) -> None:
     """Runs after tests/conftest.py, and before test modules read the levels and make Hypothesis settings.
 
-    Switches off shrinking of failures, which takes minutes. Switches off deadlines, because coverage and parallel tests
-    make a test slow; tests/conftest.py has the time limit.
+    Switches off shrinking of failures, which takes minutes. Switches off the tests' time limit of tests/conftest.py,
+    because coverage and parallel tests make a test slow.
     """
     from hypothesis import Phase, settings
 
