@@ -234,7 +234,7 @@ def test_matrices_that_no_product_reads_are_dequantized_aloud(
         assert texts[0] == texts[1]
         assert [record.message for record in caplog.records if "dequantized" in record.message] == [
             "model.weights native: 16 of 16 matrices are dequantized, embed.weight (Q2_K) first: there is no kernel"
-            " with Q2_K"
+            " for Q2_K"
         ] * said
         caplog.clear()
 
