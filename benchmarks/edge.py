@@ -1,23 +1,23 @@
-"""Bombs against servers: what hostile and broken clients cost, beside a prober of /health and a sampler of memory.
+"""Measures the cost of hostile and broken clients ("bombs") to servers. Meanwhile it probes /health and samples memory.
 
     python benchmarks/edge.py                                   # Quire, without keys and with keys
     python benchmarks/edge.py --servers quire,vllm,llamacpp --peers .peers     # scripts/peers.sh installs them
     python benchmarks/edge.py --bombs "slow bodies" --bombs "3,000 connections" --modes open
     python benchmarks/edge.py --soak                            # 2,000 requests, a third of which are dropped
 
-Every server runs on its default settings with the same model (in the soak with an arena of 512 MiB), and stays up
-between bombs; one that does not answer its health within a second after a bomb is started again. With keys the bombs
-come without one: what anybody can do who reaches the port. `edge/bombs.py` says what each bomb sends.
+Every server runs with default settings and the same model (in the soak with an arena of 512 MiB), and stays up between
+bombs. It is restarted if it does not answer /health within a second after a bomb. In the mode with keys, bombs carry no
+key, as from any client that reaches the port. `edge/bombs.py` describes each bomb.
 
 Columns
     answered   the status, or how the connections ended
-    stall      seconds of the slowest answer of the server's health, asked 50 times a second on new connections
-    memory     MB that the server's processes grew by, at most, from the moment before the bomb
-    arena      MB of it that are pages of Quire's cache, used for the first time: memory that `cache.memory` gave it
-    health     probes that were not answered 200
+    stall      seconds of the slowest answer of /health, requested 50 times a second on new connections
+    memory     maximum growth of the server's processes since the start of the bomb, in MB
+    arena      the part of it in newly touched pages of Quire's arena, whose memory `cache.memory` grants
+    health     number of probes that were not answered 200
 
-The exit status says whether Quire keeps the bounds: no stall above 0.5 s, no growth above 100 MB beside the arena's,
-health answered throughout; with --soak those of `edge/soak.py`.
+The exit status says whether Quire keeps its limits: no stall above 0.5 s, no growth above 100 MB without the arena, and
+/health always answered; with --soak the limits of `edge/soak.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Seen:
-    """What one bomb did to one server."""
+    """The effect of one bomb on one server."""
 
     outcome: str
     seconds: float
@@ -131,7 +131,7 @@ class Probe:
 
 
 def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
-    """Send one bomb and look on until the server is well again, or its time is over."""
+    """Sends one bomb and observes the server until it has recovered or the time is over."""
     probe.ask()
     begun = time.monotonic()
     try:
@@ -179,7 +179,7 @@ def running(name: str, mode: str, given: argparse.Namespace) -> Iterator[tuple[S
 
 
 def throw_all(name: str, mode: str, given: argparse.Namespace) -> dict[str, Seen]:
-    """Every bomb on one server."""
+    """Sends every bomb to one server."""
     results: dict[str, Seen] = {}
     left = list(given.bombs)
     while left:
@@ -202,7 +202,7 @@ def throw_all(name: str, mode: str, given: argparse.Namespace) -> dict[str, Seen
 
 
 def report(results: dict[tuple[str, str], dict[str, Seen]], given: argparse.Namespace) -> str:
-    """A table for each mode, with a row for each bomb."""
+    """A table per mode, with a row per bomb."""
     tables = []
     for mode in given.modes:
         names = [name for name in given.servers if (name, mode) in results]

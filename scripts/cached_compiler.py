@@ -1,7 +1,7 @@
-"""A C++ compiler that keeps its objects: CXX="python scripts/cached_compiler.py FOLDER g++".
+"""A C++ compiler with a cache of object files: CXX="python scripts/cached_compiler.py FOLDER g++".
 
-An object is known by the command and by the preprocessed source, so of a changed header only what includes it is
-compiled again. Whatever is not a plain compilation goes straight to the compiler.
+The command and the preprocessed source identify an object, so a changed header recompiles only the files that include
+it. Every command but a plain compilation goes directly to the compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Compiles, or copies what an equal compilation left."""
+    """Compiles, or copies the object of an equal compilation."""
     folder, compiler, *arguments = sys.argv[1:]
     if "-c" not in arguments:
         return subprocess.run([compiler, *arguments]).returncode

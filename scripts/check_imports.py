@@ -1,8 +1,8 @@
 """Checks that imports inside quire point downwards, that heavy packages are loaded only where they are needed and not
 with what has to do without them, and that some packages have no circle of imports.
 
-Prints one line an offence and exits with 1 if there is any. Run by `make check`; tests/unit/test_import_direction.py
-runs it on made-up offenders.
+Prints one line per violation and exits with 1 if there is any. `make check` runs it;
+tests/unit/test_import_direction.py runs it on made-up violations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYERS = (
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
-# Everybody else imports them inside a function.
+# All other modules import them inside a function.
 HEAVY = {
     "accelerate": (),
     "fastapi": ("server/*",),
@@ -39,8 +39,8 @@ HEAVY = {
     "uvicorn": ("server/*",),
 }
 
-# What a module must do without, even inside functions: the command line waits for the first ones, the scheduler runs
-# under a simulator's clock.
+# Packages that a module must not import, even inside functions: the first modules are loaded by the command line, and
+# the scheduler runs under a simulator's clock.
 NEVER = {
     "__init__.py": ("torch", "numpy"),
     "version.py": ("torch", "numpy"),
@@ -55,7 +55,7 @@ NEVER = {
     "engine/scheduler.py": ("torch", "time", "datetime"),
 }
 
-# What importing them must not load, whatever they import it through: a simulator runs them without a model.
+# Modules that must not load these packages, even indirectly: a simulator runs them without a model.
 WITHOUT = ("torch", "tokenizers", "transformers")
 CONTROL = ("engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
 
@@ -65,7 +65,7 @@ ACYCLIC = ("cache",)
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: its dotted name, the line, and whether it is loaded as soon as the importing module is."""
+    """One imported module: its dotted name, the line, and whether it is loaded together with the importing module."""
 
     name: str
     line: int
@@ -95,7 +95,7 @@ def imports_of(tree: ast.Module, package: str) -> Iterator[Import]:
 
 
 def offences(root: Path) -> Iterator[str]:
-    """One line for each import below `root` (the folder `quire`) that breaks a rule."""
+    """One line per import below `root` (the folder `quire`) that breaks a rule."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         package = ".".join(["quire", *relative.parent.parts])
@@ -140,7 +140,7 @@ def _circles_from(name: str, targets: dict[str, list[str]], way: list[str], done
 
 
 def loaded(modules: Sequence[str]) -> list[str]:
-    """Which packages of WITHOUT a fresh process has loaded once it has imported some modules of quire."""
+    """The packages of WITHOUT that a new process loads when it imports some modules of quire."""
     names = [".".join(["quire", *Path(module).with_suffix("").parts]) for module in modules]
     code = f"import sys, {', '.join(names)}; print(*(name for name in {WITHOUT!r} if name in sys.modules))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

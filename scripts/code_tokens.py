@@ -3,7 +3,7 @@
 
     scripts/code_tokens.py [--package cache] [--without run.py,store.py,keys.py] [REVISION ...]
 
-Without a revision the working tree is counted. Prints a line a file, and the sum.
+Without a revision it counts the working tree. Prints a line per file, and the sum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revisions", nargs="*", metavar="REVISION")
     parser.add_argument("--package", default="cache")
-    parser.add_argument("--without", default="run.py,store.py,keys.py", help="files that do not count")
+    parser.add_argument("--without", default="run.py,store.py,keys.py", help="files to leave out")
     given = parser.parse_args()
     without = set(given.without.split(","))
     for revision in given.revisions or [None]:

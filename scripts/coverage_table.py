@@ -1,9 +1,8 @@
-"""Line and branch coverage of some packages of quire, a row each: python scripts/coverage_table.py DATA [BEFORE].
+"""Prints line and branch coverage of some packages of quire: python scripts/coverage_table.py DATA [BEFORE].
 
-DATA is what `coverage combine` leaves, or a folder of files that it would combine, which stay as they are. With BEFORE,
-a second one, each row has both, and the script ends with 1 if one of these packages has become less covered. Lines and
-branches are counted in the sources beside this script, or in those that --root names, for BEFORE in those of
---root-before.
+DATA is the file that `coverage combine` writes, or a folder of files to combine, which stay unchanged. BEFORE is the
+data of an earlier run. Each row then has both, and the script exits with 1 if the coverage of one of these packages
+fell. Lines and branches are counted in the sources beside this script or in --root; for BEFORE in --root-before.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from coverage import Coverage
 from coverage.exceptions import CoverageException
 
 PACKAGES = ("cache/", "engine/", "attention/", "server/", "")
-"""Below src/quire; the empty one is all of it, shown beside them."""
+"""Folders below src/quire; the empty one is the whole package."""
 
 
 @dataclass
 class Counts:
-    """Lines and branches of some files, and how many of them ran."""
+    """Number of lines and branches of some files, and of those that ran."""
 
     lines: int = 0
     lines_run: int = 0
@@ -32,7 +31,7 @@ class Counts:
     branches_run: int = 0
 
     def add(self, summary: dict[str, int]) -> None:
-        """Adds a file, as coverage's report in JSON sums it up."""
+        """Adds a file from coverage's JSON report."""
         self.lines += summary["num_statements"]
         self.lines_run += summary["covered_lines"]
         self.branches += summary["num_branches"]
@@ -45,11 +44,11 @@ class Counts:
 
 
 def counts(data: Path, root: Path) -> dict[str, Counts]:
-    """What ran of each package. root: the tree whose sources ran."""
+    """The counts of each package. root: the tree with the sources that ran."""
     sources = root / "src" / "quire"
     with tempfile.TemporaryDirectory() as scratch:
         config, report = Path(scratch) / "rc", Path(scratch) / "report.json"
-        # Data of other copies of the tree count for this one.
+        # Data from other copies of the tree count for this tree.
         config.write_text(f"[run]\nbranch = true\n[paths]\nsource =\n    {sources}\n    */src/quire\n")
         measured = Coverage(data_file=str(Path(scratch) / "data"), config_file=str(config), source=[str(sources)])
         measured.combine([str(data)], strict=True, keep=True)

@@ -1,9 +1,9 @@
-"""pip install, told in short: a line for each package, and one every ten seconds while pip has nothing to say.
+"""pip install with short output: a line per package, and a line every ten seconds while pip prints nothing.
 
     python scripts/install.py --constraint constraints.txt --editable '.[serve,plot]'
 
-Takes pip's own arguments and gives back pip's exit code; what pip says is wrong is shown as it is. Needs nothing but
-the standard library and pip.
+Takes pip's arguments and returns pip's exit code. Shows pip's error messages unchanged. Needs only the standard library
+and pip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SILENCE_SECONDS = 10.0
 
 
 def told(line: str) -> str | None:
-    """What to show of a line of pip's, None for what says nothing new."""
+    """The short form of a line of pip's output; None for a line without news."""
     line = line.strip()
     if ".metadata" in line:
         return None
@@ -31,7 +31,7 @@ def told(line: str) -> str | None:
     if line.startswith("Installing collected packages"):
         return f"installing {line.count(',') + 1} packages"
     if re.match(r"(Building|Preparing|Installing build dependencies|Getting requirements)", line):
-        # The same line comes again when it is done, and now and then in between.
+        # pip repeats this line when it is done, and sometimes in between.
         return None if re.search(r": (finished|still)", line) else line[0].lower() + line[1:].removesuffix(": started")
     return None
 

@@ -1,13 +1,13 @@
-"""Plants defects in copies of the sources, one by one, and runs the quick tests that touch them: each must be caught.
+"""Plants defects in copies of the sources, one by one, and runs the quick tests that touch them. Each must be caught.
 
 python scripts/mutants.py                          all of tests/mutants/*.toml
-python scripts/mutants.py --only "a salt" --only x those with such words in their names
-python scripts/mutants.py --output docs/testing.md the table goes between that file's marks, too
-python scripts/mutants.py --tests tests/unit/test_sampler.py --only top_p   these tests, and no map
+python scripts/mutants.py --only "a salt" --only x those with these words in their names
+python scripts/mutants.py --output docs/testing.md also writes the table between that file's marks
+python scripts/mutants.py --tests tests/unit/test_sampler.py --only top_p   runs these tests, without a map
 
-A mutant is caught if a test fails that passes without it, and survives if all that touch it pass. Ends with 1 if one
-survived, is no program any more, or took too long. How tests are found: scripts/touching.py; docs/testing.md has the
-whole story.
+A mutant is caught if a test fails that passes without it. It survives if all tests that touch it pass. The script exits
+with 1 if a mutant survived, is not a valid program, or took too long. scripts/touching.py finds the tests;
+docs/testing.md explains the whole.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from touching import ROOT, SOURCES, SUITE, Test, Touching, body_of, copy_tree, e
 
 FOLDER = ROOT / "tests" / "mutants"
 KEPT = ROOT / ".mutants"
-"""Maps and compiled objects, which later runs use again; git ignores it."""
+"""Folder of maps and compiled objects for later runs; git ignores it."""
 
 SECONDS = 240.0
-"""Of tests that a mutant is given, by the map's clock; the quickest ones of each file come first."""
+"""Seconds of tests per mutant, by the map's times; the fastest tests of each file come first."""
 
 TURN = 2.0
 """Seconds of one file's tests before another file has its turn."""
@@ -63,9 +63,9 @@ class Mutant:
     area     the file of tests/mutants that it stands in
     name     what it breaks, as a claim
     file     below src/quire
-    old, new text that is there exactly once, and what replaces it
-    through  functions by which tests reach it, `file.py:Class.function`; tests that run all of them touch it. Needed
-             where coverage sees no lines: in C++
+    old, new text that occurs exactly once, and its replacement
+    through  functions through which tests reach it, `file.py:Class.function`. A test that runs all of them touches it.
+             Needed for C++, where coverage sees no lines
     """
 
     area: str
@@ -111,11 +111,11 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: caught, survived, untouched, hangs or broken.
+    """The outcome of a mutant: caught, survived, untouched, hangs or broken.
 
-    test     the first one that failed
-    reason   how
-    num_run  tests run, of num_touching
+    test     the first test that failed
+    reason   the reason of its failure
+    num_run  number of tests run, of num_touching
     """
 
     mutant: Mutant
@@ -143,7 +143,7 @@ def read_mutants(folder: Path = FOLDER) -> list[Mutant]:
 
 
 def changed_lines(before: str, after: str) -> set[int]:
-    """Which lines, from 1, another text has replaced; where it has only put some between two, these two."""
+    """The numbers, from 1, of the lines that another text has replaced; for an insertion, the lines around it."""
     old, new, found = before.splitlines(), after.splitlines(), set()
     for tag, low, high, _, _ in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag == "insert":
@@ -154,8 +154,8 @@ def changed_lines(before: str, after: str) -> set[int]:
 
 
 def in_order(tests: list[Test]) -> list[Test]:
-    """Tests as they are best run: a turn of the quickest ones of each file, files that touch little first, then the
-    next turn. What takes more than `SECONDS` in all is left out.
+    """Orders tests: a round of the fastest tests of each file, files that touch little first, then the next round.
+    Leaves out tests beyond `SECONDS` in total.
     """
     turns: list[tuple[int, float, Test]] = []
     by_file = sorted(tests, key=lambda test: (test.name.partition("::")[0], test.seconds))
@@ -188,7 +188,7 @@ class Bench:
         self.sources = folder / SOURCES
 
     def try_out(self, mutant: Mutant, names: list[str], num_touching: int, seconds: float) -> Outcome:
-        """Plants a mutant, runs tests, which take so many seconds without it, and removes it."""
+        """Plants a mutant, runs tests (`seconds`: their time without it), and removes it."""
         begun = time.perf_counter()
         if not names:
             return Outcome(mutant, "untouched", "", "no quick test touches it", 0.0, 0, 0)
@@ -205,13 +205,13 @@ class Bench:
             path.write_text(before)
             for library, content in compiled.items():
                 library.write_bytes(content)
-        # What fails without the mutant too, for want of a driver or of time, has caught nothing.
+        # A test that also fails without the mutant, for lack of a driver or of time, has caught nothing.
         if verdict == "caught" and self._run([test], PATIENCE * seconds)[0] != "survived":
             verdict, reason = "broken", f"fails without the mutant, too: {reason}"
         return Outcome(mutant, verdict, test, reason, time.perf_counter() - begun, num_run, num_touching)
 
     def _compile(self) -> str:
-        """Compiles the best level's kernels of the copy; what the compiler said if it cannot."""
+        """Compiles the copy's kernels for the best level. Returns the compiler's message if that fails."""
         script = (
             "from quire.kernels import build, levels;"
             "print(build.build(levels.supported_levels()[:1], build.SOURCE_DIR))"
@@ -255,7 +255,7 @@ class Bench:
 
 
 def try_all(mutants: list[Mutant], known: Touching | None, files: list[str], jobs: int) -> list[Outcome]:
-    """Tries mutants side by side, those that must be compiled first; prints each as it is done."""
+    """Tries mutants in parallel, those that need compilation first. Prints each when it is done."""
     benches: queue.SimpleQueue[Bench] = queue.SimpleQueue()
     plans = {mutant.name: (files, len(files), SECONDS) for mutant in mutants}
     if known is not None:
@@ -312,9 +312,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutants.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", default=[], metavar="WORDS", help="mutants whose names have WORDS")
     parser.add_argument("--area", action="append", default=[], help="mutants of tests/mutants/AREA.toml")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants tried side by side")
-    parser.add_argument("--map", type=Path, metavar="DIR", help="a map made before, of whichever tree")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="TEST", help="run these, and make no map")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of mutants in parallel")
+    parser.add_argument("--map", type=Path, metavar="DIR", help="an earlier map, of any tree")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="TEST", help="run these, without a map")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a document with marks for the table")
     parser.add_argument("--list", action="store_true", help="print the mutants and plant none")
     arguments = parser.parse_args()
@@ -330,7 +330,7 @@ def main() -> int:
             and (not arguments.area or mutant.area in arguments.area)
         ]
         if not wanted:
-            raise MutantError(f"no mutant of {len(mutants)} is meant; --list prints their names")
+            raise MutantError(f"no mutant of {len(mutants)} matches; --list prints their names")
         if arguments.list:
             print("\n".join(f"{mutant.area:10} {mutant.file:32} {mutant.name}" for mutant in wanted))
             return 0

@@ -1,9 +1,9 @@
-"""A pytest plugin: which test runs is known to coverage, and how each test went is written down.
+"""A pytest plugin: tells coverage which test runs, and records the outcome of each test.
 
 python -m pytest -p per_test, with this folder on PYTHONPATH. `scripts/touching.py` and `scripts/mutants.py` run tests
 with it. What it writes goes to the file named by $TEST_RESULTS: {test: [outcome, seconds, reason]}.
 
-Tests of several CPU levels run for the best level alone: what a mutant has compiled is that one.
+Tests of several CPU levels run only for the best level, because a mutant compiles only that one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def at_hand() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before test modules ask for the levels and make settings of Hypothesis's: after those of tests/conftest.py.
+    """Runs after tests/conftest.py, and before test modules read the levels and make Hypothesis settings.
 
-    A failure need not be made small, which takes minutes. Nor is a test to fail because coverage, or another test
-    beside it, makes it slow: tests/conftest.py has the limit.
+    Switches off shrinking of failures, which takes minutes. Switches off the tests' time limit of tests/conftest.py,
+    because coverage and parallel tests make a test slow.
     """
     from hypothesis import Phase, settings
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs a GPU, and what measures time or memory: it would fail beside others."""
+    """Leaves out tests that need a GPU, and tests that measure time or memory, which would fail in parallel."""
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in ("alone", "gpu"))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Names the test to coverage, where that runs, to the processes that the test starts, and to whoever finds this one
-    dead.
+    """Tells the test's name to coverage if it runs, to processes that the test starts, and (in a file) to the reader of
+    a crash.
     """
     os.environ[TEST] = item.nodeid
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -77,7 +77,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds one phase of one test. With pytest-xdist the first process hears of all."""
+    """Adds one phase of one test. With pytest-xdist the first process receives all reports."""
     result = _results.setdefault(report.nodeid, ["passed", 0.0, ""])
     result[1] += report.duration  # type: ignore[operator]
     if report.outcome != "passed" and result[0] != "failed":

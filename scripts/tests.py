@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs the test suite: most tests side by side, a process for each core, then those that measure time or memory.
+"""Runs the test suite: most tests in parallel, one process per core, then the tests that measure time or memory.
 
     scripts/tests.py [--seconds N] [PYTEST ARGUMENT...]
 
-QUIRE_EFFORT says how much is tried: quick (the default), full or night. Arguments go to pytest in both groups, for
-example `-k name`, `--seed N` or paths. With --seconds what has not begun by then is skipped, in both groups together.
-Exit status 0 if nothing failed.
+QUIRE_EFFORT sets the effort: quick (the default), full or night. Arguments go to pytest in both groups, for example
+`-k name`, `--seed N` or paths. --seconds skips tests that have not begun by then, over both groups. Exit status 0 if
+nothing failed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NOTHING_RAN = 5
 """pytest's exit status when its arguments chose no test."""
 
 ALONE_SHARE = 0.2
-"""Of --seconds, what the first group leaves to the tests that run alone: else it would take all of them."""
+"""Share of --seconds reserved for the tests that run alone; otherwise the first group would use all."""
 
 
 def main() -> int:
-    """Both groups, one after the other, and what they took."""
+    """Runs both groups, one after the other, and prints their time."""
     begun = time.monotonic()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seconds", type=float)
@@ -39,7 +39,7 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     alone = ["--alone=only"]
     if not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
-        # Only their files: importing all others takes as long as these tests do.
+        # Only their files: importing all others would take as long as these tests.
         alone += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.alone" in file.read_text()]
     groups = (["--alone=without", f"--numprocesses={cores}", "--dist=worksteal"], alone)
     codes, failed = [], []
@@ -62,9 +62,9 @@ def main() -> int:
 
 
 def failures(record: Path) -> list[str]:
-    """The tests that failed, of the JUnit record of a run; without one, as after a crash, none.
+    """The failed tests from a run's JUnit record; empty without a record, as after a crash.
 
-    Printed last, because a service that runs the suite may keep no more than the last lines.
+    Printed last, because a CI service may keep only the last lines.
     """
     try:
         cases = ElementTree.parse(record).iter("testcase")
@@ -78,7 +78,9 @@ def failures(record: Path) -> list[str]:
 
 
 def exit_status(codes: Sequence[int]) -> int:
-    """That of a run whose groups of tests ended with these: a signal, below 0, is a failure; no test in one is none."""
+    """The exit status of a run from those of its groups. A signal (below 0) is a failure; a group without tests is
+    not.
+    """
     failed = [abs(code) for code in codes if code not in (0, NOTHING_RAN)]
     return max(failed) if failed else 0 if 0 in codes else NOTHING_RAN
 

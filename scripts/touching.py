@@ -1,4 +1,4 @@
-"""Which tests touch which lines of the sources: the quick suite run once under coverage, with a context for each test.
+"""Maps source lines to the tests that run them: runs the quick suite once under coverage, with a context per test.
 
 Knows tests, lines and copies of the tree, not mutants.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = "src/quire"
 
 SUITE = ("-p", "per_test", "-p", "no:cacheprovider", "--seed", "0")
-"""What pytest is told besides the tests."""
+"""Additional arguments of pytest."""
 
 _CONFIG = """\
 [run]
@@ -38,8 +38,8 @@ context = ${{TEST_AT_HAND-}}
 class Test:
     """One test that passes.
 
-    seconds  that it took, its fixtures and coverage included
-    breadth  source files that it touches: few for a test of one thing
+    seconds  its time, including fixtures and coverage
+    breadth  number of source files that it touches: few for a test of one thing
     """
 
     name: str
@@ -67,8 +67,8 @@ def copy_tree(target: Path) -> None:
 
 
 def environment(tree: Path, results: Path) -> dict[str, str]:
-    """What pytest runs under in a copy of the tree: its sources, one thread, no byte code left, no cache of the user's
-    but the models'.
+    """The environment of pytest in a copy of the tree: its sources, one thread, no byte code, and of the user's cache
+    only the models.
     """
     known = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     data = os.environ.get("QUIRE_DATA") or str(ROOT.parent / "shared" / "data")
@@ -84,7 +84,7 @@ def environment(tree: Path, results: Path) -> dict[str, str]:
 
 
 class Touching:
-    """The map from lines to tests, read from what a run left."""
+    """The map from lines to tests, read from the record of a run."""
 
     def __init__(self, folder: Path) -> None:
         """folder: what `measure` returned."""
@@ -121,9 +121,9 @@ class Touching:
 
 
 def measure(folder: Path, jobs: int) -> Path:
-    """Runs the quick suite under coverage unless that was done for the very same tree; returns where the map is.
+    """Runs the quick suite under coverage, unless there is a map of the same tree. Returns the folder of the map.
 
-    folder  where maps are kept, by what the tree holds
+    folder  folder of all maps, by a digest of the tree
     """
     found = folder / _tree_hash()
     if (found / "results.json").exists():
@@ -145,13 +145,13 @@ def measure(folder: Path, jobs: int) -> Path:
     (found / "source").write_text(str(tree / SOURCES))
     shutil.rmtree(tree)
     shutil.rmtree(data, ignore_errors=True)
-    # Last: this is what says that the map is whole.
+    # Written last: its presence means that the map is complete.
     (found / "run.json").rename(found / "results.json")
     return found
 
 
 def _tree_hash() -> str:
-    """Of all that the suite's outcome depends on; what mutants say is not part of it."""
+    """A digest of everything that the suite's outcome depends on, without the mutants."""
     digest = hashlib.sha256()
     for name in tracked_files():
         if name.suffix != ".md" and name.parts[:2] != ("tests", "mutants"):
@@ -168,8 +168,8 @@ def body_of(source: str, name: str) -> range:
 
 
 def run_lines(source: str, changed: Iterable[int]) -> set[int]:
-    """The lines that tell who runs any of the changed ones, by number from 1: those of their statement; of a function's
-    head, its body; of what runs on import alone, all functions of the module.
+    """The lines, numbered from 1, that show which tests run any changed line: the lines of its statement; for a
+    function's head, its body; for code that runs only on import, all functions of the module.
     """
     module = ast.parse(source)
     functions = [node for _, node in _functions(module)]

@@ -1,6 +1,6 @@
 """Quire: an LLM inference engine whose centre is the key-value cache.
 
-Importing this package imports neither torch nor numpy: the public names load what they need when first used.
+Importing this package imports neither torch nor numpy. Each public name loads its module on first use.
 """
 
 from __future__ import annotations

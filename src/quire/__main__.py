@@ -1,4 +1,4 @@
-"""`quire` and `python -m quire`: the command, with Ctrl-C taken care of before anything else is imported."""
+"""`quire` and `python -m quire`. Installs the Ctrl-C handler before it imports anything else."""
 
 from quire.interrupt import install
 

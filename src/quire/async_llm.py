@@ -1,4 +1,4 @@
-"""The library for servers: `AsyncLLM`, an async iterator per request, with the engine on a thread of its own."""
+"""The library for servers: `AsyncLLM`, an async iterator per request, with the engine on its own thread."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ log = logging.getLogger("quire")
 Answer = TypeVar("Answer")
 
 LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
-"""What an engine's thread is called before and after it has loaded."""
+"""Names of an engine's thread, while it loads and afterwards."""
 
 GIVE_UP_SECONDS = 5.0
-"""How long a start that is cancelled waits for what it has begun."""
+"""Time for which a cancelled start waits for its thread."""
 
 LIFETIME_SECONDS = 1.0
-"""How often an idle engine looks whether a cached prefix has become too old."""
+"""Interval at which an idle engine checks for expired prefixes."""
 
 
 class AsyncLLM(Face):
-    """A model and its engine for an event loop. The engine runs on one thread of its own, which alone touches the model
+    """A model and its engine for an event loop. The engine runs on its own thread. Only this thread touches the model
     and the cache.
 
-    Callers and engine exchange two things: a queue of commands, read before every step, and deltas, posted to the loop
+    Callers send commands through a queue, which the engine reads before every step. The engine posts deltas to the loop
     once per step.
 
     model, options, config_file  as for `LLM`
-    `async with AsyncLLM(model) as llm` starts and closes it; so do `start` and `close`. It runs once: what is closed
-    has given its memory back, and new requests and questions to it raise QuireError.
+    `async with AsyncLLM(model) as llm` starts and closes the engine, as `start` and `close` do. It runs once: closing
+    frees its memory, and later requests and queries raise QuireError.
     """
 
     def __init__(
@@ -71,20 +71,21 @@ class AsyncLLM(Face):
     def _parts(self) -> Loaded:
         if self._loaded is None:
             raise QuireError(
-                "this AsyncLLM is closed" if self._closing else "this AsyncLLM was not started; await start() first"
+                "this AsyncLLM is closed" if self._closing else "this AsyncLLM is not started; await start() first"
             )
         return self._loaded
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be worked on."""
+        """Whether the engine accepts requests."""
         return self._loaded is not None and not self._closing and self._failure is None
 
     async def start(self) -> None:
-        """Loads the model and starts the engine's thread. Raises ModelError or ConfigError for what cannot be loaded,
-        QuireError if it was started or closed before, or is closed meanwhile. Cancelled, it ends as soon as the thread
-        gives up: a calibration does so within a second or two, and what takes longer, as fetching a model, is left to
-        end by itself.
+        """Loads the model and starts the engine's thread. Raises ModelError or ConfigError if loading fails, and
+        QuireError if it was started or closed before, or is closed meanwhile.
+
+        If cancelled, it waits until the thread stops. A calibration stops within a second or two. It does not wait for
+        longer work, such as downloading a model, which ends by itself.
         """
         if self._thread is not None or self._closing:
             raise QuireError("this AsyncLLM was started or closed before; make a new one")
@@ -113,13 +114,13 @@ class AsyncLLM(Face):
         await self.close()
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt; raises RequestError or QueueFullError, before a byte is streamed, for what
-        `generate` would refuse.
+        """The token ids of a prompt. Raises the RequestError or QueueFullError that `generate` would raise, before a
+        byte is streamed.
         """
         return self._admit(prompt, params).ids
 
     def _admit(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
-        """A prompt that may be generated from now."""
+        """Checks that a request can run now, and returns its prompt."""
         if self._failure is not None or self._closing:
             raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         parts = self._parts
@@ -136,8 +137,8 @@ class AsyncLLM(Face):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Deltas of one request as they come; the last has finished set. Closing the generator, or cancelling its task,
-        aborts the request.
+        """Yields the deltas of one request; the last one has `finished` set. Closing the generator, or cancelling its
+        task, aborts the request.
         """
         params = sampling_params or SamplingParams()
         text, ids, hints = self._admit(prompt, params)
@@ -160,7 +161,7 @@ class AsyncLLM(Face):
         try:
             while not finished:
                 if not stream.empty():
-                    # Whoever was behind catches up beside the others, not before them: `get` would not wait.
+                    # A reader that lags behind must let other tasks run: `get` on a non-empty queue never waits.
                     await asyncio.sleep(0)
                 item = await stream.get()
                 if isinstance(item, BaseException):
@@ -172,13 +173,13 @@ class AsyncLLM(Face):
             if finished:
                 del self._streams[request_id]
             else:
-                # The id stays taken until nothing can arrive for it any more, or the news of this request would reach
-                # the next one that goes by its name.
+                # The id stays taken until no delta can arrive for it. Otherwise a late delta would reach the next
+                # request with the same id.
                 self._streams[request_id] = None
                 self._submit(lambda: self._retire(request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream gets a last item whose sequences finish with `abort`. Unknown ids are ignored."""
+        """Ends a request. Its stream gets a last item with finish reason `abort`. Unknown ids are ignored."""
 
         def end() -> None:
             output = self._parts.engine.abort(request_id)
@@ -188,7 +189,7 @@ class AsyncLLM(Face):
         self._submit(end)
 
     def _retire(self, request_id: str) -> None:
-        """On the engine's thread: ends a request nobody listens to, then frees its id on the loop."""
+        """On the engine's thread: ends a request without listeners, then frees its id on the loop."""
         self._parts.engine.abort(request_id)
         self._on_loop(lambda: self._streams.pop(request_id, None))
 
@@ -197,13 +198,13 @@ class AsyncLLM(Face):
         return self._parts.engine.stats()
 
     async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """What the prefix tree holds of the salts that are visible, parents first; see `LLM.prefixes`. Raises
-        QuireError where the engine does not run, or stops meanwhile.
+        """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`. Raises QuireError if the engine
+        does not run, or stops meanwhile.
         """
         return await self._ask(lambda engine: engine.prefixes(visible))
 
     async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
-        """The engine's answer, given on its own thread between two steps."""
+        """Runs a query on the engine's thread, between two steps."""
         engine = self._parts.engine
         found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
@@ -218,8 +219,8 @@ class AsyncLLM(Face):
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Computes and keeps the prefixes of cache.pin, once for each salt; before any request. Raises ConfigError for
-        a file that is wrong or asks for too much, QuireError if there are requests.
+        """Computes and pins the prefixes of cache.pin, once per salt, before any request. Raises ConfigError if the
+        file is invalid or its prefixes do not fit, and QuireError if there are requests.
         """
         file = self._config.cache.pin
         if file is None:
@@ -236,8 +237,8 @@ class AsyncLLM(Face):
         log_pins(self._parts.engine, path, len(salts))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Takes no new requests, lets running ones finish for so long, then aborts them, stops the thread and frees
-        weights and cache. Closing twice does nothing.
+        """Stops the engine and frees weights and cache. Running requests have `drain_seconds` to finish; then they are
+        aborted. A second call does nothing.
         """
         self._closing = True
         if self._thread is None:
@@ -248,7 +249,7 @@ class AsyncLLM(Face):
         for request_id in list(self._streams):
             await self.abort(request_id)
         self._submit(None)
-        if (thread := self._thread) is not None:  # another close() may have been quicker
+        if (thread := self._thread) is not None:  # another close() may have been faster
             await asyncio.to_thread(thread.join)
         self._thread = None
         self._commands.clear()
@@ -263,7 +264,7 @@ class AsyncLLM(Face):
         raise _Stopped
 
     def _main(self, started: asyncio.Future[None]) -> None:
-        """The engine's thread: loads, then commands and steps until it is told to stop."""
+        """The engine's thread: loads the model, then runs commands and steps until it is told to stop."""
         assert self._loop is not None
         try:
             self._loaded = load_engine(self._model, self._config, unwanted=lambda: self._closing)
@@ -288,11 +289,11 @@ class AsyncLLM(Face):
             self._loaded = None
         except BaseException as error:
             log.exception("the engine stopped")
-            self._failure = str(error) or type(error).__name__  # not the error: its traceback holds the engine
+            self._failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
             self._on_loop(self._fail_all)
 
     def _fail_all(self) -> None:
-        """On the loop: every stream gets the failure; `prepare` refuses what comes later."""
+        """On the loop: sends the failure to every stream. `prepare` refuses later requests."""
         for stream in self._streams.values():
             if stream is not None:
                 stream.put_nowait(QuireError(f"the engine stopped: {self._failure}"))
@@ -314,7 +315,7 @@ class AsyncLLM(Face):
 
 
 def _settle(started: asyncio.Future[None], error: BaseException | None) -> None:
-    """On the loop: tells whoever waits for the start, unless that was cancelled, how it went."""
+    """On the loop: completes the future of `start`, unless it was cancelled."""
     if started.done():
         return
     if error is None:
@@ -324,8 +325,8 @@ def _settle(started: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 def is_loading() -> bool:
-    """Whether an engine's thread is loading. In the middle of native code it would end a process that ends by itself
-    with a signal.
+    """Whether an engine's thread is loading. If the process exits while such a thread runs native code, the process
+    dies by a signal.
     """
     return any(thread.name == LOADING_THREAD for thread in threading.enumerate())
 

@@ -1,8 +1,8 @@
-"""Whether a codec works on a model: one short text through a dense cache and through the codec's, and how far the
-predictions of the next token are apart.
+"""Checks whether a codec works on a model: compares next-token predictions through a dense cache and through the codec,
+over one short text.
 
-Any codec has models that it destroys: before g4 took off key biases, Qwen2's turned its answers into noise, and nothing
-said so. docs/quality.md has what codecs that work and codecs that do not differ by.
+Every codec fails on some models. Before g4 subtracted key biases, it turned Qwen2's answers into noise without any
+warning. docs/quality.md has the divergences of working and failing codecs.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from quire.version import __version__
 log = logging.getLogger("quire")
 
 MOST_DIVERGENCE = 0.5
-"""Nats a token that a codec may cost, as mean KL(dense || codec): of a text that the model itself would write, 1.65
-times the perplexity."""
+"""Maximum mean KL(dense || codec), in nats per token: 1.65 times the perplexity, for text that the model itself would
+write."""
 
 NUM_TOKENS = 320
-"""Of the text: all but its first chunk of 64 read encoded ones. SmolLM2 takes 1.7 s of processor time to read them
-through both caches."""
+"""Minimum tokens of the text. All but the first chunk of 64 read encoded chunks. SmolLM2 takes 1.7 s of processor time
+to read them through both caches."""
 
 LEAST_TOKENS = 2 * PAGE_TOKENS + 1
-"""Below, a model's context ends before anything worth mentioning is read encoded."""
+"""A model with a shorter context reads hardly any encoded chunk."""
 
 SPARE_CHUNKS = 8
-"""Dense chunks that an arena has beyond the text's tokens: it is cut down to whole slabs."""
+"""Dense chunks of an arena in addition to the text's, because arenas are rounded down to whole slabs."""
 
 TEXT = """\
 The ferry to the island leaves at seven in the morning and comes back at six, except on Sundays, when it does not sail \
@@ -83,11 +83,11 @@ when she came down to the kitchen, her brother had put the last loaf of rye brea
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a codec's predictions are from a dense cache's.
+    """The divergence of a codec's predictions from those of a dense cache.
 
-    kl          mean over tokens of KL(dense || codec) of the distributions of the next token, in nats
-    ratio       perplexity by the dense one's
-    num_tokens  tokens that were predicted: all but those of the first chunk, which reads nothing encoded
+    kl          mean over tokens of KL(dense || codec) of the next-token distributions, in nats
+    ratio       perplexity divided by that of the dense cache
+    num_tokens  number of predicted tokens: all but those of the first chunk, which reads no encoded chunk
     """
 
     kl: float
@@ -98,32 +98,32 @@ class Divergence:
 def check_codec(
     model: Model, tokenizer: Tokenizer, config: EngineConfig, model_id: str, calibration: Calibration | None
 ) -> None:
-    """Reads TEXT unless that was done before, with the same model, tokenizer, codec and settings of it.
+    """Checks the codec, unless an earlier check with the same model, tokenizer, codec and codec settings passed.
 
     config       resolved
     model_id     the checkpoint's fingerprint
-    calibration  of a codec that needs one
-    Raises ConfigError, with the number, beyond MOST_DIVERGENCE: that is not remembered.
+    calibration  the codec's calibration, if it needs one
+    Raises ConfigError, with the number, beyond MOST_DIVERGENCE. A failure is not remembered.
     """
     codec = config.cache.codec
     tokens = _tokens(model, tokenizer)
     if len(tokens) < LEAST_TOKENS:
         return
     file = folder() / f"{_digest(model, config, model_id, calibration, tokens)}.json"
-    # Not Path.exists, which raises where the folder may not be looked into.
+    # Not Path.exists, which raises if the folder may not be read.
     if os.path.exists(file):
         return
-    log.info("cache.codec %s has not run on this model before: it reads a text of %d tokens first", codec, len(tokens))
+    log.info("first run of this model with cache.codec %s: checking it on a text of %d tokens", codec, len(tokens))
     begun = time.monotonic()
     found = measure(model, tokenizer, config, calibration, tokens)
-    apart = f"{found.kl:.3f} nats a token from a dense cache, perplexity x {found.ratio:.4g}"
+    apart = f"{found.kl:.3f} nats per token from a dense cache, perplexity x {found.ratio:.4g}"
     if not found.kl <= MOST_DIVERGENCE:
         raise ConfigError(
-            f"cache.codec {codec} destroys this model: over a text of {found.num_tokens} tokens its predictions are"
-            f" {apart}, and {MOST_DIVERGENCE} nats are the limit; use another codec, or set cache.check false"
+            f"cache.codec {codec} does not work on this model: over {found.num_tokens} tokens its predictions are"
+            f" {apart}; the limit is {MOST_DIVERGENCE} nats; use another codec, or set cache.check false"
         )
     log.info(
-        "cache.codec %s checked on this model, once: over %d tokens %s, limit %s; %.1f s",
+        "cache.codec %s checked on this model: over %d tokens %s, limit %s; %.1f s",
         codec,
         found.num_tokens,
         apart,
@@ -134,7 +134,7 @@ def check_codec(
 
 
 def folder() -> Path:
-    """Where results are kept: quire/checks in the user's cache folder, beside the calibrations."""
+    """The folder of results: quire/checks in the user's cache folder, beside the calibrations."""
     return settings.folder().parent / "checks"
 
 
@@ -144,7 +144,8 @@ def measure(
 ) -> Divergence:
     """Reads at least LEAST_TOKENS tokens through two small caches.
 
-    A cache that is not strict would read the text before it is encoded, and retention drops tokens: neither is on.
+    The caches are strict, because otherwise the text would be read before it is encoded. Retention is off, because it
+    drops tokens.
     """
     shape = model.shape
     page_bytes = DenseCodec(shape.head_dim, torch_dtype(config.model.dtype)).page_bytes
@@ -163,7 +164,7 @@ def measure(
         )
         resolved, fits = resolve(small, shape, None, tables)
         engine = assemble(model, tokenizer, resolved, fits, "", tables)
-        # The first chunk reads nothing encoded.
+        # The first chunk reads no encoded chunk.
         hidden.append(read_window(engine, tokens)[0][PAGE_TOKENS:])
     kl = nll = 0.0
     targets = torch.tensor(tokens[PAGE_TOKENS + 1 :], device=hidden[0].device).split(LOGIT_ROWS)
@@ -177,7 +178,7 @@ def measure(
 
 
 def _tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
-    """What the model reads: the beginning of TEXT, without tokens that the model does not have."""
+    """The token ids to read: the beginning of TEXT, without ids that the model does not have."""
     shape = model.shape
     known = (token for token in tokenizer.encode(TEXT) if token < shape.vocab_size)
     return list(islice(known, min(NUM_TOKENS, shape.context_limit)))
@@ -186,14 +187,14 @@ def _tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
 def _digest(
     model: Model, config: EngineConfig, model_id: str, calibration: Calibration | None, tokens: list[int]
 ) -> str:
-    """All that the result depends on: what pages do, the kernels, the text as it is read, the limit."""
+    """A digest of everything the result depends on: page contents, kernels, token ids, limit."""
     namespace = namespace_of(config, model.shape, model_id, calibration)
     said = [repr(namespace), config.attention.backend, __version__, tokens, MOST_DIVERGENCE]
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
 
 
 def _remember(file: Path, result: dict[str, object]) -> None:
-    """Writes a result whole or not at all; one that cannot be written is measured again at the next start."""
+    """Writes a result atomically. If it cannot be written, the next start checks again."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from looking through what starting makes, all of which stays."""
+"""Pauses Python's garbage collector during start-up, because all objects made then stay alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No passes of the collector within: they would look through ever more modules that all stay."""
+    """Pauses the collector within the context: it would scan ever more modules and free none."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -26,26 +26,26 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Group):
-    """The model: its numbers, its limits and what belongs to it."""
+    """The model: types, limits, tokenizer and name."""
 
     key: ClassVar[str] = "model"
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and dense cache pages. auto: the checkpoint's own, bfloat16 for GGUF."""
     weights: Literal["native", "dequantized", "g4"] = "native"
-    """How matrices are held. native: as packed as the file has them; dequantized: expanded to `model.dtype`; g4: in
-    4.5 bits, quantized while loading, whatever the file has; embedding and output head stay packed or take 8.5."""
+    """Type of weight matrices in memory. native: the file's packed type. dequantized: expanded to `model.dtype`. g4:
+    quantized to 4.5 bits while loading, whatever the file has; embedding and output head stay packed or take 8.5."""
     images: bool = True
-    """Whether the packed layers of a model of 384 MiB or more are written into the user's cache folder once, and run
-    from there by later starts on a CPU; `quire cache` lists and removes them. false: they are packed at each start."""
+    """On a CPU, write the packed layers of a model of 384 MiB or more into the user's cache folder once, and map them
+    in later starts. `quire cache` lists and removes them. false: every start packs the layers again."""
     max_context: Count | None = None
-    """Longest prompt plus output in tokens. auto: what the model was made for."""
+    """Maximum length of prompt plus output, in tokens. auto: the model's own context."""
     tokenizer: str | None = None
     """Folder or tokenizer.json to use in place of the model's own tokenizer."""
     chat_template: str | None = None
     """File with a Jinja chat template to use in place of the model's own."""
     name: str | None = None
-    """Name under which the server offers the model; none: the name it was asked for by."""
+    """Name of the model in the server's API. none: the MODEL argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,44 +55,46 @@ class CacheConfig(Group):
     key: ClassVar[str] = "cache"
 
     codec: Literal["dense", "nuq4", "nuq3", "nuq2", "g4"] = "dense"
-    """How sealed pages are stored. dense: keys and values as they are, in `model.dtype`. nuq4, nuq3, nuq2: non-uniform
-    codes of 4, 3 and 2 bits on average, calibrated for the model. g4: 4 bits in groups of 64, without calibration."""
+    """Format of sealed pages. dense: keys and values in `model.dtype`. nuq4, nuq3, nuq2: non-uniform codes of 4, 3 and
+    2 bits on average, calibrated for the model. g4: 4 bits in groups of 64, without calibration."""
     calibration: str | None = None
-    """File made by `quire calibrate` for this model. none: the one made before with the same settings, or, if there
-    is no such file yet, it is made first."""
+    """File made by `quire calibrate` for this model. none: the earlier calibration with the same settings; if there is
+    none yet, Quire calibrates first."""
     check: bool = True
-    """Whether a codec that this model has not run with before reads one short text first, beside a dense cache. The
-    start is refused if the predictions differ by more than 0.5 nats a token; the result is remembered."""
+    """Check a codec the first time that this model runs with it: read one short text through the codec and through a
+    dense cache, and refuse to start if the predictions differ by more than 0.5 nats per token. The result is
+    remembered."""
     outlier_slots: Annotated[int, AtLeast(0)] = 1
-    """Elements of each key and each value vector of a head that nuq codecs may store exactly: 0, 1 or 2."""
+    """Number of elements per key or value vector of a head that nuq codecs may store exactly: 0, 1 or 2."""
     sink_tokens: Annotated[int, AtLeast(0)] = 1
-    """First tokens of every sequence that nuq codecs keep exact, at most 64: attention rests on them."""
+    """Number of first tokens of every sequence that nuq codecs keep exact, at most 64: they draw much attention."""
     memory: Bytes | Literal["auto"] = "auto"
-    """Bytes of the arena, allocated at start. auto: chosen from the memory that is free beside the weights."""
+    """Size of the cache, allocated at start. auto: chosen from the memory that the weights leave free."""
     share: bool = True
-    """One copy of a prefix for all requests that begin with it, kept until its memory is needed."""
+    """Requests that begin with the same tokens share one copy of these tokens. It stays cached until its memory is
+    needed."""
     lifetime: Annotated[float, AtLeast(0)] | None = None
-    """Seconds after which a cached prefix that nobody used is dropped; 0 keeps none beyond the requests that read it.
-    auto: when its memory is needed."""
+    """Drop a cached prefix after this many seconds without use. 0: when the last request that reads it ends. auto: when
+    its memory is needed."""
     pin: str | None = None
-    """File with prefixes to compute at start and to keep, on a server one copy for each API key. A line each:
+    """File with prefixes to compute at start and to keep; a server keeps one copy per API key. One prefix per line:
     {"prompt": "..."} or {"messages": [...]}."""
     strict: bool = True
-    """Every token attends to earlier chunks as they are stored, so results do not depend on what was cached or computed
-    at once. false: chunks computed in the same step are read before they are encoded."""
+    """Every token attends to earlier chunks as they are stored, so results do not depend on which chunks were cached or
+    computed together. false: a token reads chunks of the same step before they are encoded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.strict and self.codec == "dense":
-            raise ConfigError("cache.strict is false, but dense pages store what was computed; leave it true")
+            raise ConfigError("cache.strict is false, which has no effect on dense pages; leave it true")
         if self.pin is not None and not self.share:
-            raise ConfigError("cache.pin keeps prefixes for sharing, and cache.share is false; set it true")
+            raise ConfigError("cache.pin needs prefix sharing, but cache.share is false; set it true")
         if self.outlier_slots > 2:
             raise ConfigError(f"cache.outlier_slots is {self.outlier_slots}; it must be at most 2")
         if self.sink_tokens > 64:
             raise ConfigError(f"cache.sink_tokens is {self.sink_tokens}; it must be at most 64, the tokens of a chunk")
         if self.calibration is not None and not self.is_calibrated:
-            raise ConfigError(f"cache.calibration is for the nuq codecs, and cache.codec is {self.codec}")
+            raise ConfigError(f"cache.calibration is for the nuq codecs, but cache.codec is {self.codec}")
 
     @property
     def is_calibrated(self) -> bool:
@@ -102,27 +104,28 @@ class CacheConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class RetainConfig(Group):
-    """Which tokens of a prompt each head keeps once it is computed (FastGen): the memory of the others is free."""
+    """Retention (FastGen): each head keeps some tokens of a computed prompt, and the memory of the others is freed."""
 
     key: ClassVar[str] = "retain"
 
     threshold: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
-    """How much of its attention a head must recover with what it keeps: it takes the shortest part of `retain.chain`
-    that does, and keeps everything if none does, as with a threshold above 1. off: all heads keep everything."""
+    """Share of its attention that a head must recover with the tokens it keeps. A head takes the shortest beginning of
+    `retain.chain` that reaches the threshold. If none does, it keeps everything, as with a threshold above 1. off: all
+    heads keep everything."""
     budget: Annotated[float, AtLeast(0)] | Literal["off"] = "off"
-    """In place of a threshold, the share of a sequence's bytes that is kept, while it grows too: of all heads' tokens
-    those that the prompt's last rows, and every row since, look back at most. Above 0, at most 1. Of the settings below
-    only `profile_rows` applies to it."""
+    """Share of a sequence's bytes to keep, in place of a threshold; it also holds while the sequence grows. The tokens
+    of all heads are ranked by the attention that the prompt's last rows, and all later rows, pay them from afar. Above
+    0, at most 1. Of the settings below only `profile_rows` applies to a budget."""
     frequent: Annotated[float, AtLeast(0)] = 0.3
-    """Share of a sequence's current length that the member `frequent` keeps beside the members before it."""
+    """Number of tokens that the member `frequent` adds, as a share of the sequence's current length."""
     local: Annotated[float, AtLeast(0)] = 0.3
-    """Share of the prompt's length that the member `local` keeps: the last tokens."""
+    """Number of last tokens that the member `local` keeps, as a share of the prompt's length."""
     chain: str = "special,punctuation,frequent,local"
-    """Members in the order in which they are added: special (what begins a sequence or a turn), punctuation, frequent
-    (those that have had the most attention), local."""
+    """Members in the order in which they are added: special (tokens that begin a sequence or a turn), punctuation,
+    frequent (tokens that have received the most attention), local (the last tokens)."""
     profile_rows: Count = 256
-    """Last rows of a prompt, of a short one a quarter, over which `local` is judged, or which rank tokens for a budget.
-    They are computed even if they are cached."""
+    """Number of last prompt rows that judge `local`, or that rank tokens for a budget; at most a quarter of the prompt.
+    These rows are computed even if they are cached."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,13 +139,13 @@ class RetainConfig(Group):
             if share > 1:
                 raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
         if self.budget != "off" and self.threshold != "off":
-            raise ConfigError("retain.budget and retain.threshold are two ways to decide; leave one off")
+            raise ConfigError("retain.budget and retain.threshold exclude each other; leave one off")
         if self.budget != "off":
             for name in ("frequent", "local", "chain"):
                 if getattr(self, name) != getattr(RetainConfig, name):
                     raise ConfigError(
-                        f"retain.{name} is of retain.threshold, and retain.budget is given, which ranks tokens by what"
-                        " looks back at them; leave one off"
+                        f"retain.{name} belongs to retain.threshold, but retain.budget is given, which ranks tokens by"
+                        " later attention to them; leave one off"
                     )
         if self.budget != "off" and not 0 < self.budget <= 1:
             raise ConfigError(f"retain.budget is {self.budget}; it must be above 0 and at most 1, all of the bytes")
@@ -173,20 +176,20 @@ class AttentionConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Group):
-    """Which requests run in a step, and how many may wait."""
+    """Limits on running and waiting requests."""
 
     key: ClassVar[str] = "scheduler"
 
     token_budget: Count | None = None
-    """Most tokens one step computes, prompt slices and decoded tokens together. auto: chosen for the device."""
+    """Maximum tokens per step: prompt slices and decoded tokens together. auto: chosen for the device."""
     max_running: Count = 256
-    """Most sequences that run at the same time."""
+    """Maximum number of running sequences."""
     max_queue: Count = 1024
-    """Most requests that wait; the next one is refused (the server answers 429)."""
+    """Maximum number of waiting requests; the next one is refused (the server answers 429)."""
 
 
 MAX_THREADS = 512
-"""CPU threads of one process. With thousands the system refuses some, and OpenMP ends the process."""
+"""CPU threads of one process. With thousands the system refuses some, and OpenMP then aborts the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,18 +199,18 @@ class RuntimeConfig(Group):
     key: ClassVar[str] = "runtime"
 
     threads: Count | None = None
-    """CPU threads that compute, for the whole process: the engine built last decides. auto: one for each core this
-    process may use."""
+    """Number of CPU threads. It applies to the whole process: the last engine built decides. auto: one per core that
+    this process may use."""
     cpu_level: Literal["auto", "v4bf16", "v4", "v3", "v2"] = "auto"
-    """The instructions that the CPU kernels use, for the whole process: the engine built last decides. v2 is SSE4, v3
-    AVX2, v4 AVX-512, v4bf16 also its dot products of bfloat16. auto: the best of this CPU. torch's own are not bound by
-    it: ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in the environment are for them."""
+    """Instruction set of the CPU kernels. It applies to the whole process: the last engine built decides. v2 is SSE4,
+    v3 AVX2, v4 AVX-512, v4bf16 AVX-512 with bfloat16 dot products. auto: the best that this CPU has. torch has its own
+    settings, the environment variables ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where weights and cache live. auto: cuda where there is a GPU."""
+    """Device of weights and cache. auto: cuda if there is a GPU."""
 
     @property
     def level(self) -> str | None:
-        """The level of CPU kernels that was asked for; None for the best."""
+        """The requested level of CPU kernels; None for the best."""
         return None if self.cpu_level == "auto" else self.cpu_level
 
     def __post_init__(self) -> None:
@@ -218,7 +221,7 @@ class RuntimeConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Group):
-    """The HTTP server. These flags may be written without their group: `--port 8000`."""
+    """The HTTP server. These flags also work without their group: `--port 8000`."""
 
     key: ClassVar[str] = "serve"
     bare_flags: ClassVar[bool] = True
@@ -228,28 +231,28 @@ class ServeConfig(Group):
     port: Annotated[int, AtLeast(0)] = 8000
     """Port to listen on; 0 takes a free one."""
     api_key_file: str | None = None
-    """File with one API key a line; with it, requests must carry one of the keys."""
+    """File with one API key per line. Requests must then carry one of the keys."""
     allow_public: bool = False
-    """Listen on an address other machines can reach although no API key is set."""
+    """Listen on an address that other machines can reach, even if no API key is set."""
     tenants_share: bool = False
-    """Whether requests with different API keys may read each other's cached prefixes. Without it, only those with
-    the same key do; an answer's time to first token tells who may read them whether a prefix is cached."""
+    """Let requests with different API keys share cached prefixes. false: only requests with the same key share. A
+    client that shares can tell from the time to first token whether a prefix is cached."""
     max_request_bytes: Bytes = 8 * 2**20
-    """Largest request body, at least 1KB; a larger one is answered 413."""
+    """Maximum size of a request body, at least 1KB; a larger one is answered 413."""
     max_output_tokens: Count | None = None
-    """Most tokens one request may ask for. auto: what the context leaves."""
+    """Maximum tokens that one request may generate. auto: the rest of the context."""
     sampling_defaults: Literal["model", "openai"] = "model"
-    """What a request leaves out of temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens.
-    model: as the model's makers advise, in its generation_config.json or GGUF file. openai: the API's defaults,
-    temperature 1 and nothing else."""
+    """Defaults for temperature, top_p, top_k, min_p, repetition_penalty and a chat's max_tokens. model: the values that
+    the model's authors recommend, from its generation_config.json or GGUF file. openai: the API's defaults,
+    temperature 1 and everything else off."""
     max_connections: Count = 1024
-    """Most connections at once. When all are taken, a new one takes the place of the one that has waited for longest
-    without having sent a whole request, or is answered 503 if all have."""
+    """Maximum number of connections. A further connection replaces the oldest one that has not sent a complete request;
+    if there is none, it is answered 503."""
     max_connections_per_address: Count | None = None
-    """Most connections at once from one address, for servers that clients reach without a proxy; the next is answered
-    429. auto: no limit."""
+    """Maximum number of connections from one address, for servers that clients reach without a proxy; the next one is
+    answered 429. auto: no limit."""
     drain_seconds: Annotated[float, AtLeast(0)] = 30.0
-    """On SIGTERM, how long running requests may take to finish before they are cut off."""
+    """Time in which running requests may finish after SIGTERM; then they are cut off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,16 +282,16 @@ class EngineConfig:
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> EngineConfig:
         """The configuration from options by key (`{"cache.memory": "1GiB"}`) and a TOML file.
 
-        Options win over the file, the file over the defaults. Values may be text, as flags give them, or of the
-        setting's type. The file's server settings are passed over.
-        Raises ConfigError for an unknown key, naming the nearest that exists, and for a value that cannot be.
+        Options override the file, the file overrides the defaults. A value may be text, as in flags, or have the
+        setting's type. Server settings in the file are ignored.
+        Raises ConfigError for an unknown key, naming the nearest valid one, and for an invalid value.
         """
         values, _ = _options.collect(ENGINE_GROUPS, options, file, _ALL_GROUPS)
         groups: dict[str, Any] = {group.key: _options.make(group, values) for group in ENGINE_GROUPS}
         return cls(**groups)
 
     def to_options(self) -> dict[str, Any]:
-        """Every setting by its key; from_options gives an equal configuration back."""
+        """Every setting by its key. from_options of these returns an equal configuration."""
         return {key: value for group in _groups(self) for key, value in group.to_options().items()}
 
 
@@ -307,7 +310,7 @@ SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 def add_flags(parser: Arguments, sections: Iterable[str] = SECTIONS) -> None:
     """Adds a flag such as `--cache.memory` for every setting of the sections.
 
-    Flags that are not given leave no trace in the namespace.
+    Flags that are not given are absent from the namespace.
     """
     _options.add_flags(parser, _groups_of(sections))
 
@@ -318,12 +321,12 @@ def options_from(namespace: argparse.Namespace, sections: Iterable[str] = SECTIO
 
 
 def sources(options: Mapping[str, Any], file: Path | None = None, sections: Iterable[str] = SECTIONS) -> dict[str, str]:
-    """For every setting of the sections where its value comes from: `flag`, `file NAME` or `default`."""
+    """The origin of every setting of the sections: `flag`, `file NAME` or `default`."""
     return _options.collect(_groups_of(sections), options, file, _ALL_GROUPS)[1]
 
 
 def describe(config: EngineConfig | ServeConfig, sources: Mapping[str, str]) -> str:
-    """The configuration as a TOML file that gives it back, each value with a comment that says where it came from."""
+    """The configuration as a TOML file that --config reads back, with the origin of each value as a comment."""
     return _options.describe(_groups(config), sources)
 
 
@@ -346,17 +349,17 @@ _REFERENCE_HEAD = """\
 
 Generated from `src/quire/config.py` by `make docs`; edit the docstrings there.
 
-One tree of settings, three ways to give them, the first one that does so wins:
+A setting can be given in three places. The first in this list wins:
 
 1. a flag: `quire serve smollm2 --cache.memory 1GiB`; from Python `LLM("smollm2", options={"cache.memory": "1GiB"})`
 2. a TOML file: `--config quire.toml` with `[cache]` and, below it, `memory = "1GiB"`
 3. the default
 
-An unknown key is refused with the nearest one that exists. `--print-config` prints every value and where it came from,
-as a file that `--config` takes. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Three things are
-set elsewhere, in the environment: the log level (`QUIRE_LOG=debug`), the key that `quire inspect --tree` sends
-(`QUIRE_API_KEY`), and the folder that holds `quire/` with models, calibrations, layer images and compiled kernels
-(`XDG_CACHE_HOME`, `~/.cache` by default).
+Quire rejects an unknown key and names the nearest valid one. `--print-config` prints every value and its origin, as a
+file for `--config`. Sizes are written `512MiB`, `1.5GiB` (binary) or `20GB` (decimal). Three environment variables are
+used as well: `QUIRE_LOG=debug` sets the log level. `QUIRE_API_KEY` is the key that `quire inspect --tree` sends.
+`XDG_CACHE_HOME` (`~/.cache` by default) is the folder that holds `quire/` with models, calibrations, layer images and
+compiled kernels.
 """
 
 

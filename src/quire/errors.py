@@ -1,24 +1,24 @@
-"""Every error Quire raises on purpose. Knows no other module; anything else that escapes is a defect of ours."""
+"""The errors that Quire raises on purpose. Any other exception that escapes is a defect. Imports no other module."""
 
 from __future__ import annotations
 
 
 class QuireError(Exception):
-    """Base of all errors whose message is meant for the person at the keyboard: one line, the value, the way out."""
+    """Base of all errors with a message for the user: one line with the value and the way out."""
 
 
 class ConfigError(QuireError, ValueError):
-    """A setting that cannot work: names the setting, its value and the nearest one that would."""
+    """An invalid setting. The message names the setting, its value and the nearest valid value."""
 
 
 class ModelError(QuireError):
-    """A model that cannot be used: unknown architecture, missing tensor, wrong shape, short file. Names the thing."""
+    """An unusable model. The message names the architecture, the missing tensor, the wrong shape or the short file."""
 
 
 class RequestError(QuireError, ValueError):
-    """A request that cannot be served as it is written; the server answers it with 400.
+    """An invalid request; the server answers it with 400.
 
-    param  name of the offending request field, None when no single field is at fault
+    param  name of the invalid field; None if no single field is at fault
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -29,7 +29,7 @@ class RequestError(QuireError, ValueError):
 class QueueFullError(QuireError):
     """The waiting queue is full; the server answers 429.
 
-    retry_after  seconds after which trying again makes sense
+    retry_after  seconds after which the caller should try again
     """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
@@ -38,7 +38,7 @@ class QueueFullError(QuireError):
 
 
 class UnwantedError(QuireError):
-    """Loading was given up, because nobody waits for it any more."""
+    """Loading was cancelled because nobody waits for it any more."""
 
 
 class ExtentError(QuireError):
@@ -46,4 +46,4 @@ class ExtentError(QuireError):
 
 
 class CacheFullError(QuireError):
-    """The arena has fewer free bytes than asked for; the scheduler makes room or waits, it never over-commits."""
+    """The arena has too few free bytes. The scheduler evicts or waits; it never over-commits."""

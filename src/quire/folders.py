@@ -1,4 +1,4 @@
-"""Where Quire keeps files of its own."""
+"""The folder for Quire's own files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """The user's cache folder: quire under XDG_CACHE_HOME, or under ~/.cache. A relative XDG_CACHE_HOME counts as none,
-    as the XDG Base Directory Specification has it. Raises RuntimeError without a home.
+    """The user's cache folder: quire under XDG_CACHE_HOME, or under ~/.cache. Ignores a relative XDG_CACHE_HOME, as the
+    XDG Base Directory Specification demands. Raises RuntimeError without a home.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "quire"

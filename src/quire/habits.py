@@ -1,7 +1,7 @@
-"""Options that people type from habit, because other engines call them so, and what to say here.
+"""Option names of other engines that people type from habit, and the equivalent options of Quire.
 
-Knows the names of vLLM, SGLang and llama.cpp; knows no parser. `quire.cli` asks for flags, `quire.options` for keys of
-a file or of Python.
+Knows the names of vLLM, SGLang and llama.cpp; knows no parser. `quire.cli` looks up flags, `quire.options` looks up
+keys of a file or of Python.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Habit:
-    """What to say of an option.
+    """The answer to an option of another engine.
 
-    keys  our settings, or flags of some commands, of the same meaning; the first one that a command takes is told
-    text  what else there is to say; without keys, all there is
+    keys  our settings or flags with the same meaning; the answer names the first one that the command takes
+    text  a remark; without keys, the whole answer
     """
 
     keys: tuple[str, ...] = ()
@@ -36,13 +36,13 @@ def _all(names: str, habit: Habit) -> dict[str, Habit]:
 
 
 HABITS: dict[str, Habit] = {
-    **_all("model m model-path", _no("the model is no flag here but the first argument, as in quire serve smollm2")),
+    **_all("model m model-path", _no("the model is the first argument here, not a flag, as in quire serve smollm2")),
     **_all("max-model-len max-seq-len ctx-size c n-ctx context-length", _is("model.max_context")),
     **_all("served-model-name alias a", _is("model.name")),
     **_all("dtype", _is("model.dtype")),
     **_all("tokenizer tokenizer-path", _is("model.tokenizer")),
     **_all("chat-template chat-template-file", _is("model.chat_template")),
-    **_all("quantization q", _is("model.weights", "a GGUF file stays as packed as it is; g4 packs other weights")),
+    **_all("quantization q", _is("model.weights", "a GGUF file stays packed; g4 packs other weights")),
     **_all(
         "kv-cache-dtype cache-type-k ctk cache-type-v ctv",
         _is("cache.codec", "nuq4, nuq3, nuq2 and g4 store keys and values in 4, 3 and 2 bits"),
@@ -64,16 +64,16 @@ HABITS: dict[str, Habit] = {
     **_all("threads t threads-batch tb", _is("runtime.threads")),
     **_all("device", _is("runtime.device")),
     **_all("n-gpu-layers ngl gpu-layers", _is("runtime.device", "all layers are on one device")),
-    **_all("generation-config", _is("serve.sampling_defaults", "the file is read unless told otherwise")),
+    **_all("generation-config", _is("serve.sampling_defaults", "the file is read by default")),
     **_all("api-key", _is("serve.api_key_file", "a file, because other users of this machine can read flags")),
     **_all("max-new-tokens n-predict n", _is("max_tokens serve.max_output_tokens")),
     **_all("temp", _is("temperature", "a parameter of each request")),
     **_all("repeat-penalty", _is("repetition_penalty", "a parameter of each request")),
-    **_all("trust-remote-code", _no("not needed, no code from a model's folder is run")),
+    **_all("trust-remote-code", _no("not needed, Quire runs no code from a model's folder")),
     **_all("jinja", _no("not needed, chat templates are always rendered")),
     **_all("disable-log-requests disable-log-stats", _no("not needed, requests are logged only under QUIRE_LOG=debug")),
     **_all(
-        "log-level uvicorn-log-level verbose v", _no("the environment variable QUIRE_LOG here, as in QUIRE_LOG=debug")
+        "log-level uvicorn-log-level verbose v", _no("set the environment variable QUIRE_LOG, as in QUIRE_LOG=debug")
     ),
     **_all("ssl-keyfile ssl-certfile root-path allowed-origins", _no("not here, put a proxy in front of the server")),
     **_all(
@@ -88,11 +88,11 @@ HABITS: dict[str, Habit] = {
     **_all("enable-lora lora-modules lora lora-paths mmproj revision rope-scaling rope-freq-base", _no("not yet")),
     **_all("enable-auto-tool-choice tool-call-parser reasoning-parser", _no("not yet")),
 }
-"""By the option's name, without dashes in front, with dashes inside."""
+"""Keys are option names without leading dashes, words joined by dashes."""
 
 
 def habit_of(option: str) -> Habit | None:
-    """What is known of an option as it was typed: `--max-model-len=4096`, `-ngl`, `-c4096`, `model.max_model_len`."""
+    """The answer to an option as typed: `--max-model-len=4096`, `-ngl`, `-c4096`, `model.max_model_len`."""
     name = option.partition("=")[0].lstrip("-").rpartition(".")[2].replace("_", "-").lower()
     if name not in HABITS and not option.startswith("--"):
         name = re.sub(r"(?<=[a-z])\d+$", "", name)
@@ -100,9 +100,9 @@ def habit_of(option: str) -> Habit | None:
 
 
 def flag_answer(option: str, known: Collection[str]) -> str | None:
-    """What to say of a flag that a command does not take; None if it is nobody's habit.
+    """The answer to a flag that a command does not take; None if no other engine has it.
 
-    known  the flags that the command does take
+    known  flags that the command takes
     """
     habit = habit_of(option)
     if habit is None:
@@ -112,12 +112,12 @@ def flag_answer(option: str, known: Collection[str]) -> str | None:
     ours = [each for pair in zip(short, (f"--{key}" for key in habit.keys), strict=True) for each in pair]
     taken = next((each for each in ours if each in known), None)
     if taken is None and habit.keys and not habit.text:
-        return f"{flag} is --{habit.keys[0]} in other commands"
+        return f"{flag} is --{habit.keys[0]} in other quire commands"
     return f"{flag}: {habit.text}" if taken is None else f"{flag} is {taken} here{_aside(habit)}"
 
 
 def key_answer(key: str) -> str | None:
-    """What to say of a setting that does not exist; None if it is nobody's habit."""
+    """The answer to a setting that does not exist; None if no other engine has it."""
     habit = habit_of(key)
     if habit is None:
         return None

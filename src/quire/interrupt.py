@@ -1,8 +1,8 @@
 """Ctrl-C while modules are imported: the process ends at once, with code 130 and one line.
 
-As an exception an interrupt would meet code that was not written for it: libraries turn it into an ImportError, and
-what an import leaves half done prints tracebacks. There is nothing to save yet. Everywhere else Ctrl-C stays a
-KeyboardInterrupt. Only programs install this; a library leaves signals alone.
+A KeyboardInterrupt during imports causes trouble: some libraries turn it into an ImportError, and half-done imports
+print tracebacks. There is nothing to save yet. Everywhere else Ctrl-C stays a KeyboardInterrupt. Only programs install
+this handler; a library leaves signals alone.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 
 
 def install() -> bool:
-    """From now on, until `remove`; returns whether it was not there and could be: on the main thread, by default."""
+    """Installs the handler until `remove`. Returns whether it did: only on the main thread, over Python's own
+    handler.
+    """
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)
             return True
-    except ValueError:  # not the main thread, which alone gets signals
+    except ValueError:  # not on the main thread, which alone receives signals
         pass
     return False
 
 
 def leave() -> None:
-    """A further Ctrl-C ends the process at once and silently: the first one is being reported."""
+    """Makes a further Ctrl-C end the process at once and silently, while the first one is reported."""
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, _end)
 
 
 def remove() -> None:
-    """Has Python's own handler back."""
+    """Restores Python's own handler."""
     if signal.getsignal(signal.SIGINT) in (_interrupted, _end):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -31,16 +31,16 @@ from quire.load import Loaded, load_engine
 log = logging.getLogger("quire")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. Beside these two a dict may hold what is
-asked of the prefix cache: cache_salt, a text (only requests with an equal one share), and cache_pin (True, False or
-seconds: how long the prompt's chunks are kept); see `CacheHints`."""
+"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:
+cache_salt, a text (only requests with an equal salt share), and cache_pin (True, False or seconds: how long the
+prompt's chunks stay cached); see `CacheHints`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints)}
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt as the engine takes it: its text, if there is one, its token ids, and what it asks of the cache."""
+    """A prompt in the engine's form: its text, if it was given as text, its token ids, and its cache hints."""
 
     text: str | None
     ids: list[int]
@@ -48,14 +48,14 @@ class ReadPrompt(NamedTuple):
 
 
 def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPrompt:
-    """A prompt in any of its forms. Raises RequestError for anything else."""
+    """Parses a prompt in any of its forms. Raises RequestError for anything else."""
     hints = NO_HINTS
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - _PROMPT_KEYS - _HINT_KEYS
         if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
-            found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "neither is there"
+            found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "both are missing"
             raise RequestError(
-                "a prompt given as a dict has the key prompt or prompt_token_ids, perhaps cache_salt and cache_pin;"
+                "a prompt dict has the key prompt or prompt_token_ids, and optionally cache_salt and cache_pin;"
                 f" {found}",
                 "prompt",
             )
@@ -71,7 +71,7 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
 
 
 def _unwrapped(value: Any) -> Any:
-    """An array or tensor as a list; anything else as it is."""
+    """Converts an array or tensor to a list; returns anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -84,16 +84,16 @@ def _token_id(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         found = f"{value!r:.100} ({type(value).__name__})"
-        raise RequestError(f"a prompt's token ids are integers; it holds {found}", "prompt") from None
+        raise RequestError(f"a prompt's token ids must be integers; it has {found}", "prompt") from None
 
 
 class Face(ABC):
-    """What `LLM` and `AsyncLLM` both show of what they have loaded."""
+    """Properties of the loaded model, shared by `LLM` and `AsyncLLM`."""
 
     @property
     @abstractmethod
     def _parts(self) -> Loaded:
-        """What was loaded; raises QuireError while there is nothing."""
+        """The loaded engine. Raises QuireError if nothing is loaded."""
 
     @property
     def tokenizer(self) -> Any:
@@ -112,27 +112,29 @@ class Face(ABC):
 
     @property
     def model_name(self) -> str:
-        """The name the model goes by, and requests ask for."""
+        """The model's name, which requests use."""
         return self._parts.model_name
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and output together one request may have."""
+        """Maximum number of tokens of prompt and output together."""
         return self._parts.engine.max_context
 
     @property
     def context_limit(self) -> str:
-        """What sets `max_context`: the name of a setting, or what the model was made for."""
+        """The limit that sets `max_context`: the name of a setting, or the model's own context."""
         return self._parts.engine.context_limit
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What the model's makers advise, read from its files now. Raises ModelError for values that cannot be."""
+        """The sampling parameters that the model's authors recommend, read from its files now. Raises ModelError for
+        invalid values.
+        """
         return read_sampling_defaults(self._parts.path, self._parts.asked_for)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The makers' advice as parameters: what the server samples with by default. `generate` and `chat` take it
-        only if it is given to them.
+        """The recommended sampling parameters, which the server uses by default. `generate` and `chat` use them only if
+        they are passed.
         """
         return SamplingParams(**self.sampling_defaults.values)  # type: ignore[arg-type]
 
@@ -141,10 +143,10 @@ class LLM(Face):
     """A model and its engine, for lists of prompts.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
-    options      settings by key, as flags and TOML have them: {"cache.memory": "1GiB", "model.dtype": "float32"}
-    config_file  a TOML file; options win over it
-    Raises ModelError or ConfigError. Calls from several threads wait for each other; to serve many callers at once, use
-    AsyncLLM.
+    options      settings by key, as in flags and TOML: {"cache.memory": "1GiB", "model.dtype": "float32"}
+    config_file  a TOML file; options override it
+    Raises ModelError or ConfigError. Calls from several threads wait for each other. To serve many concurrent callers,
+    use AsyncLLM.
     """
 
     def __init__(
@@ -182,10 +184,11 @@ class LLM(Face):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generates for every prompt; outputs in the order of the prompts.
+        """Generates an answer to every prompt. Returns outputs in the order of the prompts.
 
-        prompts          one prompt or a list of them; a list of ints is one prompt, a dict may say more (see `Prompt`)
-        sampling_params  one for all, or one each
+        prompts          one prompt or a list of them. A list of ints is one prompt; a dict may have cache hints (see
+                         `Prompt`)
+        sampling_params  one for all prompts, or one per prompt
         use_tqdm         a progress bar; by default for more than 8 prompts on a terminal
         Raises RequestError before anything runs if one of the requests can never run.
         """
@@ -201,8 +204,8 @@ class LLM(Face):
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the next message of one conversation, or of each of a list of them, through the model's chat
-        template; chat_template_kwargs are further names it may read, such as enable_thinking.
+        """Generates the next message of one conversation, or of each conversation in a list, with the model's chat
+        template. chat_template_kwargs are variables for the template, such as enable_thinking.
         """
         if isinstance(messages, str) or not messages:
             raise RequestError("messages is a list of at least one {'role': ..., 'content': ...}", "messages")
@@ -218,12 +221,12 @@ class LLM(Face):
         return outputs
 
     def profile(self, prompt: Prompt) -> RetentionReport:
-        """What each head keeps of a prompt under the settings of `retain`, and why. One token is generated, and thrown
-        away. Raises ConfigError where nothing is retained.
+        """Reports which tokens of a prompt each head keeps with the current `retain` settings, and why. Generates one
+        token and discards it. Raises ConfigError if retention is off.
         """
         retainer = self._parts.engine.scheduler.manager.retainer
         if retainer is None:
-            raise ConfigError("nothing is retained; set retain.threshold or retain.budget")
+            raise ConfigError("retention is off; set retain.threshold or retain.budget")
         found: list[RetentionReport] = []
         with self._turn:
             retainer.watch = lambda decided, before, after: found.append(report_of(decided, before, after))
@@ -236,27 +239,27 @@ class LLM(Face):
     def stats(self) -> dict[str, Any]:
         """Counters since start.
 
-        prefill_tokens_computed, prefill_tokens_cached   prompt tokens run through the model, and found in the cache
-                                                         instead
+        prefill_tokens_computed, prefill_tokens_cached   prompt tokens run through the model; prompt tokens found in the
+                                                         cache
         decode_tokens                                    generated tokens run through the model, one at a time
         replayed_tokens                                  tokens of either kind computed again after a preemption
-        preemptions, steps, running, waiting             of the scheduler
+        preemptions, steps, running, waiting             counts of the scheduler
         cache                                            bytes_total = bytes_used by live requests + bytes_cached
-                                                         + bytes_free; bytes_peak of used; bytes_pinned of cached and
-                                                         used; bytes_saved that live requests would use on top, did they
-                                                         share nothing; bytes_evicted and bytes_retention_freed
-                                                         since start
+                                                         + bytes_free; bytes_peak: most bytes ever used; bytes_pinned:
+                                                         cached or used bytes held by pins; bytes_saved: additional
+                                                         bytes that live requests would need without sharing;
+                                                         bytes_evicted and bytes_retention_freed since start
         """
         return self._parts.engine.stats()
 
     def prefixes(self) -> list[Prefix]:
-        """What the prefix tree holds, parents first: tokens, sharers, hits, bytes, last use."""
+        """The cached prefixes, parents first: tokens, sharers, hits, bytes, last use."""
         with self._turn:
             found: list[Prefix] = self._parts.engine.prefixes()
         return found
 
     def close(self) -> None:
-        """Frees weights and cache, once a call that runs in another thread is done; closing twice does nothing."""
+        """Waits for a call in another thread, then frees weights and cache. A second call does nothing."""
         with self._turn:
             self._loaded = None
         gc.collect()
@@ -306,7 +309,7 @@ class LLM(Face):
 
 
 def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
-    """Adds a request's deltas to what is collected of it."""
+    """Adds a delta to the collected output of its request."""
     whole = collected.get(delta.request_id)
     if whole is None:
         whole = collected[delta.request_id] = RequestOutput(
@@ -339,7 +342,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
-        raise RequestError(f"prompts are texts or lists of token ids, not {type(prompts).__name__}", "prompt")
+        raise RequestError(f"prompts must be texts or lists of token ids, not {type(prompts).__name__}", "prompt")
     items = list(_unwrapped(prompts))
     if items and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in items):
         return [items]
@@ -350,15 +353,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise RequestError("sampling_params is a SamplingParams, or a list of one for each prompt", "sampling_params")
+        raise RequestError("sampling_params must be a SamplingParams or a list of one per prompt", "sampling_params")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts", "sampling_params")
     return list(params)
 
 
 class _Turn:
-    """A lock for calls from several threads. A call from within a call, as a signal handler may make one, would never
-    end: it is refused.
+    """A lock for calls from several threads. It refuses a call from within a call, for example from a signal handler,
+    which would wait forever.
     """
 
     def __init__(self) -> None:
@@ -367,7 +370,7 @@ class _Turn:
 
     def __enter__(self) -> None:
         if self._owner == threading.get_ident():
-            raise QuireError("this LLM is at work in this very thread; call it when that is done")
+            raise QuireError("this LLM is already running in this thread; call it after that call returns")
         self._lock.acquire()
         self._owner = threading.get_ident()
 
@@ -377,7 +380,7 @@ class _Turn:
 
 
 class _Progress:
-    """A progress bar over requests, with tokens a second; nothing where it is not wanted."""
+    """A progress bar over requests, with tokens per second; does nothing unless `show`."""
 
     def __init__(self, total: int, show: bool) -> None:
         self._bar: Any = None

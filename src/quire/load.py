@@ -1,4 +1,4 @@
-"""From a model's name and a configuration to an engine that runs, with a calibration where the codec needs one."""
+"""Loads an engine from a model's name and a configuration. Calibrates first if the codec needs it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine with what its callers need beside it. config has no automatic values left.
+    """An engine and its context. `config` has no automatic values left.
 
-    path, asked_for  where the model lies, and what it was asked for by
+    path, asked_for  the model's path, and the name by which it was requested
     """
 
     engine: Engine
@@ -52,12 +52,12 @@ def load_engine(
     show_progress: bool | None = None,
     unwanted: Callable[[], bool] = lambda: False,
 ) -> Loaded:
-    """Loads the model and allocates the cache; calibrates first if the codec needs it and that was never done, and
-    checks a codec that was never checked on the model.
+    """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
+    Checks a codec that has not been checked on this model.
 
-    show_progress  bars of fetching and calibrating; None: only when stderr is a terminal
-    unwanted       asked between what it does, and now and then while it calibrates
-    Raises ModelError or ConfigError, one line that says what is wrong; UnwantedError once `unwanted` says so.
+    show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
+    unwanted       polled between phases and during calibration; True cancels loading
+    Raises ModelError or ConfigError with one line, and UnwantedError if cancelled.
     """
     if config.cache.pin is not None:
         read_lines(Path(config.cache.pin))
@@ -72,7 +72,7 @@ def load_engine(
             calibration = _calibrated(path, config, show_progress, unwanted)
             resolved, fits = resolve(config, checkpoint.shape, checkpoint, calibration)
         _ask(unwanted)
-        # Beside the weights: packing leaves Python free, and a chat template is parsed by another process.
+        # In parallel with the weights: packing releases the GIL, and another process parses the chat template.
         with uncollected(), ThreadPoolExecutor(1, "quire-tokenizer") as beside:
             loading = beside.submit(load_tokenizer, path, resolved.model.tokenizer, resolved.model.chat_template)
             engine_model = load_model(checkpoint, resolved)
@@ -104,7 +104,7 @@ def load_engine(
 
 
 def _machine(resolved: EngineConfig) -> str:
-    """The device, and of a CPU which kernels it has and what is slower with them."""
+    """The device; for a CPU also the level of its kernels and what is slower with them."""
     if resolved.attention.backend != "cpu":
         return resolved.runtime.device
     from quire.kernels import runtime
@@ -115,7 +115,7 @@ def _machine(resolved: EngineConfig) -> str:
 
 
 def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:
-    """The calibration that a cache with this configuration takes, made now if there is none; None if it needs none."""
+    """The calibration for a cache with this configuration. Makes it if there is none; None if the codec needs none."""
     found = find_calibration(path, config)
     if found is not None or not config.cache.is_calibrated:
         return found
@@ -125,14 +125,14 @@ def calibration_for(path: Path, config: EngineConfig) -> Calibration | None:
 def _calibrated(
     path: Path, config: EngineConfig, show_progress: bool | None, unwanted: Callable[[], bool]
 ) -> Calibration:
-    """The calibration that is made where there is none; see `load_engine`."""
+    """Makes a calibration; see `load_engine`."""
     from quire.calibrate import CalibrationSettings, calibrate
     from quire.calibrate.progress import shown
 
     settings = CalibrationSettings.of(config.cache)
     file = settings.file(fingerprint(path))
-    # A minute that nobody asked for is told, whatever the level of the log.
-    log.warning("cache.codec %s needs a calibration of this model: making one, once, in %s", config.cache.codec, file)
+    # A warning, because the user did not ask for this minute of work.
+    log.warning("cache.codec %s needs a calibration of this model; making it once, in %s", config.cache.codec, file)
     begun = time.monotonic()
     of_another = None
 
@@ -155,14 +155,14 @@ def _calibrated(
 
 def _ask(unwanted: Callable[[], bool]) -> None:
     if unwanted():
-        raise UnwantedError("loading was given up: nobody waits for it any more")
+        raise UnwantedError("loading was cancelled")
 
 
 def find_calibration(path: Path, config: EngineConfig) -> Calibration | None:
-    """The calibration that a cache with this configuration takes, if there is one.
+    """The existing calibration for a cache with this configuration, or None.
 
-    Raises ConfigError for a file named in cache.calibration that cannot be used; the one that was kept is passed over
-    then, with a warning.
+    Raises ConfigError if the file of cache.calibration is unusable. Ignores an unusable kept calibration, with a
+    warning.
     """
     if not config.cache.is_calibrated:
         return None

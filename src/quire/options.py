@@ -1,8 +1,8 @@
 """Settings as frozen dataclasses: keys, conversion and checks, flags, TOML files, origins and reference text.
 
-Knows types, docstrings and where a value came from; knows no setting: `quire.config` declares them. A group is one
-dataclass, a setting one of its fields, known everywhere by its key `group.field`. Imports only light parts of the
-standard library: `quire --help` waits for it.
+This module knows types, docstrings and origins of values. It knows no particular setting; `quire.config` declares them.
+A group is one dataclass. A setting is one of its fields, with the key `group.field`. The module imports only light
+parts of the standard library, because `quire --help` loads it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.habits import key_answer
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Marks a number in an annotation: the smallest value that makes sense."""
+    """Annotation of a number: the smallest valid value."""
 
     least: float
 
@@ -62,7 +62,7 @@ class Setting:
         return self.key.partition(".")[2]
 
     def convert(self, value: Any) -> Any:
-        """The value in the setting's type, from text or as Python and TOML have it. Raises ConfigError."""
+        """Converts a value from text, Python or TOML to the setting's type. Raises ConfigError."""
         try:
             return _convert(self.hint, value)
         except ValueError:
@@ -72,7 +72,7 @@ class Setting:
             ) from None
 
     def show(self, value: Any) -> str:
-        """The value as it may be written on the command line or in a file."""
+        """The value as text for the command line or a file."""
         if value is None:
             return _word_for_none(self.hint)
         if isinstance(value, bool):
@@ -85,10 +85,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together. Building a group converts and checks every value, so an existing one is valid.
+    """A group of settings. The constructor converts and checks every value, so every instance is valid.
 
     key         first half of the key of each setting
-    bare_flags  whether the settings are also flags under their own name: `--port` besides `--serve.port`
+    bare_flags  whether each setting also has a flag without the group: `--port` and `--serve.port`
     """
 
     key: ClassVar[str]
@@ -99,14 +99,14 @@ class Group:
             object.__setattr__(self, setting.name, setting.convert(getattr(self, setting.name)))
 
     def to_options(self) -> dict[str, Any]:
-        """Every setting by its key; building a group from these gives an equal one."""
+        """Every setting by its key. A group made from these equals this one."""
         return {setting.key: getattr(self, setting.name) for setting in settings_of(type(self))}
 
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 
 
-# Reading docstrings parses the source, about a millisecond a group.
+# Reading docstrings parses the source, which takes about a millisecond per group.
 _settings: dict[type[Group], tuple[Setting, ...]] = {}
 
 
@@ -144,12 +144,12 @@ def format_bytes(num_bytes: int) -> str:
 def collect(
     groups: Sequence[type[Group]], options: Mapping[str, Any], file: Path | None, file_groups: Sequence[type[Group]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values given for the settings of `groups`, and where each of these comes from: flag, file or default.
+    """Returns the given values of the settings of `groups`, and the origin of each setting: flag, file or default.
 
-    options      by key; they win over the file
-    file         TOML with one table a group, or None
-    file_groups  all groups the file may configure: one file serves the engine and the server
-    Raises ConfigError for a key nobody knows, naming the nearest one that exists.
+    options      values by key; they override the file
+    file         TOML with one table per group, or None
+    file_groups  all groups that the file may configure: one file serves the engine and the server
+    Raises ConfigError for an unknown key, naming the nearest valid one.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"options are settings by key, {{'cache.memory': '1GiB'}}, not {type(options).__name__}")
@@ -168,7 +168,7 @@ def collect(
     for key in options:
         if key in everyone and key not in mine:
             raise ConfigError(
-                f"setting {key!r} does not belong here; the groups that do: {', '.join(group.key for group in groups)}"
+                f"setting {key!r} does not belong here; valid groups are {', '.join(group.key for group in groups)}"
             )
         if key not in mine:
             raise ConfigError(f"unknown setting {key!r}; {key_answer(key) or nearest(key, mine)}")
@@ -178,7 +178,7 @@ def collect(
 
 
 def make(group: type[AnyGroup], values: Mapping[str, Any]) -> AnyGroup:
-    """A group from values by key; settings of other groups are passed over."""
+    """A group from values by key. Settings of other groups are ignored."""
     return group(**{setting.name: values[setting.key] for setting in settings_of(group) if setting.key in values})
 
 
@@ -197,7 +197,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """A hint for somebody who mistyped a key: `did you mean cache.memory?`."""
+    """A hint for a mistyped key: `did you mean cache.memory?`."""
     return f"did you mean {_likely(key, valid)}?"
 
 
@@ -215,7 +215,7 @@ def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
         section = parser.add_argument_group(f"{group.key} settings")
         for setting in settings_of(group):
             bare = [f"--{setting.name.replace('_', '-')}"] if group.bare_flags else []
-            # A truth value may be left out, so that `--allow-public` reads as it should.
+            # The truth value is optional, so that `--allow-public` alone works.
             optional: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.hint is bool else {}
             section.add_argument(
                 *bare,
@@ -229,13 +229,13 @@ def add_flags(parser: Arguments, groups: Sequence[type[Group]]) -> None:
 
 
 def options_from(namespace: argparse.Namespace, groups: Sequence[type[Group]]) -> dict[str, Any]:
-    """The settings of these groups that were given as flags, by key."""
+    """The settings of these groups that are given as flags, by key."""
     keys = {setting.key for group in groups for setting in settings_of(group)}
     return {key: value for key, value in vars(namespace).items() if key in keys}
 
 
 def describe(groups: Iterable[Group], sources: Mapping[str, str]) -> str:
-    """The groups as a TOML file, each value with a comment that says where it came from."""
+    """The groups as a TOML file, with the origin of each value as a comment."""
     lines: list[str] = []
     for group in groups:
         lines += ["", f"[{group.key}]"]
@@ -249,7 +249,7 @@ def describe(groups: Iterable[Group], sources: Mapping[str, str]) -> str:
 
 
 def reference(groups: Sequence[type[Group]]) -> str:
-    """The reference of all settings in Markdown, one table a group."""
+    """The reference of all settings in Markdown, one table per group."""
     lines: list[str] = []
     for group in groups:
         lines += [
@@ -299,9 +299,9 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def _convert_one(hint: Any, value: Any) -> Any:
-    """The value in one plain, marked or literal type.
+    """Converts the value to one plain, annotated or literal type.
 
-    Text is converted; a number is not taken for a truth value, nor the reverse.
+    Converts text. Takes no number for a truth value, and no truth value for a number. Raises ValueError.
     """
     kind, is_text = typing.get_origin(hint) or hint, isinstance(value, str)
     if kind is Literal and value in typing.get_args(hint):
@@ -324,7 +324,7 @@ def _convert_one(hint: Any, value: Any) -> Any:
 
 
 def _terms(hint: Any, in_words: bool) -> list[str]:
-    """What may be written for a type: short names for a usage line, or words for an error message."""
+    """The valid values of a type: short names for a usage line, or words for an error message."""
     terms: list[str] = []
     for kind in _alternatives(hint):
         if typing.get_origin(kind) is Literal:

@@ -67,7 +67,7 @@ SHAPES = {
 def test_what_a_body_may_hold_is_counted_exactly(what):
     item, most = SHAPES[what]
     check_structure(b"[" + b",".join([item] * most) + b"]")
-    with pytest.raises(ApiError, match="body holds more than") as refusal:
+    with pytest.raises(ApiError, match="body has more than") as refusal:
         check_structure(b"[" + b",".join([item] * (most + 1)) + b"]")
     assert refusal.value.status == 400 and refusal.value.code == "body_too_complex"
 

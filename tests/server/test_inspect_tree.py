@@ -125,14 +125,14 @@ async def test_a_key_is_taken_from_the_file_or_the_environment(tmp_path, capsys,
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     async with served(found, api_key_file=str(file)) as url:
         assert await inspect(url) == 2
-        assert "wants an API key: --api-key-file FILE, or QUIRE_API_KEY" in capsys.readouterr().err
+        assert "needs an API key: give --api-key-file FILE, or set QUIRE_API_KEY" in capsys.readouterr().err
         assert await inspect(url, "--api-key-file", str(file)) == 0
         assert "1 prefix of this API key" in capsys.readouterr().out
         for key, code, said in (
             ("key-of-b", 0, "0 prefixes of this API key"),
             ("key-of-x", 2, "does not accept this API key"),
-            ("key of", 2, "QUIRE_API_KEY holds blanks"),
-            ("key\nof", 2, "QUIRE_API_KEY holds blanks"),
+            ("key of", 2, "QUIRE_API_KEY has spaces"),
+            ("key\nof", 2, "QUIRE_API_KEY has spaces"),
         ):
             monkeypatch.setenv("QUIRE_API_KEY", key)
             assert await inspect(url) == code
@@ -145,7 +145,7 @@ async def test_what_a_server_refuses_is_told(capsys):
     found = engine()
     async with served(found, allow_public=True) as url:
         assert await inspect(url) == 2
-        assert f"{url} refuses (403): this shows prompts" in capsys.readouterr().err
+        assert f"{url} refuses (403): this endpoint shows prompts" in capsys.readouterr().err
     async with served(found) as url:
         found.is_ready = False
         assert await inspect(url) == 2
@@ -174,7 +174,7 @@ async def test_what_is_not_quire_is_one_line(what, capsys):
     async with answering(OTHERS[what]) as (url, _):
         assert await inspect(url) == 2
     out, error = capsys.readouterr()
-    assert not out and error == f"quire: what answers at {url} is not Quire\n"
+    assert not out and error == f"quire: the server at {url} is not Quire\n"
 
 
 async def test_a_key_follows_no_redirection(capsys, monkeypatch):
@@ -207,7 +207,7 @@ async def test_a_cut_answer_says_so(capsys):
     async with served(found) as url:
         assert await inspect(url) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4] == "1,001 prefixes; shown are the 1,000 used last" and len(lines) == 1 + 1000 + 4
+    assert lines[-4] == "1,001 prefixes; showing the 1,000 used last" and len(lines) == 1 + 1000 + 4
 
 
 async def test_a_deep_tree_is_printed(capsys):

@@ -197,12 +197,12 @@ def test_a_cache_as_large_as_was_said_is_enough_and_a_smaller_one_is_told(
     asked = [blocks(0, 1, *range(50 * index + 2, 50 * index + 24)) for index in range(30)] * 2
     trace = write(tmp_path / "trace", asked)
     status, row = bench(folder, trace, "--cache.memory", "2MiB")
-    (said,) = re.findall(r"(\d+MiB) would hold all of it", capsys.readouterr().out)
+    (said,) = re.findall(r"(\d+MiB) would hold it all", capsys.readouterr().out)
     assert status == 0 and not row["is_exact"] and row["evicted_bytes"] > 0
     assert row["matched_tokens"] < row["expected_tokens"]
     status, row = bench(folder, trace, "--cache.memory", said)
     assert status == 0 and row["is_exact"] and row["evicted_bytes"] == 0
-    assert "holds all of it" in capsys.readouterr().out
+    assert "holds the whole trace" in capsys.readouterr().out
     chunks = count_chunks(scaled(read_trace(trace, 500), 32, None), [0] + [64] * 29 + [704] * 30)
     assert row["cached_bytes"] <= chunks * 64 * 2 * 2 * 12 * 2 * 4 <= row["cache_bytes"]
 
@@ -254,13 +254,13 @@ def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path
     [
         ([], "needs --trace FILE"),
         (["--trace", "/nowhere"], "cannot read the trace /nowhere"),
-        (["--trace", "EMPTY"], "holds no requests"),
+        (["--trace", "EMPTY"], "has no requests"),
         (["--trace", "TRACE", "--block-tokens", "30"], "--block-tokens is 30; it must be a multiple of 4"),
         (["--trace", "TRACE", "--speed", "0"], "--speed is 0.0"),
         (["--trace", "TRACE", "--output-tokens", "0"], "--output-tokens is 0"),
         (["--trace", "TRACE", "--batch", "1"], "--batch is for quire bench throughput, not for trace"),
         (["--trace", "TRACE", "--cache.share", "false"], "cache.share is false"),
-        (["--trace", "TRACE", "--block-tokens", "1024"], "line 7: 7992 tokens of prompt and 1024 of answer exceed"),
+        (["--trace", "TRACE", "--block-tokens", "1024"], "line 7: 7992 prompt tokens and 1024 output tokens exceed"),
         (["--trace", "TRACE", "--json", "/"], "cannot write /"),
     ],
 )

@@ -314,7 +314,7 @@ def test_windows_are_spread_over_a_text() -> None:
     text = bytes(range(97, 117)).decode()
     assert cut(plain, text, 3, 4).tolist() == [[97, 98, 99, 100], [105, 106, 107, 108], [113, 114, 115, 116]]
     assert cut(plain, text, 5, 4).flatten().tolist() == list(text.encode())
-    with pytest.raises(ConfigError, match="the text has 20 tokens, and 3 windows of 7 need 21; give a longer one"):
+    with pytest.raises(ConfigError, match="the text has 20 tokens, but 3 windows of 7 need 21; give a longer text"):
         cut(plain, text, 3, 7)
     begins: Any = SimpleNamespace(
         bos_id=256, encode=lambda text, add_special=True: [256] * add_special + list(text.encode())
@@ -343,12 +343,12 @@ def test_a_model_writes_the_same_again_and_goes_past_the_end_of_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bits": (5,)}, "bits are 5; there are codecs of 2, 3, 4"),
+        ({"bits": (5,)}, "bits are 5; they must be some of 2, 3, 4"),
         ({"bits": ()}, "bits are none"),
-        ({"kinds": ("own", "ours")}, "books are own, ours; there are uniform, plain"),
-        ({"outlier_slots": 3}, "outlier slots are 3; there may be 0 to 2"),
-        ({"sink_tokens": -3}, "sink tokens are -3; there may be 0 to 64"),
-        ({"num_windows": 1}, "windows are 1; at least 2 are needed"),
+        ({"kinds": ("own", "ours")}, "books are own, ours; they must be some of uniform, plain"),
+        ({"outlier_slots": 3}, "outlier_slots is 3; it must be from 0 to 2"),
+        ({"sink_tokens": -3}, "sink_tokens is -3; it must be from 0 to 64"),
+        ({"num_windows": 1}, "there are 1 windows; at least 2 are needed"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -381,7 +381,7 @@ def test_an_engine_calibrates_once(
     loaded = load_engine(str(folder), nuq())
     (line,) = [record.message for record in caplog.records if "calibration" in record.message]
     (file,) = kept.glob("*.safetensors")
-    assert "making one, once" in line and str(file) in line
+    assert "making it once" in line and str(file) in line
     assert len(gathered) == 8 and len(gathered[0]) == 512, "as long as the model's context"
     made = find_calibration(folder, nuq())
     assert made is not None and loaded.engine.namespace.calibration == made.hash
@@ -512,11 +512,11 @@ def test_the_command_for_ablations(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--windows", "99"], "the text has 1,140 tokens, and 99 windows of 64 need 6,336"),
-        (["--window", "4096"], "windows of 4,096 tokens are longer than the model reads, 512"),
-        (["--sink-tokens", "63"], "windows of 64 tokens leave too few beside the first 63"),
-        (["--bits", "1,2"], "bits are 1, 2; there are codecs of 2, 3, 4"),
-        (["--books", "mine"], "books are mine; there are"),
+        (["--windows", "99"], "the text has 1,140 tokens, but 99 windows of 64 need 6,336"),
+        (["--window", "4096"], "windows of 4,096 tokens exceed the model's context of 512"),
+        (["--sink-tokens", "63"], "windows of 64 tokens leave too few after the first 63"),
+        (["--bits", "1,2"], "bits are 1, 2; they must be some of 2, 3, 4"),
+        (["--books", "mine"], "books are mine; they must be"),
         (["--text", "/no/such/text"], "cannot read the text /no/such/text"),
         (["-o", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
     ],
@@ -562,9 +562,9 @@ def test_an_interrupted_command_says_what_it_keeps(
     assert command(folder, "--text", text) == 130
     assert capsys.readouterr().err == "quire: interrupted\n"
     few, *said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert few == "192 tokens are few: the codecs may lose more than g4, which needs no calibration"
+    assert few == "192 tokens are too few for a good calibration: the codecs may lose more than g4, which needs none"
     assert len(said) == (kept_windows > 0)
-    assert not said or f"goes on with {kept_windows} of 3 windows, kept in {kept}" in said[0]
+    assert not said or f"resumes with {kept_windows} of 3 windows, kept in {kept}" in said[0]
 
 
 SERVE = """
@@ -608,7 +608,7 @@ def test_ctrl_c_while_a_server_calibrates_leaves_the_terminal_and_the_windows(pr
     assert -1 < hidden < visible, shown
     assert shown.endswith(b"quire: interrupted\r\n") or (presses > 1 and b"terminate" not in shown), shown
     if presses == 1:
-        assert b"the calibration is interrupted; the next one goes on with 8 of 8 windows, kept in " in shown
+        assert b"the calibration is interrupted; the next one resumes with 8 of 8 windows, kept in " in shown
     assert list((tmp_path / "kept").rglob("tokens.safetensors"))
 
 

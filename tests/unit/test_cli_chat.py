@@ -63,7 +63,7 @@ def test_exit_ends_at_once(chat):
 
 def test_unknown_commands_are_explained(chat):
     error = chat("/rest").err
-    assert "there is no command /rest" in error and "/reset" in error
+    assert "unknown command /rest" in error and "/reset" in error
 
 
 def test_a_backslash_continues_the_line(chat):
@@ -75,7 +75,7 @@ def test_save_writes_what_generate_reads(chat, tmp_path):
     error = chat("hi", f"/save {file}", "/save /no/such/folder/x", "/save").err
     saved = json.loads(file.read_text())
     assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
-    assert "2 messages" in error and "cannot write" in error and "needs the name" in error
+    assert "2 messages" in error and "cannot write" in error and "needs a file name" in error
 
 
 def test_a_conversation_too_long_can_be_reset(chat):
@@ -129,7 +129,7 @@ def asked(chat):
 def test_an_answer_ends_at_1024_tokens_unless_told(asked):
     assert asked().max_tokens == 1024
     assert asked("--max-tokens", "7").max_tokens == 7
-    assert asked("--max-tokens", "0").max_tokens is None, "as many as the context holds"
+    assert asked("--max-tokens", "0").max_tokens is None, "the rest of the context"
     assert asked(advice=SamplingDefaults({"max_tokens": 99})).max_tokens == 1024
 
 

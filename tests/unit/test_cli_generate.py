@@ -120,7 +120,7 @@ def test_a_second_run_does_only_what_is_missing(fake, files, capsys):
     capsys.readouterr()
     assert generate(files) == 0
     assert fake.loads == 2, "a model was loaded for nothing"
-    assert capsys.readouterr().err == "0 done, 3 were there already\n"
+    assert capsys.readouterr().err == "0 done, 3 done before\n"
 
 
 def test_a_run_stopped_at_any_byte_is_completed(fake, files):
@@ -198,7 +198,7 @@ def test_a_line_that_fails_says_why_and_is_tried_again(failing, fake, files, cap
     assert "2 of them failed" in capsys.readouterr().err
 
     assert generate(files) == 1, "what still fails is no success"
-    assert fake.started == 4 + 2 and "failed before, tried again: 2" in capsys.readouterr().err
+    assert fake.started == 4 + 2 and "failed lines, tried again: 2" in capsys.readouterr().err
     assert len(read_all(files[1])) == 4
 
     failing()
@@ -233,7 +233,7 @@ def test_a_full_queue_is_waited_for(fake, files):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "not JSON"),
+        ("{", "invalid JSON"),
         ("[]", "object"),
         ('{"id": 1}', "prompt, messages, prompt_token_ids"),
         ('{"prompt": "a", "messages": []}', "one of"),
@@ -246,7 +246,7 @@ def test_a_full_queue_is_waited_for(fake, files):
         ('{"messages": ["a"]}', "role"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "'logit_bias' must be token ids"),
         ("[" * 100_000, "recursion"),
-        (b'{"prompt": "\xff"}', "not UTF-8: byte 13 is 0xff"),
+        (b'{"prompt": "\xff"}', "invalid UTF-8: byte 13 is 0xff"),
         ('{"prompt": "a", "%s": 1}' % ("x" * 5000), "xxx…"),
     ],
 )
@@ -264,7 +264,7 @@ def test_bad_lines_are_told_ten_at_a_time(fake, files, capsys):
     files[0].write_text(good + "{\n" + good + '\n{"prompt": 1}\n')
     assert generate(files) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"quire: {files[0]} has 2 lines that are not what they should be; nothing was run"
+    assert told[0] == f"quire: {files[0]} has 2 invalid lines; nothing was run"
     assert [line.split(":")[1] for line in told[1:]] == ["2", "5"] and "'prompt'" in told[2]
     files[0].write_text("{\n" * 12)
     assert generate(files) == 2
@@ -320,7 +320,7 @@ def test_what_stdin_cannot_give_is_told(fake, capsys, stdin, monkeypatch):
     assert "stdin is not UTF-8" in capsys.readouterr().err
     stdin(b"\xff")
     assert main(["generate", "fake", "--input", "-"]) == 2
-    assert capsys.readouterr().err == "quire: stdin:1: not UTF-8: byte 1 is 0xff\n"
+    assert capsys.readouterr().err == "quire: stdin:1: invalid UTF-8: byte 1 is 0xff\n"
     monkeypatch.setattr("sys.stdin", None)
     assert main(["generate", "fake", "-"]) == main(["generate", "fake", "--input", "-"]) == 2
     assert capsys.readouterr().err.count("closed") == 2
@@ -335,7 +335,7 @@ def test_answers_go_to_stdout(fake, files, capfd, monkeypatch, words):
         out, error = capfd.readouterr()
         answers = {line["id"]: line for line in map(json.loads, out.splitlines())}
         assert answers[1]["text"] == "é 🌍" and answers["\ud800"]["text"] == "b" and "too long" in answers[3]["error"]
-        assert "3 done, 1 of them failed (their lines say why)" in error
+        assert "3 done, 1 of them failed (the output has the reasons)" in error
     assert sorted(files[0].parent.iterdir()) == [files[0]]
 
 
@@ -461,11 +461,11 @@ def test_a_file_system_without_locks_is_told_and_used(fake, files, monkeypatch, 
 def test_failures_of_other_inputs_stay(failing, files, capsys):
     write(files[0], {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"})
     assert generate(files) == 1
-    assert "2 of them failed (their lines say why; the same command tries them again)" in capsys.readouterr().err
+    assert "2 of them failed (the output has the reasons; the same command tries them again)" in capsys.readouterr().err
     failing()
     write(files[0], {"id": "b", "prompt": "x"})
     assert generate(files) == 0
-    assert "failed before, tried again: 1" in capsys.readouterr().err
+    assert "failed lines, tried again: 1" in capsys.readouterr().err
     answers = read(files[1])
     assert "NaN" in answers["a"]["error"] and answers["b"]["text"] == "x" and len(read_all(files[1])) == 2
 
@@ -513,7 +513,7 @@ def test_early_interrupts_leave_whole_lines_and_the_next_run_goes_on_with_the_ot
         assert files[1].read_bytes().endswith(b"\n")
         num_kept = len(read_all(files[1]))
         assert num_kept >= num_before + 8
-        assert f"{600 - num_kept} are not done; the same command goes on with them" in capsys.readouterr().err
+        assert f"{600 - num_kept} not done; the same command resumes" in capsys.readouterr().err
         num_before = num_kept
     engine.at = None
     assert generate(files) == 0

@@ -132,7 +132,7 @@ def test_a_server_setting_is_refused_where_only_an_engine_is_made():
         ("cache.memory", True, "cache.memory is True"),
         ("cache.strict", "maybe", "cache.strict is 'maybe'; it must be true or false"),
         ("cache.strict", 1, "cache.strict is 1"),
-        ("cache.strict", "off", "dense pages store what was computed"),
+        ("cache.strict", "off", "no effect on dense pages"),
         ("model.dtype", "float8", "it must be auto, float32, bfloat16 or float16"),
         ("model.dtype", None, "model.dtype is None"),
         ("runtime.threads", 0, "it must be a whole number of at least 1 or auto"),

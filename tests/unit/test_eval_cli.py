@@ -141,12 +141,12 @@ def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.Captur
         (["retrieval", "--no-kl"], "--kl is for quire eval ppl, not for retrieval"),
         (["ppl", "--codecs", "dense", "--cache.codec", "dense"], "give --codecs or --cache.codec, not both"),
         (["ppl", "--text", "TEXT", "--codecs", "dense,zip9"], "cache.codec is 'zip9'"),
-        (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has none to score"),
-        (["ppl", "--text", "TEXT", "--context", "513"], "513 tokens are more than the model's context holds, 512"),
+        (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has no token to score"),
+        (["ppl", "--text", "TEXT", "--context", "513"], "513 tokens exceed the model's context of 512"),
         (["ppl", "--text", "TEXT", "--tokens", "63", "--context", "64"], "has 63 tokens, fewer than a window of 64"),
         (["ppl", "--text", "TEXT", "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png"),
         (["retrieval", "--lengths", "100"], "a length of 100 tokens has no room"),
-        (["retrieval", "--lengths", "513"], "513 tokens are more than the model's context holds, 512"),
+        (["retrieval", "--lengths", "513"], "513 tokens exceed the model's context of 512"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_one_line(
     ("words", "said"),
     [
         (["perplexity", "m"], "perplexity"),
-        (["ppl", "m", "--codecs", "dense,"], "'dense,' has nothing beside a comma"),
+        (["ppl", "m", "--codecs", "dense,"], "'dense,' has an empty value beside a comma"),
         (["retrieval", "m", "--depths", "0,2"], "'2' is not a number from 0 to 1"),
         (["retrieval", "m", "--lengths", "0"], "'0' is not a whole number of at least 1"),
     ],
@@ -203,7 +203,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     assert main([*words, "--context", "64"]) == 0
     shown = capsys.readouterr()
     assert shown.err.splitlines() == [f"quire: {done}/2 windows done" for done in range(3)]
-    assert shown.out.endswith("codecs differ by rounding alone\n")
+    assert shown.out.endswith("codecs differ only by rounding\n")
     assert main([*words, "--context", "66"]) == 0
     assert "rounding" not in capsys.readouterr().out
 

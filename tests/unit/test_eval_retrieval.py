@@ -65,7 +65,7 @@ def test_a_prompt_is_never_longer_than_its_length(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_length_without_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a length of 200 tokens has no room for question, answer and any text"):
+    with pytest.raises(ConfigError, match="a length of 200 tokens has no room for text, question and answer"):
         make_prompt(PLAIN, FILLER, 200, 0.5, 12345)
 
 

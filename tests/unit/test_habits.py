@@ -42,7 +42,7 @@ TYPED = [
     ("--threads 2", "--runtime.threads"),
     ("-t 2", "--runtime.threads"),
     ("--chat-template x.jinja", "--model.chat_template"),
-    ("--seed 1", "there is no --seed here; quire chat and quire generate"),
+    ("--seed 1", "unknown flag --seed; quire chat and quire generate"),
     ("--temp 0.5", "a parameter of each request"),
     ("--generation-config vllm", "--sampling-defaults"),
     ("--max-new-tokens 10", "--max-output-tokens"),
@@ -63,7 +63,7 @@ def test_a_flag_typed_from_habit_is_answered_in_one_line(typed, answer, capsys):
 def test_a_model_given_by_a_flag_is_told_its_place(typed, capsys):
     with pytest.raises(SystemExit):
         main(["serve", *typed.split()])
-    assert "the model is no flag here but the first argument, as in quire serve smollm2" in capsys.readouterr().err
+    assert "the model is the first argument here, not a flag, as in quire serve smollm2" in capsys.readouterr().err
 
 
 def test_all_flags_of_a_pasted_command_are_answered_at_once(capsys):
@@ -87,7 +87,7 @@ def test_a_habit_is_told_the_commands_own_flag(capsys):
         assert answer in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["pull", "smollm2", "--ctx-size", "3"])
-    assert "--ctx-size is --model.max_context in other commands" in capsys.readouterr().err
+    assert "--ctx-size is --model.max_context in other quire commands" in capsys.readouterr().err
 
 
 def test_a_setting_from_habit_is_answered_in_python_and_in_a_file(tmp_path):

@@ -337,7 +337,7 @@ def assert_in_memory(path: Path, why: str, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "quire"):
         assert torch.equal(logits(path), expected)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "packed in memory" in line and why in line and "\n" not in line
+    assert "packing the weights in memory" in line and why in line and "\n" not in line
 
 
 def test_without_a_folder_weights_are_packed_in_memory(
@@ -448,7 +448,7 @@ def test_leftovers_go_and_drafts_of_others_stay(tmp_path: Path, folder: Path, ca
     own = image_folder.image_path(wanted.origin)
     own.unlink()
     with image_folder.lock_draft(own.with_suffix(DRAFT_SUFFIX), create=True):
-        assert_in_memory(path, "it is being written", caplog)
+        assert_in_memory(path, "another process is writing it", caplog)
     own.with_suffix(DRAFT_SUFFIX).write_bytes(b"of a killed process")
     logits(path)
     assert the_image(folder) == own
@@ -515,14 +515,14 @@ def test_cache_ls_and_clear(
     assert all(Path(each["path"]).stat().st_size == each["num_bytes"] for each in facts)
     assert main(["cache", "ls"]) == 0
     shown = capsys.readouterr().out
-    assert str(first) in shown and str(second) in shown and "in all" in shown and "not there" not in shown
+    assert str(first) in shown and str(second) in shown and "in total" in shown and "no longer" not in shown
     second.rename(tmp_path / "moved.gguf")
     assert main(["cache", "ls"]) == 0
-    assert capsys.readouterr().out.count("(not there any more)") == 2
+    assert capsys.readouterr().out.count("(no longer exists)") == 2
     (tmp_path / "moved.gguf").rename(second)
     assert main(["cache", "clear", "third"]) == 2
     said = capsys.readouterr().err
-    assert said == "quire: no packed layers of 'third'; there are those of: first.gguf, second.gguf\n"
+    assert said == "quire: no packed layers of 'third'; models with packed layers: first.gguf, second.gguf\n"
     assert main(["cache", "clear", facts[0]["key"]]) == 0
     assert len(files(folder)) == 3
     monkeypatch.chdir(tmp_path.parent)
@@ -543,7 +543,7 @@ def test_cache_ls_and_clear(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert main(["cache", "ls"]) == 2
-    assert "no folder" in capsys.readouterr().err
+    assert "no cache folder" in capsys.readouterr().err
 
 
 def test_cache_ls_shows_drafts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -554,7 +554,7 @@ def test_cache_ls_shows_drafts(folder: Path, capsys: pytest.CaptureFixture[str])
         assert main(["cache", "ls"]) == 0
         first, second, rest = capsys.readouterr().out.splitlines()
         assert first == f"{alive}: 0B, being written"
-        assert second == f"{left}: 8KiB, left by a process that ended; quire cache clear removes it"
+        assert second == f"{left}: 8KiB, draft of a process that ended; quire cache clear removes it"
         assert rest.startswith("no packed layers in ")
         # What this process writes goes with it, where it ends without unwinding.
         image_folder.drop_drafts()

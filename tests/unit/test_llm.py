@@ -86,9 +86,9 @@ def test_more_prompts_than_the_queue_holds_all_run_in_order(llm: LLM) -> None:
 
 def test_what_is_no_prompt_message_or_parameter_is_named(llm: LLM) -> None:
     for call, name in [
-        (lambda: llm.generate(b"hi"), "prompts are texts"),  # type: ignore[arg-type]
-        (lambda: llm.generate(None), "prompts are texts"),  # type: ignore[arg-type]
-        (lambda: llm.generate(["a", "b"], {"max_tokens": 3}), "is a SamplingParams, or a list"),  # type: ignore[arg-type]
+        (lambda: llm.generate(b"hi"), "prompts must be texts"),  # type: ignore[arg-type]
+        (lambda: llm.generate(None), "prompts must be texts"),  # type: ignore[arg-type]
+        (lambda: llm.generate(["a", "b"], {"max_tokens": 3}), "must be a SamplingParams or a list"),  # type: ignore[arg-type]
         (lambda: llm.chat([]), "at least one"),
         (lambda: llm.chat("hi"), "at least one"),  # type: ignore[arg-type]
     ]:
@@ -233,8 +233,8 @@ def test_matrices_that_no_product_reads_are_dequantized_aloud(
                 texts.append(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids)
         assert texts[0] == texts[1]
         assert [record.message for record in caplog.records if "dequantized" in record.message] == [
-            "model.weights native: 16 of 16 matrices are dequantized, embed.weight (Q2_K) first: there is no product"
-            " with Q2_K"
+            "model.weights native: 16 of 16 matrices are dequantized, embed.weight (Q2_K) first: there is no kernel"
+            " for Q2_K"
         ] * said
         caplog.clear()
 
@@ -254,7 +254,7 @@ def test_a_call_from_within_a_call_is_refused(folder: Path) -> None:
         step = llm.engine.step
 
         def interrupted() -> object:
-            with pytest.raises(QuireError, match="this very thread"):
+            with pytest.raises(QuireError, match="already running in this thread"):
                 llm.close()
             return step()
 

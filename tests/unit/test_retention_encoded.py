@@ -123,5 +123,5 @@ def test_bytes_are_those_of_pages_sums_positions_and_the_open_chunk(codec: str, 
 
 def test_settings_that_a_budget_would_ignore_are_refused() -> None:
     for name, value in (("frequent", 0.2), ("local", 0.1), ("chain", "special,local")):
-        with pytest.raises(ConfigError, match=f"retain.{name} is of retain.threshold, and retain.budget is given"):
+        with pytest.raises(ConfigError, match=f"retain.{name} belongs to retain.threshold, but retain.budget is given"):
             make_engine("g4", **{"retain.threshold": "off", "retain.budget": 0.5, f"retain.{name}": value})

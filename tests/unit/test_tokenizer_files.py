@@ -137,11 +137,11 @@ def test_bos_and_eos_are_added_when_the_file_says_so(add_bos: bool | None, add_e
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking' is not known"),
+        ({"tokenizer.ggml.pre": "viking"}, "unknown pre-tokenizer 'viking'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
-        ({"tokenizer.ggml.tokens": None}, "holds no vocabulary"),
+        ({"tokenizer.ggml.tokens": None}, "has no vocabulary"),
         ({"tokenizer.ggml.token_type": [1]}, "1 token types for"),
-        ({"tokenizer.ggml.merges": ["never seen"]}, "vocabulary and merges do not fit"),
+        ({"tokenizer.ggml.merges": ["never seen"]}, "vocabulary and merges do not match"),
         ({"tokenizer.ggml.model": "llama"}, "needs one score per token"),
         *(
             ({f"tokenizer.ggml.{key}": value}, f"setting tokenizer.ggml.{key} is .*; it must be {wanted}")
@@ -371,7 +371,7 @@ def test_a_tokenizer_config_of_the_wrong_type_is_named(key: str, value: Any, mes
         ({"added_tokens_decoder": {"7": {}}}, "setting added_tokens_decoder.7.content is missing"),
         ({"added_tokens_decoder": {"7": {"content": "a", "special": "x"}}}, "added_tokens_decoder.7.special is 'x'"),
         ({"tokenizer_class": 5}, "setting tokenizer_class is 5; it must be text"),
-        ({"add_bos_token": True, "bos_token": "absent"}, "'absent' is to stand around every text, but is not in"),
+        ({"add_bos_token": True, "bos_token": "absent"}, "'absent' must be added to every text, but is not in"),
     ],
 )
 def test_a_config_beside_vocab_and_merges_of_the_wrong_type_is_named(
@@ -420,8 +420,8 @@ def test_a_model_without_a_template_refuses_chat(tmp_path: Path) -> None:
         ({"vocab.json": "{}"}, "vocab.json or merges.txt cannot be read"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json or merges.txt cannot be read"),
         ({"vocab.json": "[" * 100_000, "merges.txt": ""}, "vocab.json or merges.txt cannot be read"),
-        ({"vocab.json": '"x"', "merges.txt": ""}, "vocab.json holds no JSON object"),
-        ({"vocab.json": '{"a": "b"}', "merges.txt": ""}, "vocabulary and merges do not fit"),
+        ({"vocab.json": '"x"', "merges.txt": ""}, "vocab.json is not a JSON object"),
+        ({"vocab.json": '{"a": "b"}', "merges.txt": ""}, "vocabulary and merges do not match"),
     ],
 )
 def test_folders_without_a_usable_tokenizer_are_named(files: dict[str, str], message: str, tmp_path: Path) -> None:

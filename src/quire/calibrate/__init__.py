@@ -1,4 +1,4 @@
-"""Calibration: from a model and a text to the tables that non-uniform codecs quantize with."""
+"""Calibration: computes the tables of the non-uniform codecs from a model and a text."""
 
 from quire.calibrate.run import calibrate
 from quire.calibrate.settings import CalibrationSettings

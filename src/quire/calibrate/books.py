@@ -2,11 +2,11 @@
 
     centroids minimise  sum_i w_i (x_i - nearest(x_i))^2
 
-A histogram holds each bin's weight and weighted sum, so that a round of Lloyd's algorithm is a few lookups in running
-sums, however many elements there were. Boundaries fall between bins; centroids are exact means.
+A histogram stores the weight and the weighted sum of each bin. A round of Lloyd's algorithm is then a few lookups in
+running sums, for any number of elements. Boundaries fall between bins; centroids are exact means.
 
-Source: KVQuant, arXiv 2401.18079, equation 7, whose factor s^2 is here because keys are in their own units, not in
-those of their range; and Q-Norm, of its third version. What differs: histograms in place of points.
+Source: KVQuant, arXiv 2401.18079, equation 7, and Q-Norm of its third version. The factor s^2 of the equation is needed
+because keys are in their own units, not in units of their range. Ours differs: histograms in place of points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 BINS = 1024
 ROUNDS = 40
-"""Of Lloyd's algorithm at most: nothing moves by then."""
+"""Maximum number of rounds of Lloyd's algorithm; it has converged by then."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Histogram:
 
     @classmethod
     def of(cls, x: Tensor, weights: Sequence[Tensor], low: Tensor, high: Tensor) -> list[Histogram]:
-        """The histograms of x [N, C] over [low, high], [C] each, for each of the weights [N, C]; what lies outside
-        counts as the range's end.
+        """The histograms of x [N, C] over [low, high], [C] each, for each of the weights [N, C]. Elements outside the
+        range count as its end.
         """
         channels = x.shape[1]
         low, high = low.double(), torch.maximum(high, low + 1e-12 * (1 + low.abs())).double()
@@ -59,20 +59,20 @@ class Histogram:
         return found
 
     def pooled(self) -> Histogram:
-        """All channels as one, which must have the same range."""
+        """All channels pooled into one. They must have the same range."""
         weight, first, second = (part.sum(0, keepdim=True) for part in (self.weight, self.first, self.second))
         return Histogram(weight, first, second, self.low[:1], self.width[:1])
 
     @staticmethod
     def joined(parts: Sequence[Histogram]) -> Histogram:
-        """The channels of several, one after the other."""
+        """Concatenates the channels of several histograms."""
         names = Histogram.__dataclass_fields__
         return Histogram(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def books(self, size: int, coarser: Tensor | None = None) -> Tensor:
-        """The best that several starts lead to, for each channel: centroids float64 [C, size], rising.
+        """The best centroids of each channel from several initialisations, float64 [C, size], rising.
 
-        coarser  centroids [C, size / 2]: splitting each in two is one more start
+        coarser  centroids [C, size / 2]: splitting each in two is another initialisation
         """
         starts = [self.spread(size, share) for share in (1.0, 1 / 3, 0.0)]
         if coarser is None and size % 2 == 0:
@@ -83,7 +83,7 @@ class Histogram:
         return found[self.error(found).argmin(0), torch.arange(len(self.weight))]
 
     def _settle(self, books: Tensor) -> Tensor:
-        """Lloyd's algorithm from each of several books, [S, C, n]."""
+        """Runs Lloyd's algorithm from each of several books, [S, C, n]."""
         at = None
         for _ in range(ROUNDS):
             before, at = at, self._boundaries(books)
@@ -94,7 +94,7 @@ class Histogram:
         return books
 
     def _split(self, book: Tensor) -> Tensor:
-        """For each centroid the means of what lies below and above it in its cell."""
+        """The means of the elements below and above each centroid in its cell."""
         at = self._boundaries(book)
         inside = ((book - self.low) / self.width).round().long().clamp(0, BINS)
         inside = torch.minimum(torch.maximum(inside, at[:, :-1]), at[:, 1:])
@@ -103,8 +103,8 @@ class Histogram:
         return torch.where(weight > 0, first / weight.clamp_min(1e-300), book.repeat_interleave(2, 1)).sort(1).values
 
     def spread(self, size: int, share: float) -> Tensor:
-        """Centroids with equal parts of the weight, each bin's raised to `share`: 1 by weight, 0 evenly, in between
-        as they lie for a smooth density.
+        """Centroids that divide the weight equally, with each bin's weight raised to the power `share`: 1 divides by
+        weight, 0 evenly; values between them suit a smooth density.
         """
         bins = self.weight.diff(dim=1)
         bins = (bins + 1e-9 * bins.mean(1, keepdim=True) + 1e-300) ** share
@@ -120,8 +120,8 @@ class Histogram:
         return (second - 2 * book * first + book * book * weight).clamp_min(0).sum(-1)
 
     def q_norm(self, book: Tensor) -> Tensor:
-        """Rising centroids [C, n] moved so that what they stand for has the mean and deviation of what is in the
-        histogram; which element belongs to which is decided by the centroids as they were.
+        """Moves rising centroids [C, n] so that the decoded elements have the mean and deviation of the original ones.
+        The unmoved centroids still decide which element belongs to which cell.
         """
         weight = self._cells(self._boundaries(book), self.weight)
         total = self.weight[:, -1:].clamp_min(1e-300)
@@ -141,5 +141,5 @@ class Histogram:
         return torch.nn.functional.pad(torch.nn.functional.pad(inner, (1, 0)), (0, 1), value=BINS)
 
     def _cells(self, at: Tensor, sums: Tensor) -> Tensor:
-        """What lies between neighbouring boundaries [..., C, n + 1]."""
+        """The sums between neighbouring boundaries [..., C, n + 1]."""
         return sums.expand(*at.shape[:-2], *sums.shape).gather(-1, at).diff(dim=-1)

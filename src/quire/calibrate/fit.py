@@ -1,12 +1,12 @@
-"""From the samples of one layer to its codebooks, and what every width of them costs on samples not used for them.
+"""Fits the codebooks of one layer to its samples, and measures the cost of every width on held-out samples.
 
-Several kinds of books are made; which one a tensor gets is decided by what it costs, not by what it is called:
+It makes several kinds of books. The measured cost decides which kind a tensor gets:
 
     uniform     evenly spaced over the range
     plain       k-means of all channels together, each normalised by its range
-    fisher      the same, weighted with what an error costs
-    damped      weights cut off at 50 times their channel's mean: few tokens would decide otherwise
-    own         damped, one book for each key channel, for each head's values
+    fisher      the same, weighted with the cost of an error
+    damped      the same, weights cut at 50 times their channel's mean; otherwise few tokens would decide
+    own         damped, one book per key channel and one per head's values
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ POOLED = ("plain", "fisher", "damped")
 
 DAMPING = 50.0
 OUTSIDE = 0.002
-"""Share of a key channel's samples that its range leaves out."""
+"""Share of a key channel's samples outside its range."""
 
 VALUE_REACH = 2.0
-"""How far beyond its fitted range an element of a value may lie and still count where it is."""
+"""An element of a value up to this far beyond its fitted range counts unclipped."""
 
 FIT_TOKENS = 2048
-"""Tokens from which value books are made."""
+"""Number of tokens for fitting value books."""
 
 
 class Book(NamedTuple):
-    """Rising centroids [..., 2^bits], and what they stand for: the same, or with Q-Norm other numbers."""
+    """Rising centroids [..., 2^bits], and their decoded values: the same numbers, or others with Q-Norm."""
 
     centroids: Tensor
     stands_for: Tensor
@@ -49,7 +49,7 @@ class Book(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Books of one layer and their costs, of H heads and D channels and widths 0 to 5, for one number of slots.
+    """Books of one layer and their costs, for H heads, D channels, widths 0 to 5 and one number of slots.
 
     key_books    by kind and width: [H, D, 2^width]
     key_cost     by kind: float64 [H, D, 6], summed over the held-out tokens
@@ -68,10 +68,10 @@ class LayerFit:
 def fit_layer(
     samples: LayerSamples, num_held_out: int, slots: int, *, kinds: Sequence[str] = KINDS, q_norm: bool = False
 ) -> LayerFit:
-    """Makes books from all but the last `num_held_out` tokens, and tries them on those.
+    """Fits books to all but the last `num_held_out` tokens, and measures their cost on these.
 
-    kinds   of books to make
-    q_norm  whether what is stored has the mean and deviation of what was; see Histogram.q_norm
+    kinds   kinds of books to make
+    q_norm  whether decoded elements keep the mean and deviation of the original ones; see Histogram.q_norm
     """
     train, held_out = samples.split(len(samples.keys) - num_held_out)
     key_books, key_weight = _key_books(train, kinds, q_norm)
@@ -92,13 +92,13 @@ def fit_layer(
 
 
 def damped(cost: Tensor, seen: Tensor) -> Tensor:
-    """Costs [T, H, D] cut off at a multiple of their channel's mean in `seen`."""
+    """Costs [T, H, D], cut at DAMPING times their channel's mean in `seen`."""
     return torch.minimum(cost, DAMPING * seen.mean(0))
 
 
 def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple[dict[tuple[str, int], Book], Tensor]:
-    """Books, and the weights of channels. All are made in units of the channels' ranges: a squared error there costs
-    the square of the range as much.
+    """Fits key books in units of the channels' ranges, where a squared error costs range^2 as much. Also returns the
+    weights of channels.
     """
     shape = train.keys.shape[1:]
     low, high = _inner_range(train.keys.flatten(1))
@@ -138,7 +138,7 @@ def _key_books(train: LayerSamples, kinds: Sequence[str], q_norm: bool) -> tuple
 
 
 def _inner_range(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantiles of each channel of [T, C] that leave OUTSIDE out, as torch.quantile has them."""
+    """Quantiles of each channel of [T, C] with the share OUTSIDE beyond them, as in torch.quantile."""
     keys = keys.T.contiguous()
     rank = OUTSIDE / 2 * (keys.shape[1] - 1)
     part = rank - int(rank)
@@ -154,8 +154,8 @@ def _even_book(size: int) -> Tensor:
 
 
 def _value_books(train: LayerSamples, slots: int, kinds: Sequence[str], q_norm: bool) -> dict[tuple[str, int], Book]:
-    """Value books live in the units of fitted ranges, and these depend on the book: first ranges that are fitted to an
-    even book, then a book for them, ranges for that, and so on.
+    """Fits value books. A book is in units of fitted ranges, and the ranges depend on the book. So it alternates:
+    ranges for an even book, a book for these ranges, ranges for that book, and so on.
     """
     heads = train.values.shape[1]
     step = max(1, len(train.values) // FIT_TOKENS)
@@ -200,7 +200,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The s and z [T, H] that values are stored with by a book [1, n], and which elements are in no slot, [T, H, D]."""
+    """The s and z [T, H] with which a book [1, n] stores values, and the elements that are in no slot, [T, H, D]."""
     count, heads, channels = values.shape
     no_key = torch.zeros(heads, channels, 1)
     shared = book.float().expand(heads, -1).contiguous()
@@ -220,7 +220,7 @@ def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, T
 
 
 def even_tables(key_book: Book, key_weight: Tensor, key_slots: int, value_book: Book, value_slots: int) -> NuqTables:
-    """Tables of one layer in which all heads and channels have the same width.
+    """Tables of one layer with the same width for all heads and channels.
 
     key_book    [H, D, 2^bits]
     value_book  [H, 2^bits]
@@ -247,7 +247,7 @@ def even_tables(key_book: Book, key_weight: Tensor, key_slots: int, value_book: 
 
 
 def padded(book: Book) -> tuple[Tensor, Tensor]:
-    """A book as a codec's tables have it: edges [..., 31] between the centroids, and what these stand for [..., 32]."""
+    """A book in the form of a codec's tables: edges [..., 31] between the centroids, and decoded values [..., 32]."""
     centroids, stands_for = (part.float() for part in book)
     *lead, size = centroids.shape
     edges = torch.full((*lead, NUM_BOOK - 1), torch.inf)
@@ -256,7 +256,7 @@ def padded(book: Book) -> tuple[Tensor, Tensor]:
 
 
 def as_stored(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, H, D] as pages made with the tables of one layer give them back."""
+    """Encodes keys and values [T, H, D] with the tables of one layer and decodes them again."""
     codec = NuqCodec("trial", tables)
     heads, count = NuqHeads(codec), len(keys)
     found_k, found_v = [], []
@@ -272,7 +272,7 @@ def as_stored(tables: NuqTables, keys: Tensor, values: Tensor) -> tuple[Tensor, 
 
 
 def _encoded(codec: NuqCodec, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """The page images of each head of one layer, uint8 [pages, page_bytes]; the last page is filled up with zeros."""
+    """The page images of each head of one layer, uint8 [pages, page_bytes]; the last page is padded with zeros."""
     heads = NuqHeads(codec)
     count = len(keys)
     missing = -count % PAGE_TOKENS

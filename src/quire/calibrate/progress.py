@@ -1,4 +1,4 @@
-"""What a calibration shows while it works."""
+"""The progress display of a calibration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ log = logging.getLogger("quire")
 WAITING = "waiting for another calibration of this model"
 
 PLAIN_SECONDS = 10.0
-"""Between two lines about the same phase."""
+"""Interval between two lines about the same phase."""
 
 
 @contextlib.contextmanager
 def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """For each phase a progress bar on stderr, or lines of the log: one when it begins, then one every ten seconds with
-    the share that is done. Gives what `calibrate` reports to.
+    """Yields a progress function for `calibrate`. It shows a bar per phase on stderr, or log lines: one at the start of
+    a phase, then one every ten seconds.
 
-    show  whether there are bars; None: only when stderr is a terminal
+    show  whether to show bars; None: only if stderr is a terminal
     """
     if not (sys.stderr.isatty() if show is None else show):
         phases: set[str] = set()
@@ -33,7 +33,7 @@ def shown(show: bool | None = None) -> Iterator[Callable[[str, int, int], None]]
             if what not in phases:
                 phases.add(what)
                 last = now
-                # Whoever only waits would wonder, whatever the level of the log.
+                # A warning, because otherwise the user would see no reason for the wait.
                 log.log(logging.WARNING if what == WAITING else logging.INFO, "calibration: %s", what)
             elif now - last >= PLAIN_SECONDS and what != WAITING:
                 last = now

@@ -1,5 +1,5 @@
-"""From a checkpoint and a text to a calibration on disk: gathers windows, which an interruption does not lose, then
-fits layer after layer.
+"""Makes a calibration from a checkpoint and a text: gathers windows, then fits layer after layer. An interruption loses
+no gathered window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from quire.models.weights import open_model
 log = logging.getLogger("quire")
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much is done, of how much); what it raises ends the calibration there."""
+"""Called with (phase, done, total). An exception that it raises ends the calibration."""
 
 FEW_TOKENS = 2048
 """A quarter of the default. Calibrated with 40 tokens, nuq4 raised SmolLM2's perplexity by 8.2 %, where g4 raised it by
@@ -52,13 +52,13 @@ FEW_TOKENS = 2048
 """
 
 LAYERS_AT_ONCE = 4
-"""Layers that are fitted side by side at most: each holds all its samples in memory."""
+"""Maximum number of layers fitted in parallel: each holds all its samples in memory."""
 
 REPORT_SECONDS = 1.0
-"""Between two reports while layers are fitted: one layer of a large model takes minutes."""
+"""Interval between progress reports while layers are fitted: one layer of a large model takes minutes."""
 
 WAITING_SECONDS = 0.2
-"""Between two looks whether another process still calibrates the model."""
+"""Interval between checks whether another process still calibrates the model."""
 
 
 def calibrate(
@@ -74,12 +74,12 @@ def calibrate(
     """Makes a calibration and writes it to a file.
 
     path    the model: a folder or a .gguf file
-    text    what the model reads; None: what it writes itself
+    text    the text to read; None: the model writes it
     config  settings of model and runtime: dtype, tokenizer, device, threads
-    unless  asked once nobody else calibrates this model any more: what it gives is taken instead
-    Raises ModelError, or ConfigError for a text that is too short, windows that are too long, heads of a size that no
-    codec stores, or a folder that cannot be written. Windows that have been gathered stay there until a calibration of
-    the same model, text and settings is done.
+    unless  called when no other process calibrates this model; a calibration that it returns is used instead
+    Raises ModelError, or ConfigError for a text that is too short, windows that are too long, an unsupported head size,
+    or a folder that cannot be written. Gathered windows are kept until a calibration of the same model, text and
+    settings is done.
     """
     config = config or EngineConfig()
     with open_model(path) as checkpoint:
@@ -88,7 +88,7 @@ def calibrate(
     settings = dataclasses.replace(settings, window_tokens=tokens)
     if settings.num_windows * tokens < FEW_TOKENS:
         log.warning(
-            "%d tokens are few: the codecs may lose more than g4, which needs no calibration",
+            "%d tokens are too few for a good calibration: the codecs may lose more than g4, which needs none",
             settings.num_windows * tokens,
         )
     _check(settings, shape)
@@ -107,7 +107,7 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
     }
     name = _digest(json.dumps([model_id, gathered, config.model.tokenizer], sort_keys=True))[:16]
-    # A text that is too short is told before anybody is waited for.
+    # Reports a text that is too short before it waits for another process.
     windows = (
         None if text is None else cut(load_tokenizer(path, config.model.tokenizer), text, settings.num_windows, tokens)
     )
@@ -124,7 +124,7 @@ def calibrate(
                 kept = sum(store.has(window) for window in range(settings.num_windows))
                 if kept:
                     log.warning(
-                        "the calibration is interrupted; the next one goes on with %d of %d windows, kept in %s",
+                        "the calibration is interrupted; the next one resumes with %d of %d windows, kept in %s",
                         kept,
                         settings.num_windows,
                         store.folder,
@@ -154,11 +154,13 @@ def _check(settings: CalibrationSettings, shape: ModelShape) -> None:
     assert tokens is not None
     if tokens > shape.max_context:
         raise ConfigError(
-            f"windows of {tokens:,} tokens are longer than the model reads, {shape.max_context:,}; lower --window"
+            f"windows of {tokens:,} tokens exceed the model's context of {shape.max_context:,}; lower --window"
         )
     if tokens < settings.skipped + 2:
-        raise ConfigError(f"windows of {tokens} tokens leave too few beside the first {settings.skipped}")
-    # A trial of one layer: said before a minute of work, not after.
+        raise ConfigError(
+            f"windows of {tokens} tokens leave too few after the first {settings.skipped}; raise --window"
+        )
+    # Tries one layer, to report an error before a minute of work, not after.
     keys, values = torch.zeros(shape.num_kv_heads, shape.head_dim, 1), torch.zeros(shape.num_kv_heads, 2)
     NuqCodec("nuq", even_tables(Book(keys, keys), keys[..., 0], 0, Book(values, values), 0))
 
@@ -168,7 +170,7 @@ def _device_and_dtype(config: EngineConfig, shape: ModelShape) -> tuple[torch.de
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch_dtype(shape.dtype if config.model.dtype == "auto" else config.model.dtype)
-    # Gradients of squares leave float16's range.
+    # Squared gradients exceed the range of float16.
     return torch.device(device), torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -182,14 +184,14 @@ def _gather(
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Sees to it that the store has all windows; the model writes them if there are none."""
+    """Fills the store with all windows. The model writes them if there is no text."""
     if all(store.has(window) for window in range(settings.num_windows)):
         return
     if windows is None:
         windows = store.tokens()
     if windows is None:
         windows = _written(path, settings, config, progress)
-        gc.collect()  # the engine that wrote the text, and its weights
+        gc.collect()  # frees the engine that wrote the text, and its weights
         store.put_tokens(windows)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -226,7 +228,7 @@ def _written(path: Path, settings: CalibrationSettings, config: EngineConfig, pr
 def _fit(
     store: SampleStore, settings: CalibrationSettings, shape: ModelShape, progress: Progress
 ) -> tuple[dict[str, NuqTables], dict[str, Any]]:
-    """Tables by codec, and what was chosen."""
+    """Tables by codec, and the report of the choices."""
 
     def fit(layer: int) -> LayerFit:
         samples = store.layer(layer, settings.num_windows)
@@ -234,8 +236,8 @@ def _fit(
         return fit_layer(samples, held_out, settings.outlier_slots, kinds=settings.kinds, q_norm=settings.q_norm)
 
     threads = torch.get_num_threads()
-    # Layers side by side rather than threads that share every small operation: where the cores have more to do, those
-    # would wait for each other thousands of times.
+    # Layers in parallel rather than threads inside each small operation: on a busy machine these would wait for each
+    # other thousands of times.
     workers = min(threads, LAYERS_AT_ONCE)
     pool = ThreadPoolExecutor(workers, "quire-fit", torch.set_num_threads, (threads // workers,))
     try:
@@ -245,7 +247,7 @@ def _fit(
             progress("fitting", shape.num_layers - len(left), shape.num_layers)
             done, left = wait(left, REPORT_SECONDS, FIRST_COMPLETED)
             for each in done:
-                each.result()  # raises at once what a layer raises
+                each.result()  # raises a layer's exception at once
         fits = [each.result() for each in running]
         progress("fitting", shape.num_layers, shape.num_layers)
     finally:
@@ -266,7 +268,7 @@ def _digest(text: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
+    """Holds an exclusive lock on a file among processes. The kernel releases it if its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         waited = False

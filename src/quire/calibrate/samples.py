@@ -1,8 +1,8 @@
-"""What a model's keys and values look like, and what an error in each would cost: gathered window by window.
+"""Gathers a model's keys and values, and the cost of an error in each, window by window.
 
-The cost of a squared error is the squared gradient of the loss with respect to that very element, the diagonal of the
-Fisher information. Layers are run again for their gradients, one at a time, so that memory holds one layer's graph and
-each layer's input.
+The cost of a squared error is the squared gradient of the loss with respect to that element, the diagonal of the Fisher
+information. Layers run a second time for their gradients, one at a time, so that memory holds the graph of one layer
+and the input of each layer.
 
 Source: KVQuant, arXiv 2401.18079, equation 1 and section 4.1.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from quire.models.shape import ModelShape
 
 HEAD_ROWS = 256
-"""Rows whose logits exist at once."""
+"""Number of rows per block of logits."""
 
 
 class _Widened(torch.autograd.Function):
-    """A product with a frozen 16-bit weight, and its gradient, in float32. The weight is widened anew for each, so that
-    autograd keeps no copy.
+    """A product with a frozen 16-bit weight, and its gradient, in float32. Both widen the weight anew, so that autograd
+    keeps no copy.
     """
 
     @staticmethod
@@ -62,10 +62,10 @@ def _multiplies(weight: Tensor) -> bool:
 
 
 class GradientOps(TorchOps):
-    """TorchOps that autograd can follow: nothing that a gradient needs is overwritten."""
+    """TorchOps for autograd: no operation overwrites a tensor that a gradient needs."""
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """In float32 on CPUs that have no products of 16 bits: without AVX-512 bfloat16 takes four times as long."""
+        """In float32 on CPUs without 16-bit products: without AVX-512 bfloat16 takes four times as long."""
         if len(parts) > 1:
             return super().linear(parts, bias, dtype)
         weight = read(parts[0])
@@ -75,13 +75,13 @@ class GradientOps(TorchOps):
         return lambda x: apply(x, weight, bias)
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """A product in the model's dtype, as its gradient is one: in float32 autograd would keep a copy of the matrix
-        of twice its bytes.
+        """A product in the model's dtype, like its gradient. In float32 autograd would keep a copy of the matrix with
+        twice its bytes.
         """
         return self.linear([weight], None, dtype)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See TorchOps; the residual is updated again by later layers, so the norm remembers a copy."""
+        """See TorchOps. Later layers update the residual in place, so the norm keeps a copy."""
         return functional.rms_norm(residual.add_(x).clone(), weight.shape, weight, eps)
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class GradientOps(TorchOps):
 
 
 class TappedPlan:
-    """Causal attention over one window from its beginning, as torch does it, that remembers each layer's un-rotated
-    keys and values [T, H, D].
+    """Causal attention over one whole window with torch. It remembers each layer's un-rotated keys and values [T, H,
+    D].
     """
 
     def __init__(self, shape: ModelShape, num_tokens: int, device: torch.device | str) -> None:
@@ -133,8 +133,8 @@ class TappedPlan:
 
 
 def gather(model: Model, tokens: Tensor) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """For every layer, the last first: keys, values [T, H, D], and the gradients of the summed loss of one window with
-    respect to both.
+    """Yields for every layer, from the last to the first: keys, values [T, H, D], and the gradients of the summed loss
+    of one window with respect to both.
 
     model   built with GradientOps
     tokens  int64 [T]
@@ -177,7 +177,7 @@ def _loss_gradient(model: Model, hidden: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerSamples:
-    """Keys and values of one layer, float32 [T, H, D], and what a squared error in each element costs."""
+    """Keys and values of one layer, float32 [T, H, D], and the cost of a squared error in each element."""
 
     keys: Tensor
     values: Tensor
@@ -185,16 +185,16 @@ class LayerSamples:
     value_cost: Tensor
 
     def split(self, first: int) -> tuple[LayerSamples, LayerSamples]:
-        """Those of the first `first` tokens, and the others."""
+        """Splits them into the first `first` tokens and the others."""
         parts = (self.keys, self.values, self.key_cost, self.value_cost)
         return LayerSamples(*(part[:first] for part in parts)), LayerSamples(*(part[first:] for part in parts))
 
 
 class SampleStore:
-    """The samples of all windows in a folder, a file a window: what was interrupted goes on where it stopped.
+    """The samples of all windows in a folder, one file per window, so that an interrupted calibration can resume.
 
-    folder  where the files are; belongs to one model, text and settings
-    skip    first tokens of each window to leave out
+    folder  the folder of one model, text and settings
+    skip    number of first tokens to leave out of each window
     """
 
     def __init__(self, folder: Path, skip: int) -> None:
@@ -206,22 +206,22 @@ class SampleStore:
         return self.folder / f"window-{window}.safetensors"
 
     def tokens(self) -> Tensor | None:
-        """The windows to gather, int64 [windows, T], if they were put."""
+        """The windows to gather, int64 [windows, T]; None before they are put."""
         from safetensors.torch import load_file
 
         path = self.folder / "tokens.safetensors"
         return load_file(path)["tokens"] if _is_whole(path) else None
 
     def put_tokens(self, tokens: Tensor) -> None:
-        """Keeps the windows to gather."""
+        """Stores the windows to gather."""
         self._save({"tokens": tokens}, self.folder / "tokens.safetensors")
 
     def has(self, window: int) -> bool:
-        """Whether a window has been gathered. One that a crash left damaged has not."""
+        """Whether a window has been gathered completely."""
         return _is_whole(self._path(window))
 
     def put(self, window: int, model: Model, tokens: Tensor, progress: Callable[[int], None]) -> None:
-        """Gathers a window; progress is told how many layers are done."""
+        """Gathers a window. Calls progress with the number of layers done."""
         found = {}
         for done, (layer, parts) in enumerate(gather(model, tokens), 1):
             for name, tensor in parts.items():
@@ -230,7 +230,7 @@ class SampleStore:
         self._save(found, self._path(window))
 
     def layer(self, layer: int, windows: int) -> LayerSamples:
-        """The samples of one layer, of all windows one after the other."""
+        """The samples of one layer, concatenated over all windows."""
         from safetensors import safe_open
 
         parts: dict[str, list[Tensor]] = {"keys": [], "values": [], "key_grads": [], "value_grads": []}
@@ -246,7 +246,7 @@ class SampleStore:
         shutil.rmtree(self.folder)
 
     def _save(self, tensors: dict[str, Tensor], path: Path) -> None:
-        """Writes a file; there is never half of one under its name. Raises OSError, for a full disk too."""
+        """Writes a file atomically. Raises OSError, also for a full disk."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -254,7 +254,7 @@ class SampleStore:
         try:
             save_file(tensors, unfinished)
             unfinished.replace(path)
-        except SafetensorError as error:  # the library's word for all that the system refuses
+        except SafetensorError as error:  # the library raises this for every error of the system
             raise OSError(errno.EIO, str(error), str(path)) from error
         finally:
             unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a calibration is made, and where it is kept."""
+"""The settings of a calibration, and its file."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from quire.errors import ConfigError
 from quire.models.embedded import cache_folder
 
 ALGORITHM = 1
-"""Raised when the same settings make other tables."""
+"""Version of the algorithm; raised when the same settings give other tables."""
 
 WIDTHS = (2, 3, 4)
-"""Bits for which there is a codec."""
+"""Bit widths of the nuq codecs."""
 
 WINDOW_TOKENS = 1024
 HELD_OUT = 4
-"""One window in so many is not fitted to; books are tried on it."""
+"""One window in this many is held out from fitting, to measure the cost of books."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
-    """How a calibration is made.
+    """The settings of a calibration.
 
-    bits           widths that it has tables for, on average over keys and values
-    outlier_slots  of each key and value vector
-    sink_tokens    first tokens of a sequence that the cache keeps exact; they and at least one are left out
-    num_windows    pieces of text that are read
-    window_tokens  tokens of each; None: 1,024, or as many as the model reads
-    seed           of the text that the model writes itself
-    kinds          of books to choose from, see `fit`
-    spends         whether bits go where they pay; else all have the same
-    q_norm         whether what is stored has the mean and deviation of what was
-    Raises ConfigError for what cannot be.
+    bits           average bit widths to make tables for, over keys and values
+    outlier_slots  number of slots of each key and value vector
+    sink_tokens    number of first tokens of a sequence that the cache keeps exact; they, and at least one, are left out
+    num_windows    number of windows of text
+    window_tokens  tokens per window; None: 1,024, or the model's context if that is less
+    seed           seed of the text that the model writes itself
+    kinds          kinds of books to choose from, see `fit`
+    spends         whether widths vary by channel and head; otherwise all are the same
+    q_norm         whether decoded elements keep the mean and deviation of the original ones
+    Raises ConfigError for invalid settings.
     """
 
     bits: tuple[int, ...] = WIDTHS
@@ -51,36 +51,38 @@ class CalibrationSettings:
 
     def __post_init__(self) -> None:
         if not self.bits or set(self.bits) - set(WIDTHS):
-            raise ConfigError(f"bits are {_listed(self.bits)}; there are codecs of {_listed(WIDTHS)}")
+            raise ConfigError(f"bits are {_listed(self.bits)}; they must be some of {_listed(WIDTHS)}")
         if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ConfigError(f"books are {_listed(self.kinds)}; there are {_listed(KINDS)}")
+            raise ConfigError(f"books are {_listed(self.kinds)}; they must be some of {_listed(KINDS)}")
         if not 0 <= self.outlier_slots <= MAX_SLOTS:
-            raise ConfigError(f"outlier slots are {self.outlier_slots}; there may be 0 to {MAX_SLOTS}")
+            raise ConfigError(f"outlier_slots is {self.outlier_slots}; it must be from 0 to {MAX_SLOTS}")
         if not 0 <= self.sink_tokens <= PAGE_TOKENS:
-            raise ConfigError(f"sink tokens are {self.sink_tokens}; there may be 0 to {PAGE_TOKENS}")
+            raise ConfigError(f"sink_tokens is {self.sink_tokens}; it must be from 0 to {PAGE_TOKENS}")
         if self.num_windows < 2:
-            raise ConfigError(f"windows are {self.num_windows}; at least 2 are needed, one of them to try books on")
+            raise ConfigError(f"there are {self.num_windows} windows; at least 2 are needed, one of them held out")
 
     @classmethod
     def of(cls, cache: CacheConfig) -> CalibrationSettings:
-        """Those of the calibration that a cache with these settings makes for itself."""
+        """The default calibration settings for a cache with these settings."""
         return cls(outlier_slots=cache.outlier_slots, sink_tokens=cache.sink_tokens)
 
     @property
     def skipped(self) -> int:
-        """First tokens of a window that are left out: the first is like no other, whether it is kept exact or not."""
+        """Number of first tokens of a window to leave out. The very first token is unlike all others, even without
+        sinks.
+        """
         return max(1, self.sink_tokens)
 
     @property
     def num_held_out(self) -> int:
-        """Windows that books are tried on."""
+        """Number of held-out windows."""
         return max(1, self.num_windows // HELD_OUT)
 
     def file(self, model: str) -> Path:
-        """Where a calibration for the model with this fingerprint is kept unless told otherwise.
+        """The default file of a calibration for the model with this fingerprint.
 
-        The name has all that says what the tables are, and nothing of what they were fitted to: the last calibration
-        made is the one that caches take.
+        The name contains the settings that define the tables, and nothing of the text. So caches use the last
+        calibration made.
         """
         words = [model[:16], f"slots{self.outlier_slots}", f"sinks{self.sink_tokens}"]
         if set(self.bits) != set(WIDTHS):
@@ -92,7 +94,7 @@ class CalibrationSettings:
 
 
 def folder() -> Path:
-    """Where calibrations are kept: quire/calibrations in the user's cache folder."""
+    """The folder of calibrations: quire/calibrations in the user's cache folder."""
     return cache_folder().parent / "calibrations"
 
 

@@ -1,8 +1,8 @@
-"""Where the bits of a cache go: widths for every block of key channels and every head's values, within the bytes that
-one width for all would take.
+"""Allocates the bits of a cache: a width for every block of key channels and for every head's values, within the bytes
+of one width everywhere.
 
-Each choice has a cost, its errors weighted with what they cost the loss, and bytes. For a price of a byte the best
-choice of each is independent of all others; the price is set so that the bytes are just enough.
+Each choice has bytes and a cost: its errors, weighted with their effect on the loss. For a given price per byte each
+best choice is independent of the others. The price is set so that the total bytes just fit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quire.cache.ledger import UNIT
 
 @dataclass(frozen=True)
 class Spending:
-    """Choices for L layers of H heads.
+    """The chosen widths for L layers of H heads.
 
     key_order    int64 [L, H, D / 2]: pairs of channels, the costliest first
     key_bits     int64 [L, H, D / 8]
     value_bits   int64 [L, H]
     page_bytes   int64 [L, H]
-    cost         of all of it
+    cost         total cost
     """
 
     key_order: Tensor
@@ -41,20 +41,21 @@ def page_step(head_dim: int) -> int:
 
 
 def spend(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spending:
-    """The cheapest choices whose pages take, on average, at most the bytes of `bits` and `slots` everywhere.
+    """The choices with the lowest cost, with average page bytes of at most `bits` and `slots` everywhere.
 
-    key_cost    float64 [L, H, D, 6], by width, with so many slots
+    key_cost    float64 [L, H, D, 6], by width, with `slots` slots
     value_cost  float64 [L, H, 6]
 
-    Costs are those of small errors that have nothing to do with each other. Large ones have, and cost more than the sum
-    says: no key channel gets less than a bit below the average, nor none, no value less than two bits, and slots are
-    not traded for bits. (SmolLM2, War and Peace, perplexity at 2 bits on average: 2.8 % above dense with keys of 1 to 5
-    bits, 14.6 % where some got none; 6.9 % without slots for values, though the costs said otherwise.)
+    The costs assume small independent errors. Large errors are not independent and cost more than the sum. So there are
+    limits: a key channel gets at least one bit and at most one bit less than the average, a value at least two bits,
+    and slots are not traded for bits. (SmolLM2, War and Peace, perplexity at 2 bits on average: 2.8 % above dense with
+    keys of 1 to 5 bits, 14.6 % where some got none; 6.9 % without slots for values, although the costs predicted
+    otherwise.)
     """
     heads = key_cost.shape[:2]
     channels = key_cost.shape[2]
     pairs = key_cost.unflatten(2, (2, -1)).sum(2)
-    # By what the middle widths cost, so that a block's four pairs want the same.
+    # Sorted by the cost of the middle widths, so that the four pairs of a block need similar widths.
     order = pairs[..., 2].argsort(-1, descending=True)
     blocks = pairs.gather(2, order[..., None].expand_as(pairs)).unflatten(2, (-1, BLOCK_PAIRS)).sum(3)
     blocks[..., : max(1, bits - 1)] = torch.inf
@@ -67,8 +68,8 @@ def spend(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spendi
     def at_price(price: float) -> tuple[Tensor, Tensor, Tensor]:
         key_bits = (blocks + price * LINE_BYTES * widths).argmin(-1)
         value_bits = (values + price * 8 * channels * widths).argmin(-1)
-        # What is left of a page's last step buys lines for the blocks that gain most; where none can take any, those
-        # that lose least give up what exceeds the step before.
+        # Spare bytes up to the next page step buy lines for the blocks that gain most. If no block can take a line, the
+        # blocks that lose least give up lines down to the previous step.
         shrinks = torch.zeros(heads, dtype=torch.bool)
         while True:
             used = fixed + value_bits * 8 * channels + key_bits.sum(-1) * LINE_BYTES
@@ -91,7 +92,7 @@ def spend(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spendi
     while int(at_price(high)[2].sum()) > budget:
         low, high = high, high * 4
         if high > 1e100:
-            return plain  # heads so small that their steps are too large
+            return plain  # page steps are too large for such small heads
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if int(at_price(middle)[2].sum()) > budget else (low, middle)
@@ -101,7 +102,7 @@ def spend(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spendi
 
 
 def even(key_cost: Tensor, value_cost: Tensor, bits: int, slots: int) -> Spending:
-    """The same width everywhere; arguments as of `spend`."""
+    """The same width everywhere; arguments as for `spend`."""
     heads = key_cost.shape[:2]
     channels = key_cost.shape[2]
     blocks = channels // (2 * BLOCK_PAIRS)

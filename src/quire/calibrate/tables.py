@@ -1,4 +1,4 @@
-"""From the fits of all layers to the tables of a codec: which kind of book, and how many bits, where."""
+"""Makes the tables of a codec from the fits of all layers: chooses kinds of books and bit widths."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.calibrate.spend import Spending, even, spend
 def make_tables(
     fits: Sequence[LayerFit], bits: int, slots: int, *, kinds: Sequence[str] = KINDS, spends: bool = True
 ) -> tuple[NuqTables, dict[str, Any]]:
-    """The tables of one codec, and what was chosen and why.
+    """Returns the tables of one codec, and a report of the choices.
 
-    bits    on average, of keys and values
-    slots   of every key and value vector, those that the fits were made with
-    kinds   of books to choose from
-    spends  whether bits go where they pay; else all have the same
+    bits    average bits of keys and values
+    slots   slots of every key and value vector, as in the fits
+    kinds   kinds of books to choose from
+    spends  whether widths vary by channel and head; otherwise all are the same
     """
     key_kinds = [min(kinds, key=lambda kind: float(fit.key_cost[kind][..., bits].sum())) for fit in fits]
     value_kinds = [min(kinds, key=lambda kind: float(fit.value_cost[kind][..., bits].sum())) for fit in fits]

@@ -1,4 +1,4 @@
-"""What a model is calibrated on: windows of a text, or of what the model writes itself."""
+"""The windows of text for a calibration: from a given text, or written by the model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def cut(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -> Tensor:
-    """Windows int64 [num_windows, window_tokens], spread evenly over a text, each beginning as texts do for the model.
+    """Windows int64 [num_windows, window_tokens], spread evenly over a text, each with the model's begin tokens.
 
-    Raises ConfigError for a text too short to have so many without reading anything twice.
+    Raises ConfigError if the text is too short for windows without overlap.
     """
     begin = tokenizer.encode("")[:1]
     begin = begin if begin == [tokenizer.bos_id] else []
@@ -28,8 +28,8 @@ def cut(tokenizer: Tokenizer, text: str, num_windows: int, window_tokens: int) -
     body = window_tokens - len(begin)
     if len(ids) < num_windows * body:
         raise ConfigError(
-            f"the text has {len(ids):,} tokens, and {num_windows} windows of {window_tokens:,} need"
-            f" {num_windows * body:,}; give a longer one, fewer windows or shorter ones"
+            f"the text has {len(ids):,} tokens, but {num_windows} windows of {window_tokens:,} need"
+            f" {num_windows * body:,}; give a longer text, fewer windows or shorter ones"
         )
     starts = [index * (len(ids) - body) // max(1, num_windows - 1) for index in range(num_windows)]
     head = torch.tensor(begin, dtype=torch.int64)
@@ -44,9 +44,9 @@ def write(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> Tensor:
-    """Windows int64 [num_windows, window_tokens] of what the model says unasked, drawn at temperature 1.
+    """Windows int64 [num_windows, window_tokens] of text that the model writes without a prompt, at temperature 1.
 
-    Each begins with bos, or a random token where the model has none, and goes on past ends of text.
+    Each begins with bos (a random token if the model has no bos) and continues past ends of text.
     """
     draw = random.Random(seed)
     ordinary = sorted(

@@ -1,7 +1,7 @@
 """The command line: `quire COMMAND`. Each command is a module with `HELP`, `add_arguments` and `run`.
 
 Knows arguments, errors and exit codes. Nothing heavy is imported before a command runs: `quire --help` takes a fraction
-of a second. Exit codes: 0 done, 1 done with failures, 2 an error that was told in one line, 130 interrupted.
+of a second. Exit codes: 0 success, 1 part of the work failed, 2 an error reported in one line, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.version import __version__
 COMMANDS = ("serve", "chat", "generate", "inspect", "calibrate", "profile", "bench", "eval", "pull", "cache")
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-"""What the system says of a disk that takes no more. Any other error that no command foresaw is a defect of ours."""
+"""Errors of a disk that cannot be written. Any other unexpected OSError is a defect of ours."""
 
 DESCRIPTION = """\
 Quire, an LLM inference engine whose centre is the key-value cache.
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _set_up_output(args.command, log)
         code = int(importlib.import_module(f"quire.cli.{args.command}").run(args))
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where what fails can be told
+            sys.stdout.flush()  # a failure here is still reported below
         return code
     except QuireError as error:
         if debug:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("quire: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left (`quire generate ... | head`).
+        # The reader of our output has ended (`quire generate ... | head`).
         _forget_output()
         return 1
     except OSError as error:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """What is still buffered must not fail at exit."""
+    """Redirects stdout, so that buffered output does not fail at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -94,13 +94,14 @@ def _set_up_output(command: str, log: logging.Logger) -> None:
     number = logging.getLevelNamesMapping().get(level, logging.INFO)
     when = "%(asctime)s " if number <= logging.DEBUG else ""
     logging.basicConfig(format=f"quire: {when}%(message)s", level=max(number, logging.WARNING))
-    # Ours alone: libraries tell every request they make.
+    # Only our logger: libraries log every request they make.
     log.setLevel(number)
 
 
 def _leave_if_loading(text: str) -> None:
-    """Ends the process here if an engine is still loading, which nothing can stop, with a text on stderr itself: what
-    sys.stderr is may be a bar's, which hid the cursor.
+    """Ends the process at once if an engine is still loading, because nothing can stop the loading thread.
+
+    Writes the text to file descriptor 2: sys.stderr may belong to a progress bar, which has hidden the cursor.
     """
     module = sys.modules.get("quire.async_llm")
     if module is not None and module.is_loading():
@@ -151,7 +152,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but a switch takes the next word only if that is a truth value: `--allow-public smollm2`."""
+        """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`."""
         words = list(sys.argv[1:] if args is None else args)
         commands = self.commands
         switches = {
@@ -179,8 +180,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but an optional argument may also come after flags.
 
-        argparse takes such an argument for absent as soon as a flag follows the ones before it, and has the word that
-        stands behind the flags left over.
+        argparse treats an optional argument as absent once a flag follows the earlier arguments. It then returns the
+        word after the flags as unknown.
         """
         found, unknown = super().parse_known_args(args, namespace)
         for action in self.arguments.added:
@@ -220,7 +221,7 @@ def _unknown(words: list[str], command: Parser, commands: dict[str, Parser]) -> 
     """What is wrong with words that the command does not take, and what was meant."""
     flag = words[0].partition("=")[0]
     if flag.startswith("-") and not flag.startswith("--"):
-        return f"unknown flag {flag}; a text that begins with - goes behind --"
+        return f"unknown flag {flag}; write a text that begins with - after --"
     if not flag.startswith("--"):
         return f"there is no place for {words[0]!r}; a text of several words needs quotes"
     known = [each for each in command.flags if each.startswith("--")]
@@ -229,5 +230,5 @@ def _unknown(words: list[str], command: Parser, commands: dict[str, Parser]) -> 
         return f"there is no {flag} here; {own} is the flag"
     others = [f"quire {name}" for name, other in commands.items() if flag in other.flags]
     if others:
-        return f"there is no {flag} here; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+        return f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"
     return f"unknown flag {flag}; {nearest(flag, known)}"

@@ -1,8 +1,7 @@
-"""Prompts worked through, many at a time: JSON lines in, JSON lines out, going on where an earlier run stopped.
+"""Batch generation: JSON lines in, JSON lines out. A run resumes where an earlier run stopped.
 
-The output file is the only record of what is done. It belongs to one run at a time, which appends a line at a time; a
-line torn by a crash is cut off, and lines that failed are taken out, when the next run begins. Answers to stdout are
-not remembered.
+The output file is the only record of progress. It belongs to one run at a time, which appends line by line. The next
+run cuts off a line torn by a crash and removes failed lines. Answers to stdout are not remembered.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 FIRST_LINES, GROWTH = 8, 4
-"""Lines that run at once at first, and how many start in the place of one that is finished, until as many run as the
-engine takes: 256 lines of 256 tokens each, begun together, all end together, and an interrupt in the first minute would
-leave none of them."""
+"""Number of lines that run at first, and number of lines started for each finished one, up to the engine's limit.
+Without this, 256 lines of 256 tokens started together would finish together, and an interrupt in the first minute would
+lose all of them."""
 
 BAR_SECONDS = 0.2
-"""How often the progress bar is brought up to date."""
+"""Interval between updates of the progress bar."""
 
 
 class Batch:
-    """The lines of an input that its output does not hold yet. A context: it holds the output against other runs.
+    """The input lines that the output does not have yet. A context manager: it locks the output against other runs.
 
     source       file of the prompts; - is stdin
     target       file of the answers; - is stdout
-    sampling     parameters for lines that do not say otherwise
-    num_retried  lines that failed in an earlier run: they are out of the output and to be done again
-    Raises ConfigError, before anything is generated or written, for a file that cannot be read or written, that another
-    run is writing, or with lines that are not what they should be.
+    sampling     default parameters of a line
+    num_retried  number of lines that failed in an earlier run: removed from the output and tried again
+    Raises ConfigError before it generates or writes anything: if a file cannot be read or written, if another run is
+    writing the output, or if a line is invalid.
     """
 
     def __init__(self, source: str, target: str, sampling: dict[str, Any]) -> None:
@@ -74,9 +73,8 @@ class Batch:
         self._out.close()
 
     async def run(self, llm: AsyncLLM) -> None:
-        """Generate every line, soon as many at a time as the engine runs, and write each as it finishes.
-
-        Raises QuireError if an answer cannot be written.
+        """Generates every line and writes each answer as it finishes. Raises QuireError if an answer cannot be
+        written.
         """
         begun = time.monotonic()
         with self._progress(len(self.todo)) as (seconds, show):
@@ -91,29 +89,29 @@ class Batch:
                 self.seconds = time.monotonic() - begun
 
     def summary(self) -> str:
-        """One line about the run."""
+        """A summary of the run in one line."""
         parts = [f"{self.num_done} done"]
         if self.num_failed:
             again = "; the same command tries them again" if self._out.is_file else ""
-            parts.append(f"{self.num_failed} of them failed (their lines say why{again})")
+            parts.append(f"{self.num_failed} of them failed (the output has the reasons{again})")
         if self.num_skipped:
-            parts.append(f"{self.num_skipped} were there already")
+            parts.append(f"{self.num_skipped} done before")
         if self.num_tokens:
             parts.append(f"{self.num_tokens} tokens, {self.num_tokens / self.seconds:.0f} tokens/s")
         num_left = self._num_running + len(self.todo)
         if num_left:
-            again = "; the same command goes on with them" if self._out.is_file else ""
-            parts.append(f"{num_left} are not done{again}")
+            again = "; the same command resumes" if self._out.is_file else ""
+            parts.append(f"{num_left} not done{again}")
         return ", ".join(parts)
 
     def _start(self, count: int, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
-        """Begins `count` more lines, or as many as there are and the engine runs."""
+        """Starts `count` more lines, or fewer if no more are left or the engine runs no more."""
         for _ in range(min(count, len(self.todo), llm.config.scheduler.max_running - self._num_running)):
             self._num_running += 1
             group.create_task(self._finish(self.todo.popleft(), llm, group))
 
     async def _finish(self, line: Line, llm: AsyncLLM, group: asyncio.TaskGroup) -> None:
-        """Generates and writes one line, then begins others in its place."""
+        """Generates and writes one line, then starts others in its place."""
         try:
             answer = await self._generate(llm, line)
         except (RequestError, CacheFullError) as error:
@@ -157,20 +155,20 @@ class Batch:
                             choice["finish_reason"] = output.finish_reason
                 break
             except QueueFullError as error:
-                # Nothing was generated: the queue refuses before it takes anything.
+                # A full queue refuses a request before anything is generated.
                 await asyncio.sleep(error.retry_after)
         answer = choices[0] if num_choices == 1 else {"choices": choices}
         return answer | {"usage": usage}
 
     @contextlib.contextmanager
     def _progress(self, total: int) -> Iterator[tuple[float, Callable[[], None]]]:
-        """Shows on stderr how far the run is: (how often to call, what to call)."""
+        """Shows the progress on stderr. Yields (interval in seconds, update function)."""
         begun = time.monotonic()
 
         def speed() -> str:
             return f"{self.num_tokens / max(time.monotonic() - begun, 1e-9):.0f} tokens/s"
 
-        # A bar would tear the answers on a terminal that shows both.
+        # On a terminal that shows both, a bar would break up the answers.
         if not sys.stderr.isatty() or (self._out.name == "-" and os.isatty(self._out.fileno())):
             yield (
                 PLAIN_SECONDS,
@@ -194,11 +192,11 @@ async def _repeat(seconds: float, call: Callable[[], None]) -> None:
 
 
 class _Output:
-    """Where answers go: stdout, a device or pipe, or a file that no other run writes to until this one closes it.
+    """The output: stdout, a device or pipe, or a file, locked until this object is closed.
 
-    wanted       ids of the input: only failures of these are taken out of the file
-    done         ids of the answers that the file holds and keeps
-    num_retried  how many failures were taken out
+    wanted       ids of the input: only failed lines with these ids are removed from the file
+    done         ids of the answers that stay in the file
+    num_retried  number of failed lines removed
     """
 
     def __init__(self, name: str, wanted: Collection[str | int]) -> None:
@@ -209,8 +207,8 @@ class _Output:
         self.is_file = name != "-" and (os.path.isfile(name) or os.path.isdir(name) or not os.path.exists(name))
         if name == "-":
             if sys.stdout is None:
-                raise ConfigError("the answers go to stdout, and that is closed; name an --output")
-            # Not through sys.stdout: that replaces what its encoding lacks.
+                raise ConfigError("stdout is closed; give an --output")
+            # Not through sys.stdout, which replaces characters that its encoding lacks.
             sys.stdout.flush()
             self._file = FileIO(sys.stdout.fileno(), "w", closefd=False)
             return
@@ -232,12 +230,12 @@ class _Output:
         return self._file.fileno()
 
     def close(self) -> None:
-        """Lets other runs write."""
+        """Closes the file and releases its lock."""
         self._file.close()
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append one line. Raises QuireError if it cannot be written, BrokenPipeError if nobody reads it."""
-        # Half of a surrogate pair, from an id, becomes the escape that JSON has for it.
+        """Appends one line. Raises QuireError if it cannot be written, BrokenPipeError if the reader has ended."""
+        # An id may contain half of a surrogate pair, which becomes its JSON escape.
         self._write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n", self._file)
 
     def _write(self, content: bytes, file: FileIO) -> None:
@@ -249,19 +247,19 @@ class _Output:
             raise
         except OSError as error:
             if self.is_file:
-                with contextlib.suppress(OSError):  # not half a line
+                with contextlib.suppress(OSError):  # removes the partial line
                     file.truncate(os.fstat(file.fileno()).st_size - (len(content) - len(rest)))
-            kept = "; what it holds stays, the same command goes on from there" if self.is_file else ""
+            kept = "; finished answers are kept, and the same command resumes" if self.is_file else ""
             where = "to stdout" if self.name == "-" else self.name
             raise QuireError(f"cannot write {where}: {error.strerror or error}{kept}") from error
 
     def _open(self) -> FileIO:
-        """The file, made if there is none, and locked."""
+        """Opens and locks the file; creates it if there is none."""
         while True:
             file = FileIO(self.name, "a+")
             try:
                 self._lock(file)
-                # The run that had the lock may have put a new file in the place of the one that was opened.
+                # The previous owner of the lock may have replaced the file after it was opened here.
                 if os.path.exists(self.name) and os.path.samestat(os.fstat(file.fileno()), os.stat(self.name)):
                     return file
             except BaseException:
@@ -274,13 +272,13 @@ class _Output:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another quire generate is writing {self.name}; wait for it, or name another --output"
+                f"another quire generate is writing {self.name}; wait for it, or give another --output"
             ) from None
         except OSError as error:
-            log.warning("%s cannot be locked (%s); start no second run on it", self.name, error.strerror or error)
+            log.warning("%s cannot be locked (%s); do not start a second run on it", self.name, error.strerror or error)
 
     def _resume(self, wanted: Collection[str | int]) -> None:
-        """Read what the file holds; take out a torn last line and the failures that will be tried again."""
+        """Reads the file. Removes a torn last line and the failed lines that will be tried again."""
         self._file.seek(0)
         *lines, tail = self._file.readall().split(b"\n")
         kept: list[bytes] = []
@@ -293,15 +291,13 @@ class _Output:
                     self.done.add(answer["id"])
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ConfigError(
-                    f"{self.name}:{number}: this is no output of quire generate; name another --output"
+                    f"{self.name}:{number}: not an output of quire generate; give another --output"
                 ) from error
             kept.append(line + b"\n")
-        # A last line without its line end may look complete and not be, 12 of 123; but it begins as ours do.
+        # A last line without a newline may look complete and be torn, such as 12 of 123. It must begin like our lines.
         begin = tail[:7].replace(b" ", b"")
         if not begin.startswith(b'{"id":') and not b'{"id":'.startswith(begin):
-            raise ConfigError(
-                f"{self.name}:{len(lines) + 1}: this is no output of quire generate; name another --output"
-            )
+            raise ConfigError(f"{self.name}:{len(lines) + 1}: not an output of quire generate; give another --output")
         self.num_retried = len(lines) - len(kept)
         if self.num_retried:
             self._replace(b"".join(kept))
@@ -309,7 +305,7 @@ class _Output:
             self._file.truncate(sum(map(len, kept)))
 
     def _replace(self, content: bytes) -> None:
-        """Put a file of this content in the place of the output once it is whole: no crash costs an answer."""
+        """Replaces the output by a complete new file with this content, so that a crash loses no answer."""
         path = os.path.realpath(self.name)
         new = path + ".new"
         try:

@@ -1,4 +1,4 @@
-"""The input of `quire generate` and `quire profile`: a prompt a line, as JSON, perhaps with parameters of its own."""
+"""The input of `quire generate` and `quire profile`: one prompt per line, as JSON, with optional parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARS = 300
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the input. prompt has one of `PROMPT_KEYS`, and what the line asks of the cache."""
+    """One line of the input. `prompt` has one of `PROMPT_KEYS`, and the line's cache hints."""
 
     line_id: str | int
     prompt: dict[str, Any]
@@ -27,7 +27,7 @@ class Line:
 
 
 def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
-    """The lines of the input. Raises ConfigError that shows what is wrong with the first ten of its bad lines."""
+    """Reads the input. Raises ConfigError that describes the first ten invalid lines."""
     label = "stdin" if name == "-" else name
     try:
         if name == "-":
@@ -46,7 +46,7 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
         try:
             line = _read_line(raw, number, sampling)
             if line.line_id in known:
-                raise ValueError(f"its id {line.line_id!r} is that of line {known[line.line_id]}")
+                raise ValueError(f"line {known[line.line_id]} has the same id {line.line_id!r}")
             known[line.line_id] = number
             lines.append(line)
         except (ValueError, RecursionError) as error:
@@ -59,19 +59,19 @@ def read_input(name: str, sampling: dict[str, Any]) -> list[Line]:
         shown = problems[:_SHOWN_PROBLEMS]
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
-        message = f"{label} has {len(problems)} lines that are not what they should be; nothing was run"
+        message = f"{label} has {len(problems)} invalid lines; nothing was run"
         raise ConfigError("\n".join([message, *shown]))
     return lines
 
 
 def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
-    """Raises ValueError (RequestError is one) for a line that is not what it should be."""
+    """Parses a line. Raises ValueError (RequestError is one) if it is invalid."""
     try:
         values = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
+        raise ValueError(f"invalid UTF-8: byte {error.start + 1} is {raw[error.start]:#04x}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, at character {error.colno}") from error
+        raise ValueError(f"invalid JSON: {error.msg}, at character {error.colno}") from error
     if not isinstance(values, dict):
         raise ValueError("a line must be a JSON object")
     line_id = values.pop("id", number)
@@ -79,7 +79,7 @@ def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
         raise ValueError("'id' must be a string or an integer")
     kinds = [key for key in PROMPT_KEYS if key in values]
     if len(kinds) != 1:
-        raise ValueError(f"a line must hold one of {', '.join(PROMPT_KEYS)}")
+        raise ValueError(f"a line must have exactly one of {', '.join(PROMPT_KEYS)}")
     kind = kinds[0]
     prompt = values.pop(kind)
     hints = {key: hint for key in _HINTS & values.keys() if (hint := values.pop(key)) is not None}
@@ -97,5 +97,5 @@ def _read_line(raw: bytes, number: int, sampling: dict[str, Any]) -> Line:
         raise ValueError("'messages' must be a list of objects with role and content")
     if kind == "prompt_token_ids" and not all(type(each) is int for each in prompt):
         raise ValueError("'prompt_token_ids' must be a list of integers")
-    CacheHints(**hints)  # refuses what is no hint
+    CacheHints(**hints)  # raises RequestError for invalid hints
     return Line(line_id, {kind: prompt, **hints}, SamplingParams(**(sampling | values)))

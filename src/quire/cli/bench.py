@@ -1,14 +1,14 @@
 """Measure the engine on this machine.
 
-throughput: random tokens through the library, greedy, new ids in every repeat. Prefill is the time of prompts alone;
-decode is the time of all tokens after each request's first, the same prompts' prefill taken off. The best of the
-repeats counts: other work on the machine only ever slows a run down. An answer that fails or is cut short ends the
-command with an error: its time would say nothing.
+throughput: random tokens through the library, greedy, new ids in every repeat. Prefill is the time of the prompts
+alone. Decode is the time of all tokens after each request's first: total time minus prefill time of prompts of the same
+length. The best repeat counts, because other work on the machine can only slow a run down. If an answer fails or is cut
+short, the command ends with an error, because its time would mean nothing.
 
-trace: the requests of a trace (JSON lines of timestamp, input_length, output_length and hash_ids of 512-token blocks),
-scaled down, with prefixes shared. Prompt tokens found in the cache are held to a count made from the hash ids alone:
-where requests run one after the other and nothing is evicted, a difference in any of them ends the command with status
-1. Unless it is set, the cache is as large as all of it needs.
+trace: replays the requests of a trace (JSON lines with timestamp, input_length, output_length and hash_ids of 512-token
+blocks), scaled down, with prefix sharing. The number of cached prompt tokens of each request is compared with an
+expected number, computed from the hash ids alone. If requests run one after the other and nothing is evicted, any
+difference ends the command with exit code 1. By default the cache is large enough for the whole trace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: Arguments) -> None:
         type=int,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="tokens of each answer (default: 128; trace: the trace's, scaled)",
+        help="tokens per answer (default: 128; trace: the trace's, scaled)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="append the results as JSON lines")
     for name, benchmark in BENCHMARKS.items():
@@ -45,7 +45,7 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was measured; 1 if a benchmark found the engine wrong."""
+    """Prints the results. Returns 1 if a benchmark found a wrong result."""
     chosen = BENCHMARKS[args.name]
     for name, other in BENCHMARKS.items():
         for flag in other.DEFAULTS:

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: tokens per second of prompts and of answers, on random tokens, through the library."""
+"""`quire bench throughput`: tokens per second of prefill and decode, with random tokens, through the library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Throughput:
-    """See the module."""
+    """The benchmark; see the module's docstring."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "batch": [1, 8, 32],
@@ -33,16 +33,16 @@ class Throughput:
     def add_arguments(group: Arguments) -> None:
         """The flags that only this benchmark has."""
         counts = [
-            ("--batch", "*", "sequences decoded at once (default: 1 8 32)"),
+            ("--batch", "*", "batch sizes of the decode rows (default: 1 8 32)"),
             ("--prefill", "*", "prompt lengths of the prefill rows (default: 512 1536)"),
-            ("--input-tokens", None, "prompt length when decoding (default: 128)"),
-            ("--repeats", None, "runs of each row, the best counts (default: 3)"),
+            ("--input-tokens", None, "prompt length of the decode rows (default: 128)"),
+            ("--repeats", None, "runs per row; the best counts (default: 3)"),
         ]
         for flag, nargs, text in counts:
             group.add_argument(flag, type=int, nargs=nargs, default=argparse.SUPPRESS, metavar="N", help=text)
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises ConfigError for arguments that cannot be measured."""
+        """Raises ConfigError for invalid arguments."""
         if min(*args.batch, *args.prefill, args.input_tokens, args.output_tokens - 1, args.repeats) < 1:
             raise ConfigError("the counts of quire bench must be at least 1, --output-tokens at least 2")
         self._args = args
@@ -52,10 +52,10 @@ class Throughput:
         return options_from(self._args, shared.ENGINE_SECTIONS)
 
     def measure(self, llm: LLM, console: Console) -> tuple[list[dict[str, Any]], bool]:
-        """Prints a line for each row and returns the rows, and that nothing is wrong."""
+        """Prints a line per row. Returns the rows and True: this benchmark checks no result."""
         args = self._args
         draw = random.Random(0)
-        _seconds(llm, draw, 1, 64, 4)  # the first steps warm caches and compile what is compiled late
+        _seconds(llm, draw, 1, 64, 4)  # the first steps warm caches and compile late kernels
         rows: list[dict[str, Any]] = []
 
         def add(phase: str, batch: int, length: int, tokens: int, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Throughput:
             whole = min(_seconds(llm, draw, batch, args.input_tokens, args.output_tokens) for _ in range(args.repeats))
             if whole <= first:
                 raise QuireError(
-                    f"decoding {args.output_tokens} tokens took no longer than the prompts alone: too short to measure;"
+                    f"decoding {args.output_tokens} tokens took no longer than the prefill alone, too short to measure;"
                     " raise --output-tokens"
                 )
             add("decode", batch, args.input_tokens, batch * (args.output_tokens - 1), whole - first)
@@ -81,11 +81,11 @@ class Throughput:
 def _seconds(llm: LLM, draw: random.Random, batch: int, length: int, max_tokens: int) -> float:
     """Time of `batch` requests of `length` random tokens that generate `max_tokens` each.
 
-    Raises ModelError if the model's numbers are not finite, QuireError if an answer has not `max_tokens` tokens.
+    Raises ModelError if the model's logits are not finite, QuireError if an answer has fewer than `max_tokens` tokens.
     """
     from quire.engine.params import SamplingParams
 
-    # Ids from the middle of the vocabulary: none of them is special.
+    # Ids from the middle of the vocabulary are not special tokens.
     low, high = llm.shape.vocab_size // 4, llm.shape.vocab_size // 2
     prompts = [{"prompt_token_ids": [draw.randrange(low, high) for _ in range(length)]} for _ in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

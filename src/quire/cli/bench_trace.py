@@ -1,8 +1,8 @@
-"""`quire bench trace`: a trace of requests replayed with shared prefixes, what was found in the cache held to a count.
+"""`quire bench trace`: replays a trace with shared prefixes and checks the number of cached tokens of each request.
 
-The count (`quire.cli.traces`) is made from the hash ids, without the engine. It is exact for the prompts that are sent:
-equal ids at equal places are equal tokens, chunks of different ids differ, and every generated token is forced to be
-one that no prompt has, so that an answer in the cache can never pass for a prompt.
+The expected number (`quire.cli.traces`) is computed from the hash ids, without the engine. It is exact for the prompts
+sent: equal ids at equal places are equal tokens, and chunks of different ids differ. Every generated token is forced to
+be one that no prompt has, so a cached answer never matches a prompt.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
 SHOWN_DIFFERENCES = 5
 FORCE = 100.0
-"""Added to the logit of the token that is to be generated: the largest bias there is."""
+"""Bias on the logit of the forced token: the largest valid one."""
 
 
 @dataclass(eq=False)
 class Sent:
-    """A request on its way. Times are seconds since the replay began; matched is what the engine says it found."""
+    """A request in flight. Times are seconds since the replay began. `matched` is the engine's number of cached
+    tokens.
+    """
 
     request: TraceRequest
     prompt: list[int]
@@ -47,7 +49,7 @@ class Sent:
 
 
 class Trace:
-    """See the module."""
+    """The benchmark; see the module's docstring."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "trace": None,
@@ -67,13 +69,13 @@ class Trace:
 
         add("--trace", Path, "FILE", "the trace; required")
         add("--requests", shared.count, "N", "requests replayed, from the first (default: 500)")
-        add("--block-tokens", shared.count, "N", "tokens for each 512 of the trace, a multiple of 4 (default: 32)")
+        add("--block-tokens", shared.count, "N", "tokens per 512 of the trace, a multiple of 4 (default: 32)")
         pace = group.add_mutually_exclusive_group()
-        add("--concurrency", shared.count, "N", "requests at once, as fast as they are done (default: 1)", pace)
-        add("--speed", float, "X", "send by the trace's timestamps, so many times as fast", pace)
+        add("--concurrency", shared.count, "N", "number of requests in flight (default: 1)", pace)
+        add("--speed", float, "X", "follow the trace's timestamps, X times as fast", pace)
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Reads the trace. Raises ConfigError for arguments that cannot be, and where sharing is switched off."""
+        """Reads the trace. Raises ConfigError for invalid arguments, or if sharing is off."""
         if args.trace is None:
             raise ConfigError("quire bench trace needs --trace FILE")
         if args.block_tokens % traces.TELLING_TOKENS:
@@ -86,16 +88,16 @@ class Trace:
             raise ConfigError(f"--output-tokens is {args.output_tokens}; it must be at least 1")
         config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
         if not config.cache.share:
-            raise ConfigError("cache.share is false; quire bench trace measures sharing: leave it true")
+            raise ConfigError("cache.share is false; leave it true, because quire bench trace measures sharing")
         self._args = args
         read = traces.read_trace(args.trace, args.requests)
         self._requests = traces.scaled(read, args.block_tokens, args.output_tokens)
         self._expected = traces.count_matches(self._requests, args.block_tokens)
 
     def options(self) -> dict[str, Any]:
-        """Settings of the engine to measure, with a cache that holds the whole trace unless its size is given.
+        """Settings of the engine to measure. The cache holds the whole trace unless its size is set.
 
-        Raises ConfigError if a request is longer than the context, or a cache of that size does not fit the machine.
+        Raises ConfigError if a request is longer than the context, or if such a cache does not fit the machine.
         """
         from quire.engine.build import resolve, slab_bytes
         from quire.models.resolve import resolve_model
@@ -109,11 +111,11 @@ class Trace:
         is_auto = given.cache.memory == "auto"
         self._check_lengths(fits.model_context if is_auto else fits.max_context)
         at_once = self._args.concurrency if self._args.speed is None else config.scheduler.max_running
-        # One more for each running request: the chunk it has not filled.
+        # One more chunk for each running request: its open chunk.
         kept = traces.count_chunks(self._requests, self._expected)
         chunks = max(2, kept + min(at_once, len(self._requests)))
         memory = chunks * fits.chunk_bytes
-        # The arena is cut down to whole slabs; whole mebibytes can be shown as they are.
+        # The arena is rounded down to whole slabs; whole mebibytes print exactly.
         memory += 2 * slab_bytes(fits.chunk_bytes // (shape.num_layers * shape.num_kv_heads), memory)
         self._needed_bytes = memory = -(-memory // 2**20) * 2**20
         self._chunk_bytes = fits.chunk_bytes
@@ -124,15 +126,17 @@ class Trace:
             raise ConfigError(
                 f"the {len(self._requests)} requests of {self._args.trace} need cache.memory {memory >> 20}MiB"
                 f" beside {format_bytes(fits.weight_bytes)} of weights, and {format_bytes(fits.available_bytes or 0)}"
-                " are free; lower --requests or --block-tokens, or set cache.memory and let it evict"
+                " are free; lower --requests or --block-tokens, or set a smaller cache.memory, which evicts"
             )
         return options | {"cache.memory": memory}
 
     def measure(self, llm: LLM, console: Console) -> tuple[list[dict[str, Any]], bool]:
-        """Replays the trace, prints a table and returns it as one row, and whether the count agrees where it must."""
+        """Replays the trace and prints a table. Returns it as one row, and whether the numbers agree where they
+        must.
+        """
         from rich.table import Table
 
-        # Ids from the middle of the vocabulary, none of which is special; the one after them is what is generated.
+        # Ids from the middle of the vocabulary, which are not special tokens. The id after them is the forced token.
         ids = range(llm.shape.vocab_size // 4, llm.shape.vocab_size // 2)
         prompts = traces.make_prompts(self._requests, self._args.block_tokens, ids)
         work = [Sent(*each) for each in zip(self._requests, prompts, self._expected, strict=True)]
@@ -155,13 +159,13 @@ class Trace:
         for request in self._requests:
             if request.input_tokens + request.output_tokens > context:
                 raise ConfigError(
-                    f"{self._args.trace} line {request.line}: {request.input_tokens} tokens of prompt and"
-                    f" {request.output_tokens} of answer exceed the context of {context}; lower --block-tokens"
+                    f"{self._args.trace} line {request.line}: {request.input_tokens} prompt tokens and"
+                    f" {request.output_tokens} output tokens exceed the context of {context}; lower --block-tokens"
                 )
 
     def _replay(self, llm: LLM, work: list[Sent], forced: int) -> float:
-        """Sends everything and fills in what came of it; returns the seconds it took. Raises ModelError or QuireError
-        for an answer that is not as many tokens as were asked for, each the forced one.
+        """Sends all requests and records the results in `work`. Returns the seconds. Raises ModelError or QuireError if
+        an answer is not the requested number of forced tokens.
         """
         from rich.console import Console
         from rich.progress import Progress
@@ -201,13 +205,13 @@ class Trace:
         for sent in work:
             if sent.answer != [forced] * sent.request.output_tokens:
                 raise QuireError(
-                    f"the answer to line {sent.request.line} of the trace is not the {sent.request.output_tokens}"
-                    f" tokens {forced} that were forced"
+                    f"the answer to line {sent.request.line} of the trace is not {sent.request.output_tokens} times"
+                    f" the forced token {forced}"
                 )
         return seconds
 
     def _row(self, work: list[Sent], seconds: float, before: dict[str, Any], llm: LLM) -> dict[str, Any]:
-        """What was measured. before: the engine's counters when the replay began."""
+        """The results. before: the engine's counters at the start of the replay."""
         import numpy as np
 
         stats, config = llm.stats(), llm.config.cache
@@ -217,7 +221,7 @@ class Trace:
         delays = [sent.first_token - sent.begun for sent in work]
         evicted = stats["cache"]["bytes_evicted"]
         is_sequential = self._args.speed is None and self._args.concurrency == 1
-        # The engine's word that it evicted something counts only where it had a reason to.
+        # Eviction excuses a difference only if the cache could not hold everything.
         keeps_all = self._holds_all and config.pin is None
         return {
             "trace": str(self._args.trace),
@@ -249,12 +253,12 @@ class Trace:
 
     def _table(self, row: dict[str, Any]) -> list[tuple[str, str, str]]:
         if row["is_exact"]:
-            note = "must be what matched, in every request"
+            note = "must equal the matched tokens, in every request"
         elif row["evicted_bytes"] or row["lifetime"] is not None:
-            note = "may be other than what matched: something was dropped"
+            note = "may differ from the matched tokens: prefixes were dropped"
         else:
-            note = "may be more: some was still being computed"
-        room = "holds all of it" if self._holds_all else f"{row['needed_bytes'] >> 20}MiB would hold all of it"
+            note = "may exceed the matched tokens: prefixes were still being computed"
+        room = "holds the whole trace" if self._holds_all else f"{row['needed_bytes'] >> 20}MiB would hold it all"
         return [
             ("requests", f"{row['requests']:,}", f"blocks of {row['block_tokens']} tokens"),
             ("prompt tokens", f"{row['prompt_tokens']:,}", f"{row['prompt_tokens_per_second']:,.0f} a second"),
@@ -267,7 +271,7 @@ class Trace:
             ("first token, p50", f"{row['ttft_p50'] * 1000:,.1f} ms", f"p99 {row['ttft_p99'] * 1000:,.1f} ms"),
             ("cache", format_bytes(row["cache_bytes"]), room),
             ("cached at the end", format_bytes(row["cached_bytes"]), ""),
-            ("used at most", format_bytes(row["peak_bytes"]), "by running requests"),
+            ("peak use", format_bytes(row["peak_bytes"]), "by running requests"),
             ("evicted", format_bytes(row["evicted_bytes"]), ""),
             ("saved", format_bytes(row["saved_bytes"]), "of keys and values"),
         ]
@@ -281,6 +285,6 @@ def _params(forced: int, output_tokens: int) -> Any:
 
 
 def _warm(llm: LLM, ids: range) -> None:
-    """The first steps warm caches and compile what is compiled late. Less than a chunk: nothing of it stays cached."""
+    """Warms caches and compiles late kernels. The prompt is shorter than a chunk, so nothing of it stays cached."""
     tokens = list(ids)[: min(traces.CHUNK_TOKENS, llm.max_context) // 2]
     llm.generate({"prompt_token_ids": tokens}, _params(ids.stop, 2), use_tqdm=False)

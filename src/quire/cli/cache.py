@@ -1,11 +1,11 @@
-"""List or remove the packed layers of models that earlier starts left in the user's cache folder.
+"""List or remove packed layers of models in the user's cache folder.
 
-quire cache ls                   a line for each model: what it is, its bytes, its last use
+quire cache ls                   lists them, with size and last use
 quire cache clear                removes all of them
 quire cache clear NAME ...       removes those of a model, by its name, its path, or the name of the file
 
-A model of 384 MiB or more leaves its packed layers there when it is loaded on a CPU for the first time, unless
---model.images is false. A model that runs keeps what it has mapped; the next start writes it again.
+The first start of a model of 384 MiB or more on a CPU writes its packed layers there, unless --model.images is false. A
+running model keeps the layers that it has mapped; the next start writes them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
 from quire.models.image_folder import Draft, Image, ImageError
 
-HELP = "list or remove packed layers that earlier starts left"
+HELP = "list or remove packed layers of models on disk"
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the images, or remove them."""
     if args.action == "ls" and args.names:
-        raise ConfigError(f"quire cache ls takes no names, and was given {args.names[0]!r}")
+        raise ConfigError(f"quire cache ls takes no names, but got {args.names[0]!r}")
     if args.action == "clear" and args.json:
         raise ConfigError("--json is for quire cache ls")
     try:
@@ -60,7 +60,7 @@ def _chosen(names: list[str]) -> list[Image]:
     for name in names:
         if not any(_is_called(image, name) for image in found.values()):
             known = ", ".join(sorted({image.origin.model for image in images})) or "none"
-            raise ConfigError(f"no packed layers of {name!r}; there are those of: {known}")
+            raise ConfigError(f"no packed layers of {name!r}; models with packed layers: {known}")
     return list(found.values())
 
 
@@ -77,7 +77,7 @@ def _show(images: list[Image], drafts: list[Draft], *, as_json: bool) -> None:
         print(json.dumps([_facts(image) for image in images], indent=2))
         return
     for draft in drafts:
-        ended = "left by a process that ended; quire cache clear removes it"
+        ended = "draft of a process that ended; quire cache clear removes it"
         print(f"{draft.path}: {format_bytes(draft.num_bytes)}, {'being written' if draft.is_written else ended}")
     if not images:
         print(f"no packed layers in {image_folder.image_folder()}")
@@ -89,13 +89,13 @@ def _show(images: list[Image], drafts: list[Draft], *, as_json: bool) -> None:
             image.origin.dtype,
             format_bytes(image.num_bytes),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(image.used)),
-            image.origin.path + " (not there any more)" * (not Path(image.origin.path).exists()),
+            image.origin.path + " (no longer exists)" * (not Path(image.origin.path).exists()),
         )
         for image in images
     ]
     columns = ("model", "form", "dtype", "size", "last used", "checkpoint")
     shared.print_table(columns, rows, ("form", "dtype", "checkpoint"))
-    print(f"{format_bytes(sum(image.num_bytes for image in images))} in all")
+    print(f"{format_bytes(sum(image.num_bytes for image in images))} in total")
 
 
 def _facts(image: Image) -> dict[str, object]:

@@ -1,12 +1,12 @@
-"""Calibrate the nuq codecs for a model: which codebooks they have, and where the bits go.
+"""Calibrate the nuq codecs for a model: fit their codebooks and allocate their bits.
 
-The model reads windows of a text, or without --text of what it writes itself, and learns from its gradients what an
-error in each key and value would cost. All widths are made at once and kept in one file.
+The model reads windows of a text. Without --text it first writes the text itself. Its gradients give the cost of an
+error in each key and value. One run makes the tables of all bit widths and writes them to one file.
 
-Without --output that file is where quire serve, chat and generate look for it: they make one themselves when there is
-none, with these defaults. --cache.calibration FILE takes another.
+Without --output the file goes where quire serve, chat and generate look for it. If they find none, they calibrate with
+these defaults themselves. --cache.calibration FILE makes them use another file.
 
-A calibration that was interrupted goes on with the windows it had gathered. docs/calibration.md says how it works.
+An interrupted calibration resumes with the windows gathered so far. See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ def add_arguments(parser: Arguments) -> None:
     def add(flag: str, text: str, **options: Any) -> None:
         group.add_argument(flag, help=text, default=argparse.SUPPRESS, **options)
 
-    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write it")
+    group.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write")
     group.add_argument(
-        "--text", type=Path, metavar="FILE", help="what to read; without it the model writes a text itself"
+        "--text", type=Path, metavar="FILE", help="text to read (default: the model writes a text itself)"
     )
-    add("--bits", "widths to make tables for (default: 2,3,4)", type=_numbers, metavar="N,...")
+    add("--bits", "bit widths to make tables for (default: 2,3,4)", type=_numbers, metavar="N,...")
     add(
         "--outlier-slots",
-        "elements of each vector stored exactly (default: cache.outlier_slots)",
+        "number of elements per vector stored exactly (default: cache.outlier_slots)",
         type=int,
         metavar="N",
     )
-    add("--sink-tokens", "first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
-    add("--windows", "pieces of text to read (default: 8)", type=shared.count, metavar="N")
-    add("--window", "tokens of each (default: 1,024)", type=shared.count, metavar="TOKENS")
-    add("--seed", "of the text that the model writes (default: 0)", type=int, metavar="N")
-    add("--q-norm", "keep the mean and deviation of what is stored", action="store_true")
+    add("--sink-tokens", "number of first tokens kept exact (default: cache.sink_tokens)", type=int, metavar="N")
+    add("--windows", "number of windows of text to read (default: 8)", type=shared.count, metavar="N")
+    add("--window", "tokens per window (default: 1,024)", type=shared.count, metavar="TOKENS")
+    add("--seed", "seed of the text that the model writes (default: 0)", type=int, metavar="N")
+    add("--q-norm", "preserve the mean and deviation of keys and values", action="store_true")
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group = parser.add_argument_group("for ablations")
     text = "kinds of books to choose from: uniform,plain,fisher,damped,own (default: all)"
     group.add_argument("--books", type=_words, metavar="KIND,...", default=argparse.SUPPRESS, help=text)
-    text = "give all layers, heads and channels the same bits"
+    text = "use the same bit width in all layers, heads and channels"
     group.add_argument("--same-bits", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate, and print what was chosen."""
+    """Calibrates and prints the chosen widths and books."""
     if shared.printed_config(args):
         return 0
     config = EngineConfig.from_options(options_from(args, SECTIONS), args.config)
@@ -93,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts | {"codecs": made.report}, indent=2))
     else:
         _print(made)
-        print(f"file: {file}{', in place of the one that was there' if replaces else ''}\nhash: {made.hash}")
+        print(f"file: {file}{', replaces the earlier one' if replaces else ''}\nhash: {made.hash}")
         print("use:  " + _use(args.model, made, settings, None if file == found else file))
     return 0
 
 
 def _use(model: str, made: Calibration, settings: CalibrationSettings, file: Path | None) -> str:
-    """A command that takes the calibration; file is None where it is found."""
+    """A command that uses the calibration. file is None if Quire finds it without a flag."""
     words = ["quire serve", model, "--cache.codec", max(made.tables)]
     for name in ("outlier_slots", "sink_tokens"):
         value = getattr(settings, name)
@@ -122,7 +122,7 @@ def _print(made: Calibration) -> None:
             rows.append((*first, f"{what}s", spread, ", ".join(f"{kind} {n}" for kind, n in books.items() if n)))
     columns = ("codec", "bits/element", "cost", "of", "widths", "books of layers")
     shared.print_table(columns, rows, left=columns[3:])
-    print("cost: on held-out text, by that of the same bits everywhere")
+    print("cost: on held-out text, relative to the same bits everywhere")
 
 
 def _read(file: Path) -> str:
@@ -140,4 +140,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in _words(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers with commas between them") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of whole numbers") from None

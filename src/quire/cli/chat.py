@@ -1,11 +1,11 @@
-"""Talk with a model in the terminal.
+"""Chat with a model in the terminal.
 
-The answer streams as it is made; Ctrl-C stops it and keeps what there is. A line that ends with a backslash goes on in
-the next one. Commands: /reset  /system TEXT  /save FILE  /help  /exit. Without a terminal every line of the input is a
-message and the answers are printed plainly.
+Answers stream. Ctrl-C stops an answer and keeps its text so far. A backslash at the end of a line continues the message
+on the next line. Commands: /reset  /system TEXT  /save FILE  /help  /exit. Without a terminal every input line is a
+message, and answers are printed as plain text.
 
-What the sampling flags leave out is taken from the model, where its makers advise something; else the temperature is
-0.7 and top_p is 0.95. An answer ends after 1,024 tokens unless --max-tokens says otherwise.
+Sampling parameters that are not given as flags come from the model, if its authors recommend values. Otherwise the
+temperature is 0.7 and top_p is 0.95. An answer has at most 1,024 tokens, or --max-tokens.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.engine.params import SamplingParams
 
-HELP = "talk with a model in the terminal"
+HELP = "chat with a model in the terminal"
 
 MAX_TOKENS = 1024
-"""Of an answer, unless told: a small model that repeats itself would fill the context, for minutes."""
+"""Default limit of an answer: a small model that repeats itself would fill the context, for minutes."""
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.95}
-"""For models whose makers advise nothing."""
+"""Defaults for models without recommended values."""
 
 COMMANDS = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt, and forget the conversation
-/save FILE     write the conversation as a line of JSON that `quire generate --input` takes
-/help          show this
+/save FILE     write the conversation as a line of JSON for `quire generate --input`
+/help          show this help
 /exit          leave (also /quit, Ctrl-D)
-A line that ends with a backslash goes on in the next one. Ctrl-C stops an answer."""
+A backslash at the end of a line continues the message on the next line. Ctrl-C stops an answer."""
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -53,11 +53,11 @@ def add_arguments(parser: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the input ends."""
+    """Runs the chat until the input ends."""
     if shared.printed_config(args):
         return 0
     given = shared.sampling_from(args)
-    shared.sampling_params(given)  # what is wrong with the flags is told before a model is loaded
+    shared.sampling_params(given)  # reports invalid flags before the model is loaded
     terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
     with shared.runner() as loop:
         context = shared.engine(args)
@@ -83,13 +83,15 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages as chat templates take them."""
+        """The messages in the form of chat templates."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
 
 def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
-    """Read messages and commands until the input ends. `ask` streams the answer to messages and returns its text; a
-    message whose answer raises RequestError or ModelError is told why and leaves no turn.
+    """Reads messages and commands until the input ends.
+
+    ask  streams the answer to messages and returns its text. If it raises RequestError or ModelError, the chat shows
+         the error and drops the message.
     """
     while (text := terminal.read()) is not None:
         if not text.strip():
@@ -103,14 +105,14 @@ def talk(terminal: Terminal, conversation: Conversation, ask: Any) -> None:
             reply = ask(conversation.messages)
         except (RequestError, ModelError) as error:
             conversation.turns.pop()
-            hint = "; /reset starts anew" if conversation.turns else ""
+            hint = "; /reset starts a new conversation" if conversation.turns else ""
             terminal.note(f"{error}{hint}")
             continue
         conversation.turns.append({"role": "assistant", "content": reply})
 
 
 def obey(terminal: Terminal, conversation: Conversation, text: str) -> bool:
-    """Carry out a command; whether to go on."""
+    """Executes a command. Returns whether the chat continues."""
     command, _, rest = text.strip().partition(" ")
     rest = rest.strip()
     match command:
@@ -126,26 +128,26 @@ def obey(terminal: Terminal, conversation: Conversation, text: str) -> bool:
         case "/save":
             terminal.note(save(conversation, rest))
         case _:
-            terminal.note(COMMANDS if command == "/help" else f"there is no command {command}\n{COMMANDS}")
+            terminal.note(COMMANDS if command == "/help" else f"unknown command {command}\n{COMMANDS}")
     return True
 
 
 def save(conversation: Conversation, name: str) -> str:
-    """Write the conversation as one line of JSON; returns what to tell."""
+    """Writes the conversation as one line of JSON. Returns a message for the user."""
     if not name:
-        return "/save needs the name of a file"
+        return "/save needs a file name"
     try:
         line = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
         Path(name).expanduser().write_text(line + "\n", encoding="utf-8")
     except OSError as error:
         return f"cannot write {name}: {error.strerror or error}"
-    return f"{len(conversation.messages)} messages are in {name}"
+    return f"saved {len(conversation.messages)} messages to {name}"
 
 
 async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: SamplingParams, terminal: Terminal) -> str:
-    """Stream the answer to `messages` to the terminal; returns its text, or what there is of it when stopped.
+    """Streams the answer to `messages` to the terminal. Returns its text, or the text so far after Ctrl-C.
 
-    Raises ModelError if the answer ends because the model's numbers are not finite.
+    Raises ModelError if the model's logits are not finite.
     """
     import asyncio
 
@@ -165,7 +167,7 @@ async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: Sampling
                         terminal.write("\n")
                     raise ModelError(f"the answer failed: {output.stop_reason}")
     except asyncio.CancelledError:
-        # Ctrl-C: the answer ends here, the chat goes on.
+        # Ctrl-C ends the answer; the chat continues.
         terminal.write(" …")
         task = asyncio.current_task()
         assert task is not None
@@ -179,7 +181,7 @@ async def answer(llm: AsyncLLM, messages: list[dict[str, str]], params: Sampling
 
 
 class Terminal:
-    """Where the chat happens: with colours and line editing on a terminal, plain lines otherwise."""
+    """Input and output of the chat: colours and line editing on a terminal, plain lines otherwise."""
 
     def __init__(self, interactive: bool) -> None:
         self.interactive = interactive
@@ -192,7 +194,7 @@ class Terminal:
             self.console = Console(highlight=False)
 
     def busy(self, what: str) -> Any:
-        """A context in which a spinner turns."""
+        """A context manager that shows a spinner."""
         from contextlib import nullcontext
 
         return self.console.status(what) if self.console is not None else nullcontext()
@@ -209,7 +211,7 @@ class Terminal:
                     print()
                 return "\n".join(lines) if lines else None
             except KeyboardInterrupt:
-                # Ctrl-C while typing drops the line, as shells do.
+                # Ctrl-C while typing discards the line, as in shells.
                 print()
                 lines = []
                 continue
@@ -218,19 +220,19 @@ class Terminal:
             lines.append(line[:-1])
 
     def write(self, text: str) -> None:
-        """A piece of the answer."""
+        """Writes a piece of the answer."""
         sys.stdout.write(text)
         sys.stdout.flush()
 
     def end(self, summary: str) -> None:
-        """The end of an answer, with its numbers where somebody looks."""
+        """Ends an answer; on a terminal with its statistics."""
         sys.stdout.write("\n")
         if self.console is not None:
             self.console.print(summary, style="dim", markup=False)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Something that is no answer: dim on a terminal, on stderr otherwise."""
+        """Shows a message that is not part of an answer: dim on a terminal, otherwise on stderr."""
         if self.console is not None:
             self.console.print(text, style="dim", markup=False)
         else:

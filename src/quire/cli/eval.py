@@ -1,10 +1,10 @@
-"""Measure what a cache does to a model's answers.
+"""Measure the effect of a cache codec or of retention on a model's quality.
 
-ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache; all tokens of
-a window but its first are scored. With --kl, which is the default, the distribution of every next token is compared
-with that of a dense cache, over the same weights. Bytes are those taken in the cache.
+ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache. All tokens of
+a window but the first are scored. With --kl (the default) the distribution of every next token is compared with that of
+a dense cache with the same weights. Bytes are the bytes used in the cache.
 
-retrieval: a five-digit number hidden at several depths of texts of several lengths, and asked for at the end.
+retrieval: hides a five-digit number at several depths of texts of several lengths, and asks for it at the end.
 
 docs/quality.md has the definitions.
 """
@@ -26,7 +26,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.evaluation import Perplexity, Retrieval
 
-HELP = "measure what a cache does to a model's answers"
+HELP = "measure a model's quality through the cache"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ppl": {"context": 2048, "tokens": None, "windows": None, "kl": True, "plot": None},
     "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},
@@ -38,9 +38,9 @@ def add_arguments(parser: Arguments) -> None:
     parser.add_argument("name", choices=DEFAULTS, metavar="NAME", help=f"one of: {', '.join(DEFAULTS)}")
     shared.add_engine_arguments(parser)
     group = parser.add_argument_group("every evaluation")
-    text = "what to read; required for ppl, and without it retrieval has filler of its own"
+    text = "text to read; required for ppl; retrieval has built-in filler text"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
-    text = "codecs to compare, each with a cache of its own, in place of --cache.codec: dense,nuq4"
+    text = "codecs to compare, such as dense,nuq4, each with its own cache; replaces --cache.codec"
     group.add_argument("--codecs", type=_list_of(str), metavar="NAME,...", help=text)
     group.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
 
@@ -48,24 +48,24 @@ def add_arguments(parser: Arguments) -> None:
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
     ppl = parser.add_argument_group("ppl")
-    add(ppl, "--context", shared.count, "N", "tokens of a window (default: 2048)")
-    add(ppl, "--tokens", shared.count, "N", "use the first N tokens of the text only")
-    add(ppl, "--windows", shared.count, "N", "use the first N windows only")
+    add(ppl, "--context", shared.count, "N", "tokens per window (default: 2048)")
+    add(ppl, "--tokens", shared.count, "N", "use only the first N tokens of the text")
+    add(ppl, "--windows", shared.count, "N", "use only the first N windows")
     ppl.add_argument(
         "--kl",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
         help="compare with a dense cache (default: yes)",
     )
-    add(ppl, "--plot", Path, "FILE", "draw quality against resident bytes: PNG, SVG or PDF by the file's ending")
+    add(ppl, "--plot", Path, "FILE", "draw quality over cache bytes; the file's ending selects PNG, SVG or PDF")
     retrieval = parser.add_argument_group("retrieval")
-    add(retrieval, "--lengths", _list_of(shared.count), "N,...", "tokens of a prompt (default: 1024,2048,4096)")
-    add(retrieval, "--depths", _list_of(_depth), "X,...", "0: first, 1: last in the text (default: 0,0.25,0.5,0.75,1)")
-    add(retrieval, "--trials", shared.count, "N", "numbers hidden at each length and depth (default: 2)")
+    add(retrieval, "--lengths", _list_of(shared.count), "N,...", "prompt lengths in tokens (default: 1024,2048,4096)")
+    add(retrieval, "--depths", _list_of(_depth), "X,...", "0: start, 1: end of the text (default: 0,0.25,0.5,0.75,1)")
+    add(retrieval, "--trials", shared.count, "N", "trials per length and depth (default: 2)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was measured."""
+    """Prints the results."""
     for name, other in DEFAULTS.items():
         for flag in other:
             if name != args.name and flag in args:
@@ -74,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if args.codecs:
         if "cache.codec" in args:
             raise ConfigError("give --codecs or --cache.codec, not both")
-        # Some settings are for some codecs only: what is not for dense ones is none of the reference's business.
-        # So one stands for all that has the most of them: a calibrated one, or else any that encodes.
+        # Some settings are valid for some codecs only. The configuration is checked with the codec that accepts the
+        # most settings: a calibrated one, else any codec but dense. The dense reference drops settings not meant for
+        # it.
         fullest = sorted(args.codecs, key=lambda name: (not name.startswith("nuq"), name == "dense"))
         vars(args)["cache.codec"] = fullest[0]
     if shared.printed_config(args):
@@ -171,7 +172,7 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
         ],
     )
     if len(results) > 1 and all(each.bits_per_element is None for each in results):
-        print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ by rounding alone")
+        print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ only by rounding")
 
 
 def _print_retrieval(results: Sequence[Retrieval]) -> None:
@@ -201,12 +202,12 @@ def _read(file: Path) -> str:
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Values with commas between them, for argparse."""
+    """A parser of comma-separated values, for argparse."""
 
     def convert(text: str) -> list[Any]:
         words = [word.strip() for word in text.split(",")]
         if not all(words):
-            raise argparse.ArgumentTypeError(f"{text!r} has nothing beside a comma")
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty value beside a comma")
         return [kind(word) for word in words]
 
     return convert

@@ -3,21 +3,20 @@
 quire generate MODEL "Once upon a time"                          streams the text
 quire generate MODEL --input prompts.jsonl --output out.jsonl    a line of JSON in, a line of JSON out
 
-An input line holds prompt, messages or prompt_token_ids, and may hold an id (its line number otherwise), cache_salt,
-cache_pin (see docs/server.md) and sampling parameters that win over the flags (max_tokens null: as many as the context
-holds). Output lines come in the order in which they finish; each holds id, text, token_ids, finish_reason and usage, or
+An input line has prompt, messages or prompt_token_ids. It may also have an id (default: its line number), cache_salt,
+cache_pin (see docs/server.md) and sampling parameters, which override the flags (max_tokens null: the rest of the
+context). Output lines come in the order in which they finish. Each has id, text, token_ids, finish_reason and usage, or
 id and error.
 
-Lines of a wrong form refuse the whole input before anything is generated, ten of them told at a time: what is no UTF-8
-or no JSON, unknown keys, values of a wrong type or out of range, an id given twice. What only the model can tell fails
-that line alone, which becomes {"id": ..., "error": ...}: a prompt too long for the context, messages that the chat
-template refuses, a token that the vocabulary lacks, an answer whose numbers are not finite.
+An invalid line makes the command refuse the whole input before it generates anything: invalid UTF-8 or JSON, an unknown
+key, a value of a wrong type or out of range, a duplicate id. It reports at most ten such lines. Errors that depend on
+the model fail only their line, which becomes {"id": ..., "error": ...}: a prompt too long for the context, messages
+that the chat template rejects, a token id outside the vocabulary, logits that are not finite.
 
-An answer is written as soon as it is finished. The first lines run 8 at a time, so that there are answers soon, later
-ones as many at a time as scheduler.max_running allows. Run again after an interruption, the command goes on where it
-stopped: ids that the output holds are skipped. Lines that failed are taken out of the output when a run begins, and
-tried again. One run at a time may write an output. To stdout, every run answers all lines. Exit code 1: the prompt, or
-some of the lines, could not be generated.
+Each answer is written as soon as it is finished. The first lines run 8 at a time, so that answers appear soon; later
+lines run scheduler.max_running at a time. After an interruption, run the same command again: it skips ids that the
+output already has. Failed lines are removed from the output when a run begins, and tried again. Only one run at a time
+may write an output file. A run to stdout answers all lines. Exit code 1: the prompt, or some of the lines, failed.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text to continue; - reads it from stdin")
-    parser.add_argument("--chat", action="store_true", help="PROMPT is a message to answer, by the chat template")
+    parser.add_argument("--chat", action="store_true", help="answer PROMPT as a chat message, with the chat template")
     parser.add_argument("--input", metavar="FILE", help="JSON lines with prompts; - reads them from stdin")
-    text = "JSON lines with answers, appended to; - or none: stdout. Lines that failed are taken out and tried again"
+    text = "JSON lines with answers; - or none: stdout. Appends; removes failed lines and tries them again"
     parser.add_argument("--output", metavar="FILE", help=text)
     shared.add_sampling_flags(parser, {"temperature": 0.0, "max_tokens": 256})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream one answer or work through a file."""
+    """Stream one answer or process a file."""
     if shared.printed_config(args):
         return 0
     sampling = shared.sampling_from(args)
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if args.prompt is None:
             raise ConfigError("give a PROMPT, or --input FILE")
         if args.output is not None:
-            raise ConfigError("--output is for the answers to --input FILE; the answer to a PROMPT goes to stdout")
+            raise ConfigError("--output needs --input FILE; the answer to a PROMPT goes to stdout")
         with shared.runner() as loop:
             failure = loop.run(_stream(args, params))
         if failure is not None:
@@ -67,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
     if args.prompt is not None:
         raise ConfigError("give a PROMPT or --input FILE, not both")
     if args.chat:
-        raise ConfigError("--chat is for a PROMPT; lines of an --input file say what they are: prompt or messages")
+        raise ConfigError("--chat is for a PROMPT; lines of an --input file have the key prompt or messages")
     from quire.cli.batch import Batch
 
     with Batch(args.input, "-" if args.output is None else args.output, sampling) as batch:
         if batch.num_retried:
-            print(f"failed before, tried again: {batch.num_retried}", file=sys.stderr)
+            print(f"failed lines, tried again: {batch.num_retried}", file=sys.stderr)
         try:
             if batch.todo:
                 with shared.runner() as loop:
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | None:
-    """Write the answer to stdout as it comes; returns why it failed, None if it did not."""
+    """Writes the answer to stdout as it streams. Returns the reason if it failed, else None."""
     failure: str | None = None
     text = args.prompt
     if text == "-":

@@ -1,4 +1,4 @@
-"""Show what a model needs and what fits, before anything is started; or what the cache of a running server holds.
+"""Show a model's memory needs and how many requests fit, or show the cache of a running server.
 
 With MODEL: the weights by type, in the file and in memory, the bytes of a token in the cache, the tokens and sequences
 that fit, the machine's memory, and what runs out first. Reads the model's headers only; with --digest all of it.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
 
 LENGTHS = (512, 2048, 8192)
-HELP = "show what a model needs and what fits, or what a server's cache holds"
+HELP = "show a model's memory needs, or the cache of a running server"
 
 
 def add_arguments(parser: Arguments) -> None:
@@ -38,20 +38,20 @@ def add_arguments(parser: Arguments) -> None:
         type=shared.count,
         nargs="+",
         metavar="N",
-        help=f"lengths of sequences in tokens (default: {' '.join(map(str, LENGTHS))})",
+        help=f"sequence lengths in tokens (default: {' '.join(map(str, LENGTHS))})",
     )
     parser.add_argument(
         "--tree",
         nargs="?",
         const=shared.DEFAULT_URL,
         metavar="URL",
-        help=f"show the prefixes that a running server's cache holds (default: {shared.DEFAULT_URL})",
+        help=f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})",
     )
     parser.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"with --tree: file whose first key is sent; without it {shared.KEY_VARIABLE} is, if it is set",
+        help=f"with --tree: send the first key of this file (default: the environment variable {shared.KEY_VARIABLE})",
     )
     parser.add_argument(
         "--digest",
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tree is not None:
         return _show_tree(args)
     if args.model is None:
-        raise ConfigError("quire inspect needs a MODEL, or --tree for a server that runs")
+        raise ConfigError("quire inspect needs a MODEL, or --tree for a running server")
     if args.api_key_file is not None:
-        raise ConfigError("--api-key-file is for --tree")
+        raise ConfigError("--api-key-file needs --tree")
     if shared.printed_config(args):
         return 0
     from quire.engine.build import ops_type, resolve
@@ -119,7 +119,7 @@ def _show_tree(args: argparse.Namespace) -> int:
 
 
 def _image(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any] | None:
-    """The layer image that this configuration runs from, its bytes, and whether it is written; None if it has none."""
+    """The layer image of this configuration: path, bytes, and whether it is written. None if it uses none."""
     from quire.models.image_folder import ImageError, image_path, open_image
     from quire.models.images import image_of
     from quire.models.layers import torch_dtype
@@ -219,7 +219,7 @@ def _print_table(
         rows.insert(1 + len(weights), ("layer image", format_bytes(image["num_bytes"]), note))
     if config.cache.is_calibrated:
         known = "none yet" if calibration is None else calibration.hash[:12]
-        rows.insert(2, ("calibration", known, "" if calibration else "the first engine makes it; sizes are its goals"))
+        rows.insert(2, ("calibration", known, "" if calibration else "the first start makes it; sizes are its targets"))
     for length in lengths:
         count = sizes.sequences(length)
         limit = config.scheduler.max_running

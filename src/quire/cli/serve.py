@@ -1,7 +1,7 @@
 """Serve a model over HTTP with OpenAI's API.
 
-Listens on 127.0.0.1:8000 unless told otherwise; an address that other machines can reach needs --api-key-file or
---allow-public. SIGTERM lets running requests finish (--drain-seconds). See docs/server.md.
+The server listens on 127.0.0.1:8000 by default. An address that other machines can reach needs --api-key-file or
+--allow-public. After SIGTERM running requests may finish (--drain-seconds). See docs/server.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             f"quire serve needs a package that is not installed ({error.name}): pip install 'quire[serve]'"
         ) from error
     begun = time.monotonic()
-    # Before the model is loaded: a wrong key file or a port in use should not cost a minute.
+    # Before the model is loaded: a wrong key file or a port in use is reported at once, not after a minute.
     listener = Listener(config)
 
     async def main() -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds = time.monotonic() - begun
                 print(f"ready after {seconds:.1f} s: {llm.model_name} at {listener.url}/v1")
                 if config.sampling_defaults == "model" and llm.sampling_defaults.values:
-                    print(f"what a request leaves out is taken from the model: {llm.sampling_defaults}")
+                    print(f"default sampling parameters, from the model: {llm.sampling_defaults}")
                 has_keys = bool(listener.keys.keys)
                 is_chat = llm.tokenizer.has_chat_template
                 print(f"try it:\n{example(listener.url, llm.model_name, is_chat, has_keys)}", flush=True)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def example(url: str, model: str, is_chat: bool, has_keys: bool) -> str:
-    """A curl command, over several lines, that asks the server at `url` a question."""
+    """A curl command of several lines that sends a request to the server at `url`."""
     asked: dict[str, Any] = {"prompt": "A quire is"}
     if is_chat:
         asked = {"messages": [{"role": "user", "content": "Give me three tips for writing a letter."}]}

@@ -1,4 +1,4 @@
-"""What commands have in common: engine flags, `--config`, `--print-config`, sampling flags, running the engine."""
+"""Shared parts of commands: engine flags, `--config`, `--print-config`, sampling flags, running the engine."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-"""Where `quire serve` listens unless told otherwise."""
+"""Default address of `quire serve`."""
 KEY_VARIABLE = "QUIRE_API_KEY"
-"""The environment variable with the API key for commands that ask a server: a flag would show it to everybody here."""
+"""Environment variable with the API key for commands that query a server. Other users of the machine could see a flag.
+"""
 
 PLAIN_SECONDS = 10.0
-"""How often a line about the progress is printed where no bar can be shown."""
+"""Interval between progress lines if stderr is not a terminal."""
 
 WIDEST = 500
-"""Columns that a table may have."""
+"""Maximum width of a table, in columns of the terminal."""
 
 ENGINE_SECTIONS = ("model", "cache", "retain", "attention", "scheduler", "runtime")
 
@@ -40,16 +41,18 @@ ENGINE_SECTIONS = ("model", "cache", "retain", "attention", "scheduler", "runtim
 def add_engine_arguments(
     parser: Arguments, sections: tuple[str, ...] = ENGINE_SECTIONS, *, needs_model: bool = True
 ) -> None:
-    """MODEL, which may be left out if it is not needed, the settings of the sections, --config and --print-config."""
+    """Adds MODEL (optional unless needs_model), the settings of the sections, --config and --print-config."""
     nargs = None if needs_model else "?"
     parser.add_argument("model", metavar="MODEL", nargs=nargs, help="folder, .gguf file, hub id or smollm2")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags win over it")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and stop")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and its origin, and exit")
     add_flags(parser, sections)
 
 
 def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
-    """Print the configuration if it was asked for; raises ConfigError if it is not valid, asked for or not."""
+    """Prints the configuration if --print-config is given; returns whether it is. Raises ConfigError if it is
+    invalid.
+    """
     options = options_from(args, ENGINE_SECTIONS)
     config = EngineConfig.from_options(options, args.config)
     text = describe(config, sources(options, args.config, ENGINE_SECTIONS))
@@ -63,28 +66,28 @@ def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
 
 
 def engine(args: argparse.Namespace) -> AsyncLLM:
-    """The model of the command line, to be loaded, run and closed by `async with`."""
+    """An engine for the command line's model. `async with` loads, runs and closes it."""
     from quire.async_llm import AsyncLLM
 
     return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
 
 
 def read_stdin() -> bytes:
-    """All of the standard input. Raises ConfigError if there is none."""
+    """Reads all of stdin. Raises ConfigError if it is closed."""
     if sys.stdin is None:
-        raise ConfigError("- stands for the standard input, and that is closed")
+        raise ConfigError("- reads the standard input, but stdin is closed")
     return sys.stdin.buffer.read()
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError if a file cannot be appended to: said before an hour of work, not after. Makes no file."""
+    """Raises ConfigError if a file cannot be appended to: before an hour of work, not after. Creates no file."""
     target = path if os.path.exists(path) else path.parent
     if os.path.isdir(path):
         reason = "it is a folder"
     elif target != path and not os.path.isdir(target):
         reason = f"there is no folder {target}"
     elif not os.access(target, os.W_OK):
-        reason = f"{target} may not be written"
+        reason = f"no permission to write {target}"
     else:
         return
     raise ConfigError(f"cannot write {path}: {reason}")
@@ -102,7 +105,7 @@ def count(text: str) -> int:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> None:
-    """A table of text; the first column and those in `left` are aligned to the left, all others to the right."""
+    """Prints a table. The first column and those in `left` are aligned to the left, all others to the right."""
     from rich.console import Console
     from rich.table import Table
 
@@ -113,12 +116,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
         table.add_row(*row)
     console = Console(highlight=False)
     width = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-    # A terminal that is too narrow wraps the lines: numbers cut short would say nothing.
+    # A terminal that is too narrow wraps the lines: truncated numbers would be useless.
     Console(highlight=False, width=max(width, console.width)).print(table)
 
 
 def progress_bar(what: str, *more: ProgressColumn) -> Progress:
-    """A bar on stderr with how much of how much, the time it took and takes, and more columns behind."""
+    """A bar on stderr with the amount done, the total, elapsed and remaining time, and the columns in `more`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -135,9 +138,7 @@ def progress_bar(what: str, *more: ProgressColumn) -> Progress:
 
 @contextlib.contextmanager
 def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, elsewhere a line now and then; gives what to call with how much is done, and of how
-    much.
-    """
+    """Shows progress: a bar on a terminal, otherwise a line every PLAIN_SECONDS. Yields a function (done, total)."""
     if not sys.stderr.isatty():
         yield _now_and_then(lambda done, total: f"{done}/{total} {unit} done")
         return
@@ -185,7 +186,7 @@ def _now_and_then(text: Callable[[int, int], str]) -> Callable[[int, int], None]
 
 
 def runner() -> asyncio.Runner:
-    """Runs coroutines with an engine, on uvloop where it is installed. An interrupt cancels them."""
+    """A runner of coroutines, on uvloop if it is installed. An interrupt cancels them."""
     import asyncio
 
     from quire.interrupt import remove
@@ -193,7 +194,7 @@ def runner() -> asyncio.Runner:
     with uncollected():
         import quire.async_llm  # noqa: F401  # while Ctrl-C still ends imports
 
-    remove()  # asyncio puts its handler only in the place of Python's own
+    remove()  # asyncio replaces only Python's own handler
     try:
         import uvloop
     except ImportError:
@@ -202,13 +203,13 @@ def runner() -> asyncio.Runner:
 
 
 SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 takes the best token"),
-    "top_p": (float, "draw from the fewest best tokens whose probabilities reach this"),
-    "top_k": (int, "draw from this many best tokens; 0: all"),
-    "min_p": (float, "draw only tokens at least this fraction as probable as the best"),
-    "repetition_penalty": (float, "above 1 discourages tokens already seen"),
-    "max_tokens": (int, "most tokens of an answer; 0: as many as the context holds"),
-    "seed": (int, "makes drawing reproducible"),
+    "temperature": (float, "0 takes the most probable token"),
+    "top_p": (float, "sample from the smallest set of most probable tokens that reaches this probability"),
+    "top_k": (int, "sample from the N most probable tokens; 0: all"),
+    "min_p": (float, "sample only tokens at least X times as probable as the best"),
+    "repetition_penalty": (float, "above 1 discourages tokens of the text so far"),
+    "max_tokens": (int, "maximum length of an answer in tokens; 0: the rest of the context"),
+    "seed": (int, "makes sampling reproducible"),
 }
 
 
@@ -224,11 +225,11 @@ def add_sampling_flags(parser: Arguments, defaults: dict[str, Any]) -> None:
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters given or defaulted on the command line, under SamplingParams' names."""
+    """The sampling parameters from flags or their defaults, under SamplingParams' names."""
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
     max_tokens = given.get("max_tokens", 1)
     if max_tokens < 0:
-        raise ConfigError(f"--max-tokens is {max_tokens}; it must be at least 0, and 0: as many as the context holds")
+        raise ConfigError(f"--max-tokens is {max_tokens}; it must be at least 0; 0 means the rest of the context")
     if max_tokens == 0:
         given["max_tokens"] = None
     if args.stop:
@@ -237,7 +238,7 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_params(values: dict[str, Any]) -> Any:
-    """SamplingParams of the values; what is wrong with them is a ConfigError that names the flag."""
+    """SamplingParams of the values. Raises ConfigError, naming the flag, if a value is invalid."""
     from quire.engine.params import SamplingParams
 
     try:

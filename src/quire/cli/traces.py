@@ -1,11 +1,11 @@
-"""Request traces: what a server was asked and when, with hashes in place of text.
+"""Request traces: the requests of a server and their times, with hashes in place of text.
 
-A trace has one JSON object a line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
-`hash_ids`, one for every 512 tokens of the prompt; the last may stand for fewer. Prompts that begin with the same ids
-begin with the same text. (The format of the Mooncake traces.)
+A trace has one JSON object per line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
+`hash_ids`, one per 512 tokens of the prompt; the last may stand for fewer. Prompts that begin with the same ids begin
+with the same text. This is the format of the Mooncake traces.
 
-Also makes prompts of a trace, and counts what they have in common. Knows ids and lengths, and nothing of the engine:
-its count is what the engine is held to.
+The module also makes prompts for a trace and counts the tokens that they share. It knows ids and lengths and nothing of
+the engine, because the engine is checked against its count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from quire.errors import ConfigError
 HASHED_TOKENS = 512
 """Tokens of a trace that one hash id stands for."""
 CHUNK_TOKENS = 64
-"""Tokens that are found in the cache together or not at all."""
+"""Tokens per cached chunk."""
 TELLING_TOKENS = 4
-"""First tokens of a block, which tell it from every other block; blocks are a multiple of this. A chunk then never ends
-after fewer tokens of a block, so chunks are equal only if their blocks are, by construction and not by good luck."""
+"""Number of first tokens of a block that identify it. Block lengths are a multiple of this, so no chunk ends after
+fewer tokens of a block. Chunks are therefore equal only if their blocks are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TraceRequest:
     """One line of a trace.
 
     line           its number in the file, from 1
-    seconds        when it came
+    seconds        arrival time
     input_tokens   length of its prompt
     output_tokens  length of its answer, at least 1
     blocks         the prompt's hash ids, numbered from 0 as they first appear in the trace
@@ -47,7 +47,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, limit: int) -> list[TraceRequest]:
-    """The first `limit` requests of a trace. Raises ConfigError, naming file and line, for what is no request."""
+    """The first `limit` requests of a trace. Raises ConfigError with file and line for an invalid line."""
     numbers: dict[int, int] = {}
     requests: list[TraceRequest] = []
     try:
@@ -67,14 +67,14 @@ def read_trace(path: Path, limit: int) -> list[TraceRequest]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     if not requests:
-        raise ConfigError(f"the trace {path} holds no requests")
+        raise ConfigError(f"the trace {path} has no requests")
     return requests
 
 
 def scaled(requests: Sequence[TraceRequest], block_tokens: int, output_tokens: int | None) -> list[TraceRequest]:
-    """The requests with blocks of `block_tokens` in place of 512, all lengths in proportion, rounded up.
+    """Scales the requests to blocks of `block_tokens` instead of 512. All lengths shrink in proportion, rounded up.
 
-    A last block that is cut short stays so, or becomes whole by rounding: a prompt has as many blocks as before.
+    The number of blocks of a prompt stays the same; rounding may complete a partial last block.
     output_tokens  length of every answer; None: in proportion too
     """
 
@@ -90,10 +90,11 @@ def scaled(requests: Sequence[TraceRequest], block_tokens: int, output_tokens: i
 
 
 def make_prompts(requests: Sequence[TraceRequest], block_tokens: int, ids: range) -> list[list[int]]:
-    """Token ids of the prompts. A block's tokens depend on its number alone; one that is cut short is the beginning of
-    the whole one.
+    """Token ids of the prompts. The tokens of a block depend only on its number. A partial block is the beginning of
+    the
+    whole one.
 
-    ids  where token ids are taken from
+    ids  token ids to use
     """
     count = 1 + max(max(each.blocks) for each in requests)
     assert block_tokens % TELLING_TOKENS == 0 and count <= len(ids) ** TELLING_TOKENS, f"{count} blocks, {ids} to tell"
@@ -105,12 +106,12 @@ def make_prompts(requests: Sequence[TraceRequest], block_tokens: int, ids: range
 
 
 def count_matches(requests: Sequence[TraceRequest], block_tokens: int) -> list[int]:
-    """Tokens of each prompt that a cache which forgets nothing holds from the prompts before it.
+    """Expected number of cached tokens of each prompt, in a cache without eviction that holds all earlier prompts.
 
-    That is the longest common prefix with any of them, in whole chunks; at least one token is left, since without it
-    there would be nothing to compute the answer from: at most floor((s - 1) / 64) chunks of s tokens. Two prompts
-    have in common the blocks they both begin with; of the last of these, if it is cut short in one, only what both
-    have. Generated tokens are not counted: they are in no prompt.
+    This is the longest common prefix with any earlier prompt, in whole chunks: at most floor((s - 1) / 64) chunks of s
+    tokens, because the last token must be computed. The common prefix of two prompts is their common first blocks; if
+    the last of these is partial in one prompt, only its tokens count. Generated tokens do not count, because no prompt
+    has them.
 
     block_tokens  tokens of a whole block of these requests
     """
@@ -133,15 +134,15 @@ def count_matches(requests: Sequence[TraceRequest], block_tokens: int) -> list[i
 
 
 def count_chunks(requests: Sequence[TraceRequest], matches: Sequence[int]) -> int:
-    """Chunks that a cache holds which forgets none of these requests: what each fills with its prompt and its answer,
-    but for what it finds. The last token of an answer is never computed.
+    """Number of chunks in a cache without eviction after all these requests. Each request adds the chunks that its
+    prompt and answer fill, minus the cached ones. The last token of an answer is never computed.
     """
     filled = (each.input_tokens + each.output_tokens - 1 for each in requests)
     return sum((tokens // CHUNK_TOKENS) - found // CHUNK_TOKENS for tokens, found in zip(filled, matches, strict=True))
 
 
 def _request(line: int, text: str, numbers: dict[int, int]) -> TraceRequest:
-    """One line; ValueError says what is wrong with it. New ids are added to the numbers."""
+    """Parses a line and adds new ids to `numbers`. Raises ValueError for an invalid line."""
     try:
         fields = json.loads(text)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""What `quire inspect --tree` does: asks a running server which prefixes its cache holds, and prints them as a tree.
+"""`quire inspect --tree`: asks a running server for the prefixes in its cache and prints them as a tree.
 
-Knows HTTP and the form of GET /debug/cache; loads no model.
+Knows HTTP and the format of GET /debug/cache; loads no model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.config import format_bytes
 from quire.errors import ConfigError, QuireError
 
 TIMEOUT_SECONDS = 35.0
-"""The server itself waits 30 s for its engine."""
+"""More than the 30 s for which the server waits for its engine."""
 MAX_ANSWER_BYTES = 256 * 2**20
 COLUMNS = ("prefix", "key", "tokens", "sharers", "hits", "hit rate", "bytes", "last use", "pinned")
 PIPED_WIDTH = 160
@@ -32,8 +32,9 @@ _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
 
 
 def read_key(file: Path | None) -> str | None:
-    """The first key of the file, else that of the environment, if there is one. Raises ConfigError for what no header
-    can carry, without showing it.
+    """The first key of the file, or the key in the environment, or None. Raises ConfigError, without showing the key,
+    if
+    a header cannot carry it.
     """
     if file is not None:
         from quire.server.auth import ApiKeys
@@ -41,19 +42,20 @@ def read_key(file: Path | None) -> str | None:
         return ApiKeys.from_file(file).keys[0].decode()
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"{KEY_VARIABLE} holds blanks or characters that no HTTP header can carry")
+        raise ConfigError(f"{KEY_VARIABLE} has spaces or characters that an HTTP header cannot carry")
     return key or None
 
 
 def fetch(url: str, key: str | None) -> dict[str, Any]:
-    """The answer of a server's /debug/cache. Raises ConfigError for what is no URL, QuireError for a server that is
-    not there, refuses, or is none of ours.
+    """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
+    answers,
+    if it refuses, or if it is not Quire.
     """
     shown, target = _target(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url)
     request = Request(target, headers={"Accept": "application/json"})
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
-    # No redirections: they would carry the key elsewhere. No proxies on the way to this machine.
+    # No redirects: they would send the key to another server. No proxies for addresses of this machine.
     local = urlsplit(target).hostname in ("127.0.0.1", "::1", "localhost")
     opener = build_opener(_Staying, *([ProxyHandler({})] if local else []))
     try:
@@ -68,7 +70,7 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
         raise QuireError(f"no server answers at {shown} ({_plain(str(reason))[:200]})") from error
     except TimeoutError as error:
         raise QuireError(f"{shown} does not answer within {TIMEOUT_SECONDS:.0f} s") from error
-    except Exception as error:  # whatever http.client and json say to what is no HTTP or no JSON
+    except Exception as error:  # http.client and json raise many types for invalid HTTP or JSON
         raise _not_quire(shown) from error
     if not (isinstance(found, dict) and isinstance(found.get("prefixes"), list)):
         raise _not_quire(shown)
@@ -76,21 +78,21 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
 
 
 class _Staying(HTTPRedirectHandler):
-    """Takes a redirection for the error that it is here."""
+    """Treats a redirect as an error."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follows nothing."""
+        """Follows no redirect."""
 
 
 def _target(url: str) -> tuple[str, str]:
-    """The server's address for messages, and the URL to ask; the `/v1` that clients are given is no part of it."""
+    """The server's address for messages, and the URL of /debug/cache. Ignores a `/v1` at the end of `url`."""
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         known = False
     if not known or not (url.isascii() and url.isprintable()) or " " in url or "@" in parts.netloc:
-        raise ConfigError(f"--tree: {_plain(url)[:200]!r} is no address of a server, such as {DEFAULT_URL}")
+        raise ConfigError(f"--tree: {_plain(url)[:200]!r} is not a server address such as {DEFAULT_URL}")
     base = parts.path.rstrip("/").removesuffix("/v1")
     shown = urlunsplit((parts.scheme, parts.netloc, base, "", ""))
     return shown, f"{shown}/debug/cache"
@@ -105,7 +107,7 @@ def _refusal(shown: str, error: HTTPError, key: str | None) -> str:
         return f"{shown} " + (
             "does not accept this API key"
             if key is not None
-            else f"wants an API key: --api-key-file FILE, or {KEY_VARIABLE} in the environment"
+            else f"needs an API key: give --api-key-file FILE, or set {KEY_VARIABLE} in the environment"
         )
     if error.code == 404:
         return f"{shown} has no /debug/cache: an older Quire, or another server"
@@ -113,13 +115,11 @@ def _refusal(shown: str, error: HTTPError, key: str | None) -> str:
 
 
 def _not_quire(shown: str) -> QuireError:
-    return QuireError(f"what answers at {shown} is not Quire")
+    return QuireError(f"the server at {shown} is not Quire")
 
 
 def print_tree(answer: dict[str, Any]) -> None:
-    """Prints the prefixes, each under the one it goes on from, and the totals. Raises QuireError for an answer of
-    another form.
-    """
+    """Prints the prefixes, each below its parent, and the totals. Raises QuireError for an answer in another format."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -134,16 +134,16 @@ def print_tree(answer: dict[str, Any]) -> None:
             columns, rows = _without_keys(columns), [(guide, _without_keys(cells)) for guide, cells in rows]
         lines = _totals(answer)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise QuireError("the server's answer has another form; is it of another version of Quire?") from error
+        raise QuireError("the server's answer has an unknown format; is it another version of Quire?") from error
     table = Table(box=None, pad_edge=False, header_style="bold")
-    # The numbers take what they need, the text what they leave: cut here, by the cells it takes on a terminal.
+    # Numbers take the width they need. The text gets the rest and is truncated here, by its width in terminal cells.
     numbers = [max(map(len, column)) for column in zip(columns[1:], *(cells[1:] for _, cells in rows), strict=True)]
     room = max(MIN_TEXT_WIDTH, console.width - sum(numbers) - 2 * len(numbers) - 2)
     table.add_column(columns[0], no_wrap=True)
     for name, width in zip(columns[1:], numbers, strict=True):
         table.add_column(name, no_wrap=True, min_width=width, justify="left" if name == columns[-1] else "right")
     for guide, cells in rows:
-        # Text, so that brackets of a prompt are no markup.
+        # Text, so that brackets in a prompt are not read as markup.
         text = Text(guide, "dim") + Text(cells[0])
         text.truncate(room, overflow="ellipsis")
         table.add_row(text, *map(Text, cells[1:]))
@@ -154,8 +154,8 @@ def print_tree(answer: dict[str, Any]) -> None:
 
 
 def _rows(prefixes: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The prefixes in depth-first order, each with the lines that lead to it. One without its parent stands first; a
-    first one is marked with its space where there are several.
+    """The prefixes in depth-first order, each with the tree lines before it. A prefix without its parent is a root. If
+    there are several spaces, each root shows its space.
     """
     known = {prefix["id"] for prefix in prefixes}
     several = len({prefix["space"] for prefix in prefixes}) > 1
@@ -208,7 +208,7 @@ def _totals(answer: dict[str, Any]) -> list[str]:
     count = answer["num_prefixes"]
     lines = [f"{count:,} prefix{'' if count == 1 else 'es'}" + (" of this API key" * (answer["scope"] == "tenant"))]
     if answer["truncated"]:
-        lines[0] += f"; shown are the {len(answer['prefixes']):,} used last"
+        lines[0] += f"; showing the {len(answer['prefixes']):,} used last"
     lines.append(
         f"cache of {size['total']}: {size['used']} used, {size['cached']} cached, {size['free']} free;"
         f" {size['evicted']} evicted since start"
@@ -233,5 +233,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text on one line, without characters that would steer a terminal."""
+    """The text on one line, without terminal control characters."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -1,4 +1,4 @@
-"""How good a model's answers are through the cache they are given from: perplexity and retrieval, codec by codec."""
+"""Measures a model's quality through the cache: perplexity and retrieval, codec by codec."""
 
 from __future__ import annotations
 

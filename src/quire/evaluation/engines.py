@@ -1,4 +1,4 @@
-"""Engines to compare: one model loaded once, an arena for each codec."""
+"""Engines to compare: one model, loaded once, with an arena per codec."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
 
 REFERENCE = "dense"
-"""The codec that the others are compared with."""
+"""The codec with which the others are compared."""
 
 SPARE_CHUNKS = 8
-"""Dense chunks that an automatic arena has beyond its tokens: arenas are cut down to whole slabs."""
+"""Additional dense chunks of an automatic arena, because arenas are rounded down to whole slabs."""
 
 
 def load_engines(
@@ -35,17 +35,17 @@ def load_engines(
     sequences: int = 1,
     compares: bool = False,
 ) -> tuple[dict[str, Engine], Tokenizer]:
-    """An engine for each codec by its name, in the order given, over the same weights in memory; and their tokenizer.
+    """Returns an engine per codec by its name, in the given order, with the same weights in memory; and their
+    tokenizer.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
-    codecs       values of cache.codec; none: the one that the options have
-    context      tokens that the longest request has, prompt and answer
-    options      settings by key, which win over those of the TOML file; cache.pin and cache.check are passed
-                 over
-    sequences    how many of the longest requests an automatic cache.memory holds, were they stored densely
-    compares     whether REFERENCE comes first, if it is not among the codecs
-    Raises ModelError or ConfigError: before weights are loaded, if the model or a cache cannot hold `context` tokens
-    or the arenas do not fit the machine.
+    codecs       values of cache.codec; empty: the codec of the options
+    context      tokens of the longest request, prompt and answer
+    options      settings by key, which override the TOML file; cache.pin and cache.check are ignored
+    sequences    number of longest requests, stored densely, that an automatic cache.memory holds
+    compares     whether to add REFERENCE in front, if it is not among the codecs
+    Raises ModelError or ConfigError before weights are loaded, if the model or a cache cannot hold `context` tokens or
+    the arenas do not fit the machine.
     """
     configs = _configs(codecs, dict(options or {}), config_file)
     if compares and REFERENCE not in configs:
@@ -57,7 +57,7 @@ def load_engines(
         _, fits = resolve(_dense(first), shape, checkpoint)
         if context > fits.model_context:
             raise ConfigError(
-                f"{context} tokens are more than the model's context holds, {fits.model_context} (model.max_context)"
+                f"{context} tokens exceed the model's context of {fits.model_context} (model.max_context)"
             )
         if first.cache.memory == "auto":
             # A quarter more: the last slab of each size of page may be half used.
@@ -68,7 +68,7 @@ def load_engines(
                 raise ConfigError(
                     f"caches for {context} tokens with {len(configs)} codecs need {format_bytes(needed.cache_bytes)}"
                     f" beside {format_bytes(fits.weight_bytes)} of weights, and"
-                    f" {format_bytes(fits.available_bytes or 0)} are free; give fewer codecs at once, or fewer tokens"
+                    f" {format_bytes(fits.available_bytes or 0)} are free; give fewer codecs or fewer tokens"
                 )
             configs = {
                 name: dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory=memory))
@@ -76,7 +76,7 @@ def load_engines(
             }
         calibrations = {}
         for name, config in configs.items():
-            resolve(config, shape, checkpoint)  # before a calibration takes its time
+            resolve(config, shape, checkpoint)  # finds errors before a calibration
             calibrations[name] = calibration_for(path, config)
             _, fits = resolve(config, shape, checkpoint, calibrations[name])
             if context > fits.max_context:
@@ -95,7 +95,7 @@ def load_engines(
 def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path | None) -> dict[str, EngineConfig]:
     """The configuration of each codec, by its name."""
     options["cache.pin"] = None
-    options["cache.check"] = False  # it is what is measured here
+    options["cache.check"] = False  # the evaluation measures the same thing
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
         return {config.cache.codec: config}
@@ -109,14 +109,14 @@ def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path |
 
 
 def _dense(config: EngineConfig) -> EngineConfig:
-    """The same with dense pages; settings that only other codecs know are dropped."""
+    """The same options with dense pages; drops settings that only other codecs have."""
     cache = config.cache
     plain = CacheConfig(codec="dense", memory=cache.memory, share=cache.share, lifetime=cache.lifetime)
     return dataclasses.replace(config, cache=plain)
 
 
 def _beside(loaded: Loaded, config: EngineConfig, calibration: Calibration | None) -> Engine:
-    """Another engine over the weights of one."""
+    """Another engine with the weights of an existing one."""
     resolved, fits = resolve(config, loaded.shape, None, calibration)
     model_id = loaded.engine.namespace.model
     return assemble(loaded.engine.runner.model, loaded.tokenizer, resolved, fits, model_id, calibration)

@@ -1,6 +1,7 @@
-"""Exact token-level perplexity through an engine's own cache, and how far a codec's predictions are from dense ones.
+"""Exact token-level perplexity through an engine's own cache, and the divergence of a codec's predictions from dense
+ones.
 
-Knows engines and token ids; what a codec does is its own business. docs/quality.md has the definitions.
+Knows engines and token ids, and nothing of codecs. docs/quality.md has the definitions.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import REFERENCE, load_engines
 
 Progress = Callable[[int, int], None]
-"""Called with how much is done, and of how much."""
+"""Called with (done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """What one codec makes of a text. Fields that need a reference are None without one.
+    """The result of one codec. Fields that need a reference are None without one.
 
     codec             name of the codec
-    context           tokens of a window
-    num_windows       windows scored
-    num_tokens        tokens scored: all of a window but its first
+    context           tokens per window
+    num_windows       number of scored windows
+    num_tokens        number of scored tokens: all of a window but its first
     nll               mean negative log-likelihood of a token, in nats
     nll_error         standard error of that mean, over windows; None for a single window
-    bytes_per_token   bytes taken in the cache for a window, by tokens stored: sealed chunks, the last chunk, sidecars
-    bits_per_element  bits of each key or value element in all chunks but the last; None if there is only one chunk
+    bytes_per_token   cache bytes of a window divided by its stored tokens: sealed chunks, the last chunk, sidecars
+    bits_per_element  bits per key or value element in all chunks but the last; None if there is only one chunk
     kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
     kl_p99            its 99th percentile over tokens
     agreement         share of tokens for which both have the same most probable token
-    ratio             perplexity by the reference's
+    ratio             perplexity divided by the reference's
     ratio_error       standard error of the ratio, from the differences of both within each window
     """
 
@@ -83,29 +84,29 @@ def perplexity(
     config_file: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Perplexity]:
-    """The perplexity of a text, for each codec through a cache of its own, in the order given.
+    """The perplexity of a text for each codec, each with its own cache, in the given order.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`; loaded once
-    codecs       values of cache.codec; none: the one that the options have
-    context      tokens of a window
-    max_tokens   use the text's first tokens only
-    max_windows  use its first windows only
-    kl           whether to compare with the dense codec, which is then among the results: first, if it was not given
-    options      settings of the engines by key, which win over those of the TOML file
-    progress     called with windows done and windows in all
-    Raises ConfigError for a context that the model or the cache cannot hold, or a text shorter than it; ModelError.
+    codecs       values of cache.codec; empty: the codec of the options
+    context      tokens per window
+    max_tokens   use only this number of first tokens
+    max_windows  use only this number of first windows
+    kl           whether to compare with the dense codec. It is then among the results: first, if it was not given
+    options      settings of the engines by key, which override the TOML file
+    progress     called with (windows done, number of windows)
+    Raises ConfigError if the model or the cache cannot hold the context, or if the text is shorter; ModelError.
     """
     if context < 2:
-        raise ConfigError(f"a window of {context} tokens has none to score; it needs at least 2")
+        raise ConfigError(f"a window of {context} tokens has no token to score; it needs at least 2")
     engines, tokenizer = load_engines(model, codecs, context, options, config_file, compares=kl)
     token_ids = tokenizer.encode(text)[:max_tokens]
     return measure(engines, cut_windows(token_ids, context)[:max_windows], REFERENCE if kl else None, progress)
 
 
 def cut_windows(token_ids: Sequence[int], context: int) -> list[list[int]]:
-    """The whole windows of `context` tokens, one after the other; what is left at the end is in none.
+    """Consecutive windows of `context` tokens. Drops the incomplete window at the end.
 
-    Raises ConfigError if there are fewer tokens than one window has.
+    Raises ConfigError if there are fewer tokens than one window.
     """
     if len(token_ids) < context:
         raise ConfigError(
@@ -121,11 +122,11 @@ def measure(
     reference: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Perplexity]:
-    """The perplexity of windows of equal length, at least 2 tokens, for each engine.
+    """The perplexity of windows of equal length (at least 2 tokens) for each engine.
 
-    engines    by the name of their codec; idle
-    reference  the one of them that all are compared with; None: no comparison
-    Raises ModelError if a model's numbers are not finite.
+    engines    idle engines by the name of their codec
+    reference  the engine with which all are compared; None: no comparison
+    Raises ModelError if logits are not finite.
     """
     rows = len(windows[0]) - 1
     tallies = {
@@ -152,8 +153,8 @@ def measure(
 
 
 def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> float | None:
-    """Bits of an element in the chunks before the last: what all of a window took, less what is taken for
-    as many tokens as the last chunk has.
+    """Bits per element in the chunks before the last: from the bytes of a window minus the bytes of a prompt as long as
+    the last chunk.
     """
     last = (len(tokens) - 2) % PAGE_TOKENS + 1
     before = len(tokens) - 1 - last
@@ -171,7 +172,7 @@ def _score(
     reference: str | None,
     first: int,
 ) -> None:
-    """Adds a window's tokens, of which `first` came before, to the tallies, so many rows of logits at a time."""
+    """Adds a window's tokens to the tallies, some rows of logits at a time. `first` tokens came before this window."""
     order = sorted(engines, key=lambda name: name != reference)  # stable: the reference comes first
     for start in range(0, len(targets), LOGIT_ROWS):
         block = slice(start, start + LOGIT_ROWS)
@@ -193,14 +194,14 @@ def _score(
 
 @dataclass(slots=True)
 class _Tally:
-    """What is known of one engine so far.
+    """The results of one engine so far.
 
-    losses    of the window at hand: -log p of its tokens
-    nll       mean of each window
-    kl        of each token of all windows; whole from the start, for what is kept between one block of logits and the
-              next would lie where the next had fitted, and memory would grow with every block
-    agreeing  tokens whose most probable one is the reference's
-    bytes     taken in the cache, of each window
+    losses    -log p of the tokens of the current window
+    nll       mean loss of each window
+    kl        KL of each token of all windows. Allocated in full at the start: pieces kept between two blocks of logits
+              would fragment memory, which would then grow with every block
+    agreeing  number of tokens with the same most probable token as the reference
+    bytes     cache bytes of each window
     """
 
     losses: np.ndarray[Any, np.dtype[np.float64]]
@@ -223,7 +224,7 @@ class _Tally:
         if reference is None:
             return Perplexity(*values, *sizes)
         kl = self.kl
-        # Both read the same tokens: within a window their losses rise and fall together.
+        # Both read the same tokens, so their losses are correlated within a window.
         difference = nll - reference
         ratio, error = math.exp(difference.mean()), _standard_error(difference)
         return Perplexity(

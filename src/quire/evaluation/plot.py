@@ -1,4 +1,4 @@
-"""Quality against resident bytes, drawn with matplotlib where it is installed."""
+"""Draws quality over cache bytes, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def check_figure(file: Path) -> None:
-    """Raises ConfigError if no picture could be drawn into a file: said before what it shows is measured."""
+    """Raises ConfigError if no picture can be drawn into the file. Called before the measurement."""
     if file.suffix.lower() not in ENDINGS:
-        raise ConfigError(f"cannot draw {file}: its ending says the format and must be one of {', '.join(ENDINGS)}")
+        raise ConfigError(f"cannot draw {file}: its ending selects the format and must be one of {', '.join(ENDINGS)}")
     load_figure()
 
 
 def load_figure() -> Any:
-    """The Figure of matplotlib. Raises ConfigError where it is not installed."""
+    """Matplotlib's Figure class. Raises ConfigError if matplotlib is not installed."""
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
@@ -32,10 +32,10 @@ def load_figure() -> Any:
 
 
 def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
-    """A point for each codec: what the cache costs in perplexity over the bytes of a token, with the standard error.
+    """Draws a point per codec: perplexity increase over bytes per token, with the standard error.
 
-    file  its ending says the format: .png, .svg, .pdf
-    Raises ConfigError where matplotlib is not installed, or the file cannot be written.
+    file  its ending selects the format: .png, .svg, .pdf
+    Raises ConfigError if matplotlib is not installed or the file cannot be written.
     """
     figure = load_figure()(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -58,8 +58,8 @@ def save_plot(file: Path, results: Sequence[Perplexity], title: str) -> None:
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Writes a figure in the format that the file's ending says. Raises ConfigError where it cannot be written: what
-    was there then stays as it was.
+    """Writes a figure in the format of the file's ending. Raises ConfigError if it cannot be written; an existing file
+    then stays unchanged.
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=file.suffix[1:].lower())

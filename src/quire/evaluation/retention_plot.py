@@ -1,4 +1,4 @@
-"""What the heads of a prompt keep, drawn with matplotlib where it is installed."""
+"""Draws which tokens of a prompt each head keeps, with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.config import format_bytes
 from quire.engine.retention_report import RetentionReport
 from quire.evaluation.plot import load_figure, save_figure
 
-# By the last member of a policy: hues that colour-blind readers tell apart (Okabe and Ito), by lightness too.
+# Colour by the last member of a policy. Colour-blind readers can distinguish these hues (Okabe and Ito), by lightness
+# too.
 COLORS = {
     "special": "#f0e442",
     "punctuation": "#56b4e9",
@@ -26,11 +27,11 @@ _SMALL_CELL_INCHES = 0.23
 
 
 def save_retention(file: Path, report: RetentionReport, model: str) -> None:
-    """A cell for each head with its policy and what it keeps, within a budget in shades of its share; below it, what
-    each policy recovers in each layer.
+    """Draws a cell per head with its policy and the share of tokens it keeps (with a budget, shaded by that share), and
+    below it the recovery of each policy by layer.
 
-    file  its ending says the format: .png, .svg, .pdf
-    Raises ConfigError for another ending, or where matplotlib is not installed.
+    file  its ending selects the format: .png, .svg, .pdf
+    Raises ConfigError for another ending, or if matplotlib is not installed.
     """
     num_layers, num_heads = report.policies.shape
     cell = _CELL_INCHES if num_layers <= _MANY_LAYERS else _SMALL_CELL_INCHES
@@ -51,7 +52,7 @@ def save_retention(file: Path, report: RetentionReport, model: str) -> None:
     figure.legend(
         handles,
         names,
-        title="policy (heads that have it)",
+        title="policy (number of heads)",
         loc="outside lower center",
         ncols=len(names),
         frameon=False,
@@ -67,7 +68,7 @@ def _draw_heads(axes: Any, report: RetentionReport, font_size: float) -> None:
     colors = _colors(report)
     pixels = np.array([_channels(color) for color in colors])[report.policies.T]
     if report.budget is not None:
-        # From white, for nothing, to the colour, for all.
+        # From white (keeps nothing) to the full colour (keeps all).
         shares = (report.kept / report.num_tokens).T[..., None]
         pixels = 1 - shares * (1 - pixels)
     axes.imshow(pixels, aspect="auto", interpolation="nearest")
@@ -86,7 +87,7 @@ def _draw_heads(axes: Any, report: RetentionReport, font_size: float) -> None:
     axes.tick_params(which="both", length=0)
     axes.set_yticks(range(0, num_heads, max(1, num_heads // 8)))
     axes.set_ylabel("kv head")
-    axes.set_title("what each head keeps, % of the tokens; unnumbered: all", fontsize=9)
+    axes.set_title("tokens that each head keeps, %; unnumbered: all", fontsize=9)
 
 
 def _draw_recovery(axes: Any, report: RetentionReport) -> None:
@@ -115,7 +116,7 @@ def _draw_recovery(axes: Any, report: RetentionReport) -> None:
     axes.set_xlabel("layer")
     axes.set_ylabel("attention recovered")
     spread = "mean and range over its heads" if num_heads > 1 else "its head"
-    axes.set_title(f"what each policy recovers where it was tried, by layer: {spread}", fontsize=9)
+    axes.set_title(f"recovery of each policy where it was tried, by layer: {spread}", fontsize=9)
 
 
 def _colors(report: RetentionReport) -> list[str]:

@@ -1,6 +1,6 @@
-"""Whether a model still finds a number hidden in a long text, its prompt and answer going through one codec's cache.
+"""Measures whether a model finds a number hidden in a long text, with prompt and answer in one codec's cache.
 
-The prompt is a request like any other: its prefix is matched, its answer is decoded. Knows engines, tokens and text.
+The prompt is an ordinary request: its prefix is matched and its answer is decoded. Knows engines, tokens and text.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from quire.llm import gather
 from quire.models.tokenizer import Tokenizer
 
 ANSWER_TOKENS = 12
-"""Tokens of an answer: five digits are five tokens in many vocabularies, and a space or a mark may stand before."""
+"""Maximum tokens of an answer: five digits are five tokens in many vocabularies, and a space or a mark may come
+first.
+"""
 
 NEEDLE = "The pass key is the number {number}. Remember it."
 TASK = "A pass key is hidden in the text below. Find it and remember it."
 QUESTION = "What is the pass key?"
 LEAD = "The pass key is the number"
-"""How the answer begins, in the needle's own words. Without it SmolLM2 found 1 of 5 at 2,048 tokens in our filler and
-talked about pass keys instead; with it 10 of 10."""
+"""The given beginning of the answer, in the needle's own words. Without it SmolLM2 found 1 of 5 at 2,048 tokens in our
+filler and talked about pass keys instead; with it 10 of 10."""
 
 FILLER = (
     "The river runs slowly past the old mill.",
@@ -50,7 +52,7 @@ FILLER = (
     "The postman leans his bicycle against the fence.",
     "By night the lamps along the quay are lit one by one.",
 )
-"""What the needle is hidden in where no text is given, again and again."""
+"""The default filler text, repeated as often as needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,10 @@ class Retrieval:
     """One cell of the table.
 
     codec       name of the codec
-    length      tokens of prompt and answer together, at most
-    depth       where the number is hidden: 0 the beginning of the text, 1 its end
-    num_found   answers that name the number
-    num_trials  answers in all
+    length      maximum tokens of prompt and answer together
+    depth       place of the number: 0 is the beginning of the text, 1 its end
+    num_found   number of answers with the number
+    num_trials  number of answers
     """
 
     codec: str
@@ -72,7 +74,7 @@ class Retrieval:
 
     @property
     def found(self) -> float:
-        """The share that was found."""
+        """The share of numbers found."""
         return self.num_found / self.num_trials
 
 
@@ -88,16 +90,16 @@ def retrieval(
     config_file: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Retrieval]:
-    """How often a hidden number is found, for each codec, length and depth, in the order given.
+    """Counts how often a hidden number is found, for each codec, length and depth, in the given order.
 
     model       a folder, a .gguf file, a hub id, or `smollm2`; loaded once
-    text        what the number is hidden in, repeated if it is too short; None: our own filler
-    codecs      values of cache.codec; none: the one that the options have
+    text        filler text, repeated if it is too short; None: the built-in filler
+    codecs      values of cache.codec; empty: the codec of the options
     lengths     tokens of prompt and answer together
     depths      in [0, 1]
-    num_trials  numbers hidden at each length and depth, each in a text that begins with another sentence
-    options     settings of the engines by key, which win over those of the TOML file
-    progress    called with answers done and answers in all
+    num_trials  trials per length and depth, each with a text that begins with another sentence
+    options     settings of the engines by key, which override the TOML file
+    progress    called with (answers done, number of answers)
     Raises ConfigError for a length that the model or the cache cannot hold, or that has no room for any text;
     ModelError.
     """
@@ -128,7 +130,7 @@ def hidden_number(length: int, depth: float, trial: int) -> int:
 
 
 def split_sentences(text: str) -> list[str]:
-    """What ends with a full stop, a question or an exclamation mark, on a line each. Raises ConfigError for no text."""
+    """Splits the text after full stops, question marks and exclamation marks. Raises ConfigError for an empty text."""
     sentences = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     if not sentences[0]:
         raise ConfigError("the text to hide a number in is empty")
@@ -136,9 +138,9 @@ def split_sentences(text: str) -> list[str]:
 
 
 def make_prompt(tokenizer: Tokenizer, sentences: Sequence[str], length: int, depth: float, number: int) -> list[int]:
-    """The ids of a prompt that leaves an answer's room below `length`, by the chat template where there is one.
+    """The ids of a prompt that leaves room for the answer within `length`, with the chat template if there is one.
 
-    Raises ConfigError if not one sentence fits.
+    Raises ConfigError if not a single sentence fits.
     """
 
     def encode(text: Sequence[str]) -> list[int]:
@@ -157,11 +159,11 @@ def make_prompt(tokenizer: Tokenizer, sentences: Sequence[str], length: int, dep
         if left < 0:
             break
         text.append(sentence)
-    # What sentences take together may differ from their sum by a few tokens.
+    # Sentences together may have a few tokens more or fewer than the sum of each.
     while text and len(ids := encode(text)) > room:
         del text[-1]
     if not text:
-        raise ConfigError(f"a length of {length} tokens has no room for question, answer and any text; give more")
+        raise ConfigError(f"a length of {length} tokens has no room for text, question and answer; give more")
     return ids
 
 
@@ -187,5 +189,5 @@ def answers(engine: Engine, prompts: Sequence[list[int]], progress: Callable[[in
 
 
 def names(answer: str, number: int) -> bool:
-    """Whether an answer holds the number: its digits alone, not as part of more."""
+    """Whether an answer has the number, not as a part of a longer one."""
     return str(number) in re.findall(r"\d+", answer)

@@ -1,6 +1,6 @@
 """The compiled CPU kernels: finds or compiles the library for this processor.
 
-Knows nothing of what its functions mean: that is quire.kernels.runtime's business.
+Does not know the functions of the library; quire.kernels.runtime declares them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ log = logging.getLogger("quire")
 
 
 def load(level: str | None = None) -> ctypes.CDLL:
-    """The kernels for this processor, or for one of the lower levels it also runs.
+    """The kernels for this processor, or for a lower level that it also runs.
 
-    Takes the library that came with the package; if there is none, or the sources beside it have changed since,
-    compiles one into the user's cache folder. Raises ConfigError for a level this processor lacks, QuireError when a
-    library must be compiled and cannot be.
+    Uses the library in the package. If there is none, or if the sources beside it have changed, compiles one into the
+    user's cache folder. Raises ConfigError for a level that this processor lacks, and QuireError if compilation fails.
     """
     if level is not None and level not in supported_levels():
         raise ConfigError(f"CPU level {level!r} does not run on this processor; it has {', '.join(supported_levels())}")
@@ -35,7 +34,7 @@ def _load(level: str, lower_will_do: bool) -> ctypes.CDLL:
 
 
 def _find(level: str, lower_will_do: bool) -> Path:
-    # Imported here, so that `python -m quire.kernels.build` does not find itself imported already.
+    # Imported here, so that `python -m quire.kernels.build` is not imported twice.
     from quire.kernels.build import SOURCE_DIR, build, is_current, library_name, source_hash
 
     if is_current(SOURCE_DIR, level):

@@ -29,22 +29,22 @@ from quire.kernels.levels import LEVELS, Level, editable_levels
 
 SOURCE_DIR = Path(__file__).parent
 
-# No -ffast-math: it would let NaN and -inf, which mark empty rows and masked keys, be assumed away. No -fopenmp: the
-# kernels run on torch's pool.
+# No -ffast-math: it assumes that NaN and -inf do not occur, but they mark empty rows and masked keys. No -fopenmp: the
+# kernels run on torch's thread pool.
 FLAGS = (
     "-O3 -std=c++17 -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math -ffp-contract=fast"
     " -fPIC -fvisibility=hidden"
 ).split()
 
-# What single sources are compiled with besides: the codecs promise the bits of their definitions, which have no fused
+# Additional flags of single sources. The codecs must produce the same bits as their definitions, which have no fused
 # multiply-adds.
 SOURCE_FLAGS = dict.fromkeys(("group.cpp", "nuq.cpp"), ("-ffp-contract=off",))
 
-# The kernels use _Float16, which g++ has from 12 and clang from 15; an older compiler counts as none.
+# The kernels use _Float16, which needs g++ 12 or clang 15; an older compiler is ignored.
 _PROBE = "int main() { _Float16 x = 1; return static_cast<float>(x) > 0; }"
 
-# The one function of the C++ runtime that thread-local objects need; glibc has it under another name. So nothing of
-# that runtime is linked, which Zig would build first, 50 s a level.
+# Thread-local objects need only this function of the C++ runtime, and glibc has it under another name. So the runtime
+# is not linked. Zig would first have to build it, 50 s per level.
 _THREAD_EXIT = """
 extern "C" int __cxa_thread_atexit_impl(void (*)(void*), void*, void*);
 extern "C" int __cxa_thread_atexit(void (*run)(void*), void* object, void* library) {
@@ -55,14 +55,14 @@ extern "C" int __cxa_thread_atexit(void (*run)(void*), void* object, void* libra
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that works: its command, and the version that goes into the stamp."""
+    """A working C++ compiler: its command, and its version for the stamp."""
 
     command: tuple[str, ...]
     version: str
 
     @property
     def is_zig(self) -> bool:
-        """Zig is driven by another spelling of targets and links differently."""
+        """Whether it is Zig, which names targets differently and links differently."""
         return "ziglang" in self.command
 
     def target_flags(self, level: Level) -> list[str]:
@@ -80,16 +80,16 @@ class Compiler:
 
     @property
     def link_libraries(self) -> tuple[str, ...]:
-        """What to link against, after the objects; what is missing is an error now rather than at load."""
+        """Link flags, after the objects. A missing symbol is an error at link time, not at load time."""
         if sys.platform != "linux":
             return ()
-        # libgcc is linked in: the half-precision helpers of level v2 are missing from the shared one of older systems.
+        # libgcc is linked statically: shared libgcc of older systems lacks the half-precision helpers of level v2.
         return ("-Wl,-z,defs", "-lm") if self.is_zig else ("-Wl,-z,defs", "-nodefaultlibs", "-lm", "-lc", "-lgcc")
 
 
 @functools.cache
 def find_compiler() -> Compiler | None:
-    """The first that works of $CXX, c++, g++, clang++ and the `ziglang` package; None if there is none."""
+    """The first working compiler of $CXX, c++, g++, clang++ and the `ziglang` package; None if there is none."""
     commands = [shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     for command in commands:
         if command and shutil.which(command[0]) and _compiles(command):
@@ -108,7 +108,7 @@ def library_name(level: str) -> str:
 
 @functools.cache
 def source_hash() -> str:
-    """Hash of the kernel sources and of what they are compiled with: a library with another one is out of date."""
+    """Hash of the kernel sources and compile flags. A library with another hash is out of date."""
     targets = [(name, level.architecture, level.extensions) for name, level in LEVELS.items()]
     digest = hashlib.sha256(repr((FLAGS, SOURCE_FLAGS, targets)).encode())
     for path in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
@@ -129,10 +129,10 @@ def is_current(directory: Path, level: str, compiler: Compiler | None = None) ->
 
 
 def build(levels: Iterable[str], out_dir: Path) -> list[Path]:
-    """Compiles the levels that are missing or out of date and returns the paths of all of them.
+    """Compiles the levels that are missing or out of date. Returns the paths of all levels.
 
-    Says on stderr, in one line, that it compiles. Safe against other processes building into the same directory.
-    Raises QuireError when there is no compiler, or with its first message when it fails, and if the directory cannot be
+    Reports on stderr, in one line, that it compiles. Other processes may build into the same directory at the same
+    time. Raises QuireError if there is no compiler, if it fails (with its first message), or if the directory cannot be
     written.
     """
     try:
@@ -164,8 +164,7 @@ def _build(levels: list[str], out_dir: Path) -> list[Path]:
 
 
 def _compile(compiler: Compiler, levels: list[str], out_dir: Path) -> None:
-    # The temporary folder is beside the result, so that the last step is a rename on one file system and no one sees
-    # half a library.
+    # The temporary folder is beside the result, so that the last step is an atomic rename on one file system.
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".build-") as name, ThreadPoolExecutor(os.cpu_count()) as pool:
         scratch = Path(name)
         sources = sorted(SOURCE_DIR.glob("*.cpp"))
@@ -226,16 +225,16 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Compiles into the package directory (or --out) the given levels, by default those of a development install."""
+    """Compiles the given levels, by default those of a development install, into the package directory or --out."""
     parser = argparse.ArgumentParser(prog="python -m quire.kernels.build", description=main.__doc__)
     parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"any of {', '.join(LEVELS)}")
     parser.add_argument(
-        "--out", type=Path, default=SOURCE_DIR, metavar="DIR", help="where the libraries go (default: the package)"
+        "--out", type=Path, default=SOURCE_DIR, metavar="DIR", help="folder for the libraries (default: the package)"
     )
     arguments = parser.parse_args()
     unknown = set(arguments.levels) - set(LEVELS)
     if unknown:
-        parser.error(f"no such CPU level: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown CPU level: {', '.join(sorted(unknown))}")
     try:
         build(arguments.levels or editable_levels(), arguments.out)
     except QuireError as error:

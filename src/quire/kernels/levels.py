@@ -1,4 +1,4 @@
-"""The CPU levels the kernels are compiled for, and which of them this machine runs. Knows processors, not compilers."""
+"""The CPU levels of the kernels, and the levels that this machine runs. Knows processors, not compilers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Level:
-    """One set of instructions to compile for.
+    """One instruction set to compile for.
 
-    architecture  what compilers call the base; empty for their default
+    architecture  the compilers' name of the base; empty for their default
     extensions    instruction sets beyond the base
-    cpu_flags     what /proc/cpuinfo must list, beyond the flags of the levels below, for the code to run
-    slower        what takes longer than on the best level, and why; empty for that one
+    cpu_flags     flags in /proc/cpuinfo that the code needs, beyond those of the lower levels
+    slower        the work that takes longer than on the best level, and why; empty for the best
     """
 
     architecture: str
@@ -33,7 +33,7 @@ X86_LEVELS: dict[str, Level] = {
     "v4bf16": Level(
         "x86-64-v4", ("avx512bf16", "avx512vbmi", "avx512vnni"), _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
     ),
-    "v4": Level("x86-64-v4", (), _V4, "prompts and full batches are slower without dot products of bfloat16"),
+    "v4": Level("x86-64-v4", (), _V4, "prompts and full batches are slower without bfloat16 dot products"),
     "v3": Level("x86-64-v3", (), _V3, "prompts and full batches are slower without AVX-512"),
     "v2": Level("x86-64-v2", (), frozenset(), "everything is slower without AVX2"),
 }
@@ -50,12 +50,12 @@ def supported_levels() -> tuple[str, ...]:
 
 
 def editable_levels() -> tuple[str, ...]:
-    """What a development install compiles: the level of this machine, and v3, which most others run."""
+    """The levels of a development install: the level of this machine, and v3, which most machines run."""
     return tuple(dict.fromkeys(name for name in (supported_levels()[0], "v3") if name in LEVELS))
 
 
 def _cpu_flags() -> frozenset[str]:
-    # Systems without this file (macOS) are taken at the lowest level.
+    # Systems without this file (macOS) get the lowest level.
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

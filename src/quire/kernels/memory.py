@@ -1,4 +1,4 @@
-"""Large host memory: anonymous pages of 2 MiB where the system grants them.
+"""Large host memory: anonymous pages of 2 MiB if the system grants them.
 
 Weights and cache are read from end to end every step; with 4 KiB mappings the reads miss the TLB. Needs private
 mappings: shared ones are shmem, for which huge pages are off by default.
@@ -15,27 +15,29 @@ import torch
 from quire.errors import ConfigError
 
 BLOCK_BYTES = 32 << 20
-"""What `Carver` maps at a time; what is never written costs nothing."""
+"""Bytes that `Carver` maps at a time. Pages that are never written cost nothing."""
 
 ALIGNMENT = 128
 
 Fill = Callable[[torch.Tensor], None]
-"""Writes the contents of memory that is zeroed, uint8 [num_bytes]."""
+"""Writes the contents into zeroed memory, uint8 [num_bytes]."""
 
 
 class Memory(Protocol):
-    """Where packed weights lie."""
+    """Memory for packed weights."""
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """uint8 [num_bytes], aligned to 128 bytes, with what `fill` writes. Memory that has it already does not call
-        `fill`. name: what the bytes are; each comes once.
+        """Returns uint8 [num_bytes], aligned to 128 bytes, filled by `fill`. Memory that already has the contents does
+        not call `fill`.
+
+        name  unique name of the contents
         """
 
 
 def huge_pages(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zeroed, page-aligned, given back when its last view is gone.
+    """Returns uint8 [num_bytes], zeroed and page-aligned. The memory is freed with its last view.
 
-    Raises ConfigError when the system does not have so much address space to give.
+    Raises ConfigError if the system does not grant that much address space.
     """
     flags = {} if not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     try:
@@ -48,13 +50,13 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
 
 
 class Carver:
-    """Tensors cut one after the other from blocks of huge pages; a block lives as long as any of its tensors."""
+    """Allocates tensors one after the other from blocks of huge pages. A block lives as long as any of its tensors."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], zeroed, aligned to 128 bytes."""
+        """Returns uint8 [num_bytes], zeroed, aligned to 128 bytes."""
         whole = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if len(self._block) < whole:
             self._block = huge_pages(max(whole, BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, loaded once, running on torch's own pool of threads."""
+"""The compiled CPU kernels. They are loaded once and run on torch's own thread pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("quire")
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 DTYPE_IDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
-"""What the kernels call each dtype, of tensors and of dense pages; `common.h` has the same numbers."""
+"""The kernels' number of each dtype, for tensors and dense pages; `common.h` has the same numbers."""
 
 _OPENMP_SYMBOLS = ("GOMP_parallel", "omp_get_num_threads")
 
@@ -46,7 +46,7 @@ SIGNATURES: dict[str, list[type]] = {
 
 
 def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the signatures and hands the library torch's threads."""
+    """Declares the signatures and passes torch's threads to the library."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
@@ -59,7 +59,7 @@ def prepare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def kernels() -> ctypes.CDLL:
-    """The kernels built for this CPU, or for the level that was set."""
+    """The kernels for this CPU, or for the level that was set."""
     return _kernels(_level)
 
 
@@ -72,8 +72,8 @@ _level: str | None = None
 
 
 def set_level(level: str | None) -> None:
-    """Sets the level whose kernels are called from now on, for the whole process; None is this CPU's best. Pages and
-    packed weights are the same on all of them. Raises ConfigError for one that this processor lacks.
+    """Sets the kernels' level for the whole process; None is this CPU's best. Pages and packed weights are the same on
+    all levels. Raises ConfigError for a level that this processor lacks.
     """
     global _level
     _kernels(level).quire_threads(*_openmp(), num_threads())
@@ -119,12 +119,12 @@ def _told(name: str, field: Any) -> str:
 
 
 def level() -> str:
-    """The level of the kernels that are called: this CPU's best may be missing."""
+    """The level of the loaded kernels. It may be lower than this CPU's best, if that library is missing."""
     return Path(kernels()._name).stem.rpartition("_")[2]
 
 
 def num_threads() -> int:
-    """Threads the kernels run on: as many as torch uses."""
+    """Number of threads of the kernels, the same as torch's."""
     return torch.get_num_threads()
 
 
@@ -136,16 +136,16 @@ def set_num_threads(count: int) -> None:
 
 @contextlib.contextmanager
 def punctual() -> Iterator[None]:
-    """Inside, torch's own operations on this thread do without as many threads as the kernels' loops do at the moment.
+    """Within the context, torch's own operations on this thread use as many threads as the kernels do at the moment.
 
-    Where another program holds a core, torch waits for the thread there, milliseconds for each operation. The kernels
-    leave a thread out that came late (`team.h`), so they know.
+    If another program holds a core, torch waits milliseconds per operation for the thread on that core. The kernels
+    leave out a thread that was late (`team.h`), so they know how many cores are free.
     """
     openmp, left_out = _openmp_library(), kernels().quire_left_out()
     if openmp is None or not left_out:
         yield
         return
-    # Not torch's setter: it also sets with how many threads other threads begin.
+    # Not torch's setter: it also sets the number of threads for new threads.
     threads = num_threads()
     try:
         openmp.omp_set_num_threads(max(1, threads - left_out))
@@ -156,7 +156,9 @@ def punctual() -> Iterator[None]:
 
 @functools.cache
 def _openmp_library() -> ctypes.CDLL | None:
-    """The OpenMP runtime torch loaded, or None, logged once: then the kernels run on the calling thread."""
+    """The OpenMP runtime that torch loaded. Without one, logs a warning once and returns None: the kernels then run on
+    the calling thread.
+    """
     torch.get_num_threads()
     maps = Path("/proc/self/maps")
     paths = sorted(set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps.read_text()))) if maps.exists() else []

@@ -1,8 +1,8 @@
 """Chat templates: a list of messages -> the prompt a model was trained on.
 
-Templates come with the model, that is from strangers. `quire.models.render` renders them in a process of its own, in
-bounded time and memory; this module starts it, hands it plain JSON values and reads what it says. All templates of
-this process share that one.
+A template comes with the model and is not trusted. `quire.models.render` renders it in a separate process with limited
+time and memory. This module starts that process, sends it plain JSON values and reads its answers. All templates of
+this process share one such process.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from quire.errors import ModelError, RequestError
 from quire.models import render
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
-"""Names a caller cannot give a template: they come from elsewhere, or would promise what is not done."""
+"""Variables that a caller cannot set: they have another source, or a feature behind them that does not exist."""
 
 MAX_SECONDS = 2.0
-"""Of processor time for one rendering: 1,000 messages take some 5 ms."""
+"""Limit of processor time for one rendering: 1,000 messages take about 5 ms."""
 
 MAX_BYTES = 512 << 20
-"""Address space of the rendering process: 8 MiB of messages take some 60 MB."""
+"""Limit of the rendering process's address space: 8 MiB of messages take about 60 MB."""
 
 MAX_CHARS = 16 << 20
-"""Of a rendered prompt: twice the longest request body that the server takes by default."""
+"""Limit of a rendered prompt: twice the server's default limit of a request body."""
 
-# How much longer than its processor time a rendering may take where other processes have the cores.
+# Additional wall-clock time of a rendering, in case other processes use the cores.
 _PATIENCE = 10.0
 
 
 class ChatTemplate:
-    """A template and the special tokens it may print."""
+    """A template and the special tokens that it may print."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """special_tokens: bos_token, eos_token, ... -> text. Raises ModelError if the template does not parse."""
@@ -60,12 +60,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation. Waits for another process: an event loop calls it on a thread.
+        """The prompt of a conversation. Waits for another process, so an event loop must call it on a thread.
 
-        messages   role and content (and whatever else the template reads), oldest first
-        variables  further names the template may read: tools, documents, enable_thinking; none of RESERVED, no *_token
-        Raises RequestError with the template's own message when it refuses the conversation, and when rendering fails,
-        takes too long or makes too much.
+        messages   role and content (and other keys for the template), oldest first
+        variables  variables for the template: tools, documents, enable_thinking; none of RESERVED, no *_token
+        Raises RequestError with the template's own message if it rejects the conversation, and if rendering fails,
+        takes too long or makes too long a text.
         """
         try:
             given = {name: _plain(value, name) for name, value in (variables or {}).items()}
@@ -73,7 +73,7 @@ class ChatTemplate:
         except RecursionError:
             raise RequestError("messages or variables are nested too deep for a chat template", "messages") from None
         if taken := RESERVED & given.keys() | {name for name in given if name.endswith("_token")}:
-            raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be given", "chat_template_kwargs")
+            raise RequestError(f"a chat template's {', '.join(sorted(taken))} cannot be set", "chat_template_kwargs")
         names = {
             **self._special_tokens,
             "tools": None,
@@ -86,14 +86,14 @@ class ChatTemplate:
         if kind == render.DONE:
             return text
         if kind == render.REFUSED:
-            raise RequestError(f"the chat template refuses these messages: {text}", "messages")
+            raise RequestError(f"the chat template rejects these messages: {text}", "messages")
         if kind == render.LONG:
-            text = f"it made {int(text):,} characters, and {MAX_CHARS:,} is the limit"
+            text = f"it made {int(text):,} characters; the limit is {MAX_CHARS:,}"
         raise RequestError(f"the chat template fails on these messages: {_REASONS.get(kind, text)}", "messages")
 
 
 _LATE, _DIED = b"t", b"x"
-"""Kinds of answers besides those of the program: it ran too long, or ended for another reason."""
+"""Kinds of answers in addition to the program's own: it ran too long, or died."""
 
 _REASONS = {
     render.MEMORY: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
@@ -103,7 +103,7 @@ _REASONS = {
 
 
 class _Renderer:
-    """The process that renders, started when it is first asked, and again after it ended. One request at a time."""
+    """The rendering process. It starts at the first request, and again after it ended. One request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,8 +115,8 @@ class _Renderer:
     def ask(self, number: int, source: str, names: dict[str, Any] | None) -> tuple[bytes, str]:
         """The kind and text of the program's answer.
 
-        number  of the template, which the program keeps compiled
-        names   the variables; None: compile alone
+        number  number of the template, which the program keeps compiled
+        names   the variables; None: only compile
         """
         with self._lock:
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
@@ -131,7 +131,7 @@ class _Renderer:
             except OSError as error:  # a timeout too
                 return self._stop(kill=isinstance(error, TimeoutError)), ""
             except BaseException:
-                self._stop(kill=True)  # interrupted in the middle of an answer that nobody will read
+                self._stop(kill=True)  # interrupted within an answer that nobody will read
                 raise
             if kind == render.MEMORY:
                 self._stop()
@@ -145,8 +145,8 @@ class _Renderer:
         self._compiled.clear()
         ours, theirs = socket.socketpair()
         with theirs:
-            # In a session of its own: Ctrl-C is for us. It ends by itself once our socket is closed. Without `site` it
-            # starts faster; it looks for jinja2 where we do.
+            # In its own session, so that Ctrl-C reaches only us. It ends when our socket is closed. Without `site` it
+            # starts faster; it gets our path for jinja2.
             command = [sys.executable, "-I", "-S", render.__file__, str(theirs.fileno())]
             null = subprocess.DEVNULL
             self._process = subprocess.Popen(
@@ -178,7 +178,7 @@ class _Renderer:
         return b"".join(parts)
 
     def _stop(self, kill: bool = False) -> bytes:
-        """Ends the process, by closing its socket or by force; returns what that says about the request."""
+        """Ends the process, by closing its socket or by force. Returns the kind of answer for the current request."""
         process, connection = self._process, self._socket
         self._process = self._socket = None
         if connection is not None:
@@ -206,7 +206,7 @@ atexit.register(_renderer.close)
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy made of JSON types alone: objects with methods are nothing a stranger's template should hold."""
+    """A copy made only of JSON types: an untrusted template must not get objects with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -215,4 +215,4 @@ def _plain(value: Any, name: str) -> Any:
         return {str(key): _plain(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, name) for item in value]
-    raise RequestError(f"{name} holds a {type(value).__name__}; only JSON values can be given to a chat template", name)
+    raise RequestError(f"{name} has a {type(value).__name__}; a chat template takes only JSON values", name)

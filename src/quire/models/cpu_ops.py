@@ -1,5 +1,5 @@
-"""Decoder operations on the CPU: our own matrix products for 16 bits and packed blocks, oneDNN's for float32, and the
-C++ kernels for what lies between them.
+"""Decoder operations on the CPU: our own matrix products for 16 bits and packed blocks, oneDNN's products for float32,
+and C++ kernels for all other operations.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from quire.models.layers import Embedding, Gated, GatedLayer, Joined, Linear, To
 from quire.models.quants import Blocks, Weight, kind_of, read
 
 _ROW_STEPS = ((4, 1), (8, 2), (32, 4), (64, 8), (128, 16), (256, 32))
-"""(up to so many rows, in steps of so many); above 256 in steps of 64."""
+"""(maximum rows, step): row counts up to the maximum are rounded up to a multiple of the step; above 256 the step is
+64.
+"""
 
 
 def padded_rows(rows: int) -> int:
-    """Rows to run `rows` in: the next of about forty sizes.
+    """Rounds `rows` up to one of about forty sizes.
 
-    oneDNN compiles a kernel for every matrix and number of rows, about 0.6 MB each, and keeps up to 1,024 of them: with
-    steps of any size from 1 to 300 rows a process of 230 MB grew to 880. What is added costs under a sixth above 32
-    rows, and below them a step is bound by weight bytes.
+    oneDNN compiles a kernel of about 0.6 MB for every matrix and number of rows, and keeps up to 1,024 of them: with
+    steps of any size from 1 to 300 rows a process of 230 MB grew to 880. Above 32 rows the padding costs less than a
+    sixth; below, a step is bound by weight bytes.
     """
     step = next((step for limit, step in _ROW_STEPS if rows <= limit), 64)
     return -(-rows // step) * step
 
 
 def has_onednn(dtype: torch.dtype) -> bool:
-    """Whether products with plain weights of the type are oneDNN's. It compiles one for each number of rows, where
-    panels serve any, and its layout cannot be read by rows: an output head tied to the embedding is a second copy.
+    """Whether oneDNN multiplies plain weights of the type. It compiles a kernel per number of rows; panels serve any
+    number. Its layout cannot be read by rows, so an output head tied to the embedding needs a second copy.
     """
     return dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 class PackedLinear:
-    """A float32 weight in oneDNN's own blocked layout, which serves every number of rows equally."""
+    """A float32 weight in oneDNN's own blocked layout, which suits every number of rows."""
 
     __slots__ = ("_apply", "bias", "weight")
 
@@ -58,7 +60,7 @@ class PackedLinear:
 class CpuOps:
     """See `models.layers.Ops`.
 
-    memory  where panels lie
+    memory  memory for panels
     """
 
     kinds = KINDS
@@ -80,13 +82,13 @@ class CpuOps:
         return PackedLinear(weight, bias) if has_onednn(dtype) else TorchLinear(weight, bias)
 
     def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
-        """One type: panels gate the sums in registers. Several types: a pass of its own gates them."""
+        """With one type, panels gate the sums in registers. With several types, a separate pass gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
             return Panels(parts, bias, dtype, self._memory, gated=True)
         return Gated(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
-        """One call if all products are in panels and give bfloat16."""
+        """One call if all products are in panels and return bfloat16."""
         return PanelStack(layers, eps) if PanelStack.takes(layers) else None
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:

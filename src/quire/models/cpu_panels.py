@@ -29,15 +29,15 @@ KINDS = frozenset(_PACKED)
 """Block types that products read as they are."""
 
 DTYPES = frozenset(_PAIRS)
-"""Of plain matrices that have panels."""
+"""Dtypes of plain matrices that have panels."""
 
 LAYOUT = 1
-"""Version of the bytes that packing makes; files of packed weights with another one are made again. It is raised, too,
-where what is packed changes: `quants.group_codes`, `quants.eight_bit_codes`, the order of rows in `weights`."""
+"""Version of the packed bytes. Files of packed weights with another version are written again. It is also raised if the
+input of packing changes: `quants.group_codes`, `quants.eight_bit_codes`, the order of rows in `weights`."""
 
 
 MOST_PARTS = 4
-"""Of a product, as linear.h has it."""
+"""Maximum number of parts of a product, as in linear.h."""
 
 
 class Part(ctypes.Structure):
@@ -66,22 +66,22 @@ class _Rows(ctypes.Structure):
 
 
 def has_panels(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether a weight can be in panels for rows of the dtype."""
+    """Whether a weight can be in panels, for rows of the dtype."""
     kind = kind_of(weight)
     return kind in KINDS or (kind == dtype and dtype in _PAIRS and weight.shape[1] % 2 == 0)
 
 
 class Panels:
-    """A product y = x W^T + bias. W consists of parts [N, K], one below the other, each of a type of its own.
+    """A product y = x W^T + bias. W consists of parts [N, K] of possibly different types, one below the other.
 
-    Few rows are bound by reading the weights, which pages of 2 MiB spare misses of the TLB; `memory` has them. One
-    foreign call costs 3 us, oneDNN's inside torch 10, and it takes no bfloat16 where there is no AVX-512.
-    `benchmarks/linear_cpu.py` prints both side by side: with dot products of bfloat16 7.5 against 8.5 ms at 1 row, 12.4
-    against 16.3 at 32, 120 against 120 at 512.
+    Few rows are bound by reading the weights; `memory` has pages of 2 MiB, which avoid TLB misses. A foreign call costs
+    3 us. oneDNN's call inside torch costs 10 us and does not take bfloat16 without AVX-512. `benchmarks/linear_cpu.py`
+    prints both: with bfloat16 dot products 7.5 against 8.5 ms at 1 row, 12.4 against 16.3 at 32, 120 against 120 at
+    512.
 
-    dtype  of the rows and the bias
-    gated  the one part is [2N, K], gates first; the product is silu(gate) * up, [R, N]
-    wide   outputs are float32: an output head
+    dtype  dtype of the rows and the bias
+    gated  the only part is [2N, K], gates first; the product is silu(gate) * up, [R, N]
+    wide   outputs are float32, for an output head
     """
 
     __slots__ = (
@@ -122,7 +122,7 @@ class Panels:
             )
         )
         self.is_packed = any(kind in _PACKED.values() for kind in kinds)
-        # Of rows: a product with pairs reads them as pairs.
+        # Row strides must be even for products that read pairs.
         self._step = 1 if all(kind in _PACKED.values() for kind in kinds) else 2
         self.bias = bias
         self.shape = sum(counts), inputs
@@ -136,7 +136,7 @@ class Panels:
         self._apply = runtime.kernels().quire_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """X [R, K] -> [R, N]. If a part is in 16 bits, rows are an even number of elements apart."""
+        """X [R, K] -> [R, N]. If a part is in 16 bits, the row stride must be even."""
         n, k = self.shape
         rows, width = x.shape
         stride, dense = x.stride()
@@ -150,13 +150,13 @@ class Panels:
         return out
 
     def scratch(self, rows: int) -> torch.Tensor | None:
-        """Room for `rows` rows as integers; None if no part is packed."""
+        """Scratch for `rows` rows as integers; None if no part is packed."""
         if not self.is_packed:
             return None
         return torch.empty(runtime.kernels().quire_quantized_bytes(self._kind, rows, self.shape[1]), dtype=torch.uint8)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of the one part, as `functional.embedding`: index int64 [R], below N, -> [R, K] of the rows' dtype."""
+        """Rows of the only part, as `functional.embedding`: index int64 [R], below N, -> [R, K] in the rows' dtype."""
         assert index.dtype == torch.int64 and index.is_contiguous(), f"{index.dtype}, strides {index.stride()}"
         out = torch.empty(len(index), self.shape[1], dtype=self._dtype)
         (panels,), (part,) = self._panels, self._parts

@@ -1,7 +1,7 @@
-"""All layers of a gated decoder in one foreign call, where every product is in panels; see kernels/stack.cpp.
+"""All layers of a gated decoder in one foreign call, if every product is in panels; see kernels/stack.cpp.
 
-`models.decoder` is its definition: tests/kernels/test_stack.py holds the two together;
-benchmarks/stack_cpu.py prints what it saves.
+`models.decoder` is its definition; tests/kernels/test_stack.py compares the two. benchmarks/stack_cpu.py prints the
+time it saves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _StackRows(ctypes.Structure):
 
 
 class PanelStack:
-    """The layers, and scratch for as many rows as a step ever had."""
+    """The layers, and scratch for the largest number of rows so far."""
 
     def __init__(self, layers: Sequence[GatedLayer], eps: float) -> None:
         """layers: `takes` is true of them. The stack keeps their products alive."""
@@ -58,7 +58,7 @@ class PanelStack:
 
     @staticmethod
     def takes(layers: Sequence[GatedLayer]) -> bool:
-        """Whether all products are in panels and give bfloat16."""
+        """Whether all products are in panels and return bfloat16."""
         products = [_panels(product) for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return all(product is not None and product.out_dtype == torch.bfloat16 for product in products)
 

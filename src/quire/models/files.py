@@ -1,4 +1,4 @@
-"""Small files beside the weights. Imports no torch, so that a tokenizer alone loads fast."""
+"""Small files beside the weights. Imports no torch, so that a tokenizer loads fast."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """The object in a JSON file, empty when an optional one does not exist; ModelError naming the file otherwise."""
+    """The object in a JSON file; empty if an optional file does not exist. Raises ModelError naming the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
             found = sorted(each.name for each in path.parent.glob("*.gguf"))
-            hint = f"; it holds {found[0]}: give that file's path" if found else ""
+            hint = f"; the folder has {found[0]}: give that file's path" if found else ""
             raise ModelError(f"{path.parent}: {path.name} is missing{hint}") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error})") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: holds no JSON object")
+        raise ModelError(f"{path}: not a JSON object")
     return found

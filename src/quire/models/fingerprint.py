@@ -6,19 +6,19 @@ import hashlib
 from pathlib import Path
 
 HEAD_BYTES = 1 << 20
-"""Bytes from the start of a file that count in full: the headers of safetensors and GGUF lie there."""
+"""Bytes at the start of a file that are hashed in full: the headers of safetensors and GGUF are there."""
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Blocks spread evenly over the rest."""
+"""Number of sampled blocks, spread evenly over the rest."""
 
 _SUFFIXES = (".safetensors", ".gguf", ".json")
 
 
 def fingerprint(path: Path) -> str:
-    """Hexadecimal digest (128 bits) of a .gguf file or of a folder's weights and settings, wherever they lie.
+    """Hexadecimal digest (128 bits) of a .gguf file, or of a folder's weights and settings. The path does not matter.
 
-    Two checkpoints that differ in size, in a header or in a sampled block differ in it; single changed weights between
-    the samples do not show.
+    Two checkpoints with another size, header or sampled block have different digests. Changed weights between the
+    samples do not show.
     """
     digest = hashlib.blake2b(digest_size=16)
     files = [path]
@@ -26,7 +26,7 @@ def fingerprint(path: Path) -> str:
         files = sorted(each for each in path.iterdir() if each.suffix in _SUFFIXES and each.is_file())
     for each in files:
         size = each.stat().st_size
-        # The name matters in a folder, where it says which shard it is.
+        # In a folder the name identifies the shard.
         digest.update(f"{each.name if path.is_dir() else ''}:{size};".encode())
         with each.open("rb") as file:
             digest.update(file.read(HEAD_BYTES))

@@ -1,8 +1,7 @@
-"""The GGUF container: header, metadata and where each tensor's bytes lie, memory-mapped.
+"""The GGUF container: header, metadata and the location of each tensor's bytes, memory-mapped.
 
-Knows the container, not models. Written here because the `gguf` package takes 1.9 s to read the 98,000 strings of the
-embedded model's vocabulary (this reader: 0.1 s); for block formats that are rare the package is still what decodes
-them.
+Knows the container, not models. The `gguf` package takes 1.9 s to read the 98,000 strings of the embedded model's
+vocabulary; this reader takes 0.1 s. The package still decodes rare block formats.
 
 Source: the GGUF specification, versions 2 and 3, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -48,7 +47,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch counts; the file stores it the other way round."""
+    """Outermost dimension first, as in torch; the file stores the reverse order."""
     kind: str
     """F32, Q4_1, ..."""
     block_size: int
@@ -66,28 +65,28 @@ class GgufHeader:
 
 
 class GgufFile:
-    """A GGUF whose tensors are read straight from the page cache."""
+    """A GGUF file. Its tensors are read directly from the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
         with path.open("rb") as file:
-            # Private and writable, because torch warns about buffers it may not write; nothing writes.
+            # Private and writable, because torch warns about read-only buffers; nothing writes.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def bytes_of(self, stored: StoredTensor) -> Tensor:
-        """The stored bytes, uint8 [num_bytes], a view of the file that keeps the mapping alive."""
+        """The stored bytes, uint8 [num_bytes], as a view of the file. The view keeps the mapping alive."""
         import torch
 
         return torch.frombuffer(self._map, dtype=torch.uint8, count=stored.num_bytes, offset=stored.first_byte)
 
     def close(self) -> None:
-        """Give the mapping up; it goes when the last view of it does."""
+        """Releases the mapping. It ends with its last view."""
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def forget(self, stored: StoredTensor) -> None:
-        """Unmap the whole pages of a tensor that has been copied; the page cache still has them if they are needed."""
+        """Unmaps the whole pages of a copied tensor. The page cache still has them if they are needed."""
         first = -(-stored.first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (stored.first_byte + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
@@ -95,9 +94,9 @@ class GgufFile:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Parse the header of a GGUF file; the last one is remembered, because weights and tokenizer both ask for it.
+    """Parses the header of a GGUF file. Remembers the last one, because weights and tokenizer both need it.
 
-    Raises ModelError naming the file when it is not a GGUF, too old, big-endian or shorter than its own index says.
+    Raises ModelError naming the file if it is not a GGUF, too old, big-endian or shorter than its index says.
     """
     try:
         status = path.stat()
@@ -228,7 +227,7 @@ class _IndexEntry:
 
 
 def _rare_block(number: int, source: str) -> tuple[str, int, int]:
-    """Name and block size of a format only the `gguf` package knows."""
+    """Name and block size of a format that only the `gguf` package knows."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:

@@ -1,13 +1,13 @@
-"""The folder of layer images: where an image lies, what its table says, and how it is listed and removed.
+"""The folder of layer images: paths and tables of images, listing and removal.
 
-An image is a model's packed matrices as a CPU multiplies them, in one file:
+An image is a file with a model's matrices, packed for multiplication on a CPU:
 
     section | section | ... | table | footer
 
-A section is a layer, or the matrices outside of the layers that follow each other. It begins at a multiple of 4,096
-bytes, and each of its matrices at a multiple of 128. The table is JSON: the origin, and the sections with what they
-hold. The footer has the table's place and checksum. Files appear under their final name only when all of their bytes
-are on the disk, so a complete table vouches for the rest.
+A section is a layer, or consecutive matrices outside of layers. It begins at a multiple of 4,096 bytes, and each of its
+matrices at a multiple of 128. The table is JSON: the origin, and the sections with their matrices. The footer has the
+offset and checksum of the table. A file gets its final name only when all of its bytes are on disk, so a complete table
+implies a complete file.
 
 Knows files and bytes, no tensors; imports no torch.
 """
@@ -46,19 +46,19 @@ _writing: set[Path] = set()
 
 
 class ImageError(Exception):
-    """An image that cannot be used or written. The message says why, for a log."""
+    """An image cannot be used or written. The message has the reason, for a log."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an image is made from. Equal origins give equal bytes.
+    """The source of an image. Equal origins give equal bytes.
 
-    model        a name for people: the file, the folder, or the hub id
-    path         the checkpoint, links resolved
-    fingerprint  of its contents; see models.fingerprint
+    model        name for users: the file, the folder, or the hub id
+    path         path of the checkpoint, links resolved
+    fingerprint  fingerprint of its contents; see models.fingerprint
     files        bytes and time of change in ns of each file with tensors
     form         model.weights
-    dtype        of rows, and of matrices that are not in blocks
+    dtype        dtype of rows and of matrices that are not in blocks
     layout       version of the packing
     """
 
@@ -73,7 +73,9 @@ class Origin:
 
     @property
     def key(self) -> str:
-        """The image's name, the same for every layout and byte order: an image of another one is written again."""
+        """The image's name. It does not depend on layout and byte order, so an image with another layout is
+        replaced.
+        """
         parts = (self.fingerprint, self.files, self.form, self.dtype)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -89,7 +91,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """Matrices that are read together: those of a layer."""
+    """Matrices that are read together, such as those of a layer."""
 
     name: str
     offset: int
@@ -99,10 +101,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Image:
-    """A complete file.
+    """A complete image.
 
-    num_bytes  of all of it
-    used       when a model was loaded from it last, in seconds since the epoch
+    num_bytes  size of the file
+    used       time of the last load, in seconds since the epoch
     """
 
     path: Path
@@ -114,10 +116,10 @@ class Image:
 
 @dataclass(frozen=True)
 class Draft:
-    """An image that is not finished.
+    """An unfinished image.
 
-    num_bytes   that the disk has given it
-    is_written  whether a process is at it; else one ended before it was done
+    num_bytes   bytes on disk
+    is_written  whether a process is still writing it; otherwise its process ended too early
     """
 
     path: Path
@@ -126,15 +128,15 @@ class Draft:
 
 
 def image_folder() -> Path:
-    """Where images lie: quire/images in the user's cache folder. Raises ImageError without a home."""
+    """The folder of images: quire/images in the user's cache folder. Raises ImageError without a home."""
     try:
         return user_cache() / "images"
     except RuntimeError as error:
-        raise ImageError(f"there is no folder for it ({error}); set XDG_CACHE_HOME") from None
+        raise ImageError(f"there is no cache folder ({error}); set XDG_CACHE_HOME") from None
 
 
 def image_path(origin: Origin) -> Path:
-    """Where the image of an origin lies, if there is one."""
+    """The path of an origin's image, whether it exists or not."""
     return image_folder() / (origin.key + SUFFIX)
 
 
@@ -144,24 +146,24 @@ def aligned(offset: int, alignment: int) -> int:
 
 
 def table_bytes(origin: Origin, sections: Sequence[Section], offset: int) -> bytes:
-    """Table and footer of an image, to be written at the offset."""
+    """Table and footer of an image, to write at the offset."""
     fields = {"origin": dataclasses.asdict(origin), "sections": [dataclasses.asdict(section) for section in sections]}
     table = json.dumps(fields).encode()
     return table + _FOOTER.pack(_MAGIC, _VERSION, zlib.crc32(table), offset, len(table))
 
 
 def read_image(path: Path) -> Image:
-    """What a file's table says. Raises FileNotFoundError, and ImageError for what is no whole image."""
+    """Reads the table of an image. Raises FileNotFoundError, and ImageError if the image is not complete."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             end = status.st_size - _FOOTER.size
             if end < 0:
-                raise ImageError("it is cut short")
+                raise ImageError("it is truncated")
             footer = os.pread(file.fileno(), _FOOTER.size, end)
             magic, version, checksum, start, length = _FOOTER.unpack(footer)
             if magic != _MAGIC or version != _VERSION or start + length != end or length > _MAX_TABLE_BYTES:
-                raise ImageError("it is cut short, or of another version of Quire")
+                raise ImageError("it is truncated, or from another version of Quire")
             table = os.pread(file.fileno(), length, start)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
@@ -189,7 +191,7 @@ def _section(fields: Any) -> Section:
 
 
 def _check_places(sections: Sequence[Section], end: int) -> None:
-    """Raises ImageError unless every matrix lies where the writer puts it."""
+    """Raises ImageError unless every matrix is at the offset that the writer gives it."""
     at = 0
     for section in sections:
         at = start = aligned(at, SECTION_ALIGNMENT)
@@ -205,19 +207,19 @@ def _check_places(sections: Sequence[Section], end: int) -> None:
 
 
 def open_image(origin: Origin) -> Image:
-    """The image from which a model of this origin runs. Raises FileNotFoundError, and ImageError for one that is
-    damaged, of another layout, or of a checkpoint that has moved away: then it is written again, with its new path.
+    """The image of an origin. Raises FileNotFoundError. Raises ImageError if the image is damaged or has another
+    layout, or if the checkpoint has moved; the image is then written again, with the new path.
     """
     found = read_image(image_path(origin))
     if found.origin != origin:
-        raise ImageError("it is of another layout")
+        raise ImageError("it has another layout")
     if found.origin.path != origin.path and not Path(found.origin.path).exists():
         raise ImageError("the checkpoint has moved")
     return found
 
 
 def remove_older(origin: Origin) -> None:
-    """Removes images that the checkpoint at this path left in this form and dtype before it changed."""
+    """Removes outdated images of the checkpoint at this path in this form and dtype."""
     for image in list_images():
         same = (image.origin.path, image.origin.form, image.origin.dtype) == (origin.path, origin.form, origin.dtype)
         if same and image.origin.key != origin.key:
@@ -225,7 +227,7 @@ def remove_older(origin: Origin) -> None:
 
 
 def list_images() -> list[Image]:
-    """All complete images, the last used first. Raises ImageError and OSError for a folder that cannot be read."""
+    """All complete images, the last used first. Raises ImageError or OSError if the folder cannot be read."""
     found = []
     for path in _files(SUFFIX):
         with contextlib.suppress(ImageError, FileNotFoundError):
@@ -234,10 +236,10 @@ def list_images() -> list[Image]:
 
 
 def clear(images: Sequence[Image] | None = None) -> int:
-    """Removes images, or without an argument all of them, damaged ones too; in any case what killed processes left.
-    Returns the bytes. A model that runs from an image keeps it until it ends.
+    """Removes images; without an argument all of them, damaged ones too. Always removes drafts of killed processes.
+    Returns the freed bytes. A running model keeps its image until it ends.
 
-    Raises OSError for a file that cannot be removed.
+    Raises OSError if a file cannot be removed.
     """
     freed = remove_leftovers()
     for path in _files(SUFFIX) if images is None else [image.path for image in images]:
@@ -248,7 +250,7 @@ def clear(images: Sequence[Image] | None = None) -> int:
 
 
 def list_drafts() -> list[Draft]:
-    """Images that are not finished."""
+    """Unfinished images."""
     found = []
     for path in _files(DRAFT_SUFFIX):
         with contextlib.suppress(OSError):
@@ -263,14 +265,14 @@ def list_drafts() -> list[Draft]:
 
 @atexit.register
 def drop_drafts() -> None:
-    """Removes what this process is writing: for one that ends here and now, or while a thread of it still loads."""
+    """Removes the drafts of this process, if it must end while a thread still loads."""
     for path in list(_writing):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def remove_leftovers() -> int:
-    """Removes drafts that no process writes any more. Returns the bytes."""
+    """Removes drafts that no process writes any more. Returns the freed bytes."""
     freed = 0
     for path in _files(DRAFT_SUFFIX):
         with contextlib.suppress(ImageError, OSError), lock_draft(path, create=False) as draft:
@@ -281,9 +283,9 @@ def remove_leftovers() -> int:
 
 @contextlib.contextmanager
 def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
-    """A file descriptor of a draft that this process alone has; the lock ends with the process or the context.
+    """Yields the file descriptor of a draft, locked by this process. The lock ends with the process or the context.
 
-    Raises ImageError if another process writes it, OSError if it cannot be opened.
+    Raises ImageError if another process writes the draft, OSError if it cannot be opened.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
@@ -291,12 +293,12 @@ def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ImageError("it is being written") from None
+                raise ImageError("another process is writing it") from None
             except OSError:
                 if create:
                     path.unlink(missing_ok=True)
                 raise
-            # It may have been renamed or removed between the two calls.
+            # The file may have been renamed or removed between the two calls.
             if not _is_at(descriptor, path):
                 continue
             if create:

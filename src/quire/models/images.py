@@ -1,7 +1,7 @@
-"""Layer images: packed weights that the first start writes and later ones map, so that they neither read the checkpoint
+"""Layer images: the first start writes packed weights to a file. Later starts map it, and neither read the checkpoint
 nor pack it.
 
-The pages of an image are the page cache's: one copy in memory, whichever process maps it. `models.image_folder` has the
+The pages of an image belong to the system's page cache: all processes share one copy. `models.image_folder` has the
 format.
 """
 
@@ -50,24 +50,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 LEAST_BYTES = 384 << 20
-"""Packed weights of less have no image: they are packed in a fraction of a second, the embedded model in every form."""
+"""Smaller packed weights have no image, because packing takes a fraction of a second. This includes the embedded model
+in every form."""
 
 SPARE = 0.05
-"""Share of an image's bytes that must be free beside it."""
+"""Share of an image's bytes that must remain free on disk."""
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The image that a model would run from. num_bytes: at most, of its matrices."""
+    """The image of a model. num_bytes: upper bound of its matrices' bytes."""
 
     origin: Origin
     num_bytes: int
 
 
 def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted | None:
-    """The image of a checkpoint, held in a form by the CPU backend; None if it is to have none."""
+    """The image of a checkpoint with weights in `form` on the CPU backend; None if it gets no image."""
     num_bytes = _packed_bytes(checkpoint, dtype, form)
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
@@ -92,7 +93,7 @@ def _name_of(path: Path) -> str:
 
 
 def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> int:
-    """At most so many bytes of a checkpoint are in panels: as if no two of its matrices shared one."""
+    """Upper bound of a checkpoint's bytes in panels, as if no two matrices shared a panel."""
     shape, total = checkpoint.shape, 0
     for name, size in shape.tensor_shapes.items():
         if len(size) != 2 or name == "positions.weight":
@@ -107,8 +108,8 @@ def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> int
 
 
 def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
-    """What `make` makes of packed weights: those of the image; else those that become the image; else those in plain
-    memory, with a line in the log that says why. `make` may be called several times.
+    """Calls `make` with packed weights: from the image if there is one; else while writing the image; else in plain
+    memory, with the reason in the log. `make` may be called several times.
     """
     if wanted is None:
         return make(Carver())
@@ -122,14 +123,14 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
     except FileNotFoundError:
         pass
     except ImageError as error:
-        log.info("the layer image %s is written again: %s", path, error)
+        log.info("writing the layer image %s again: %s", path, error)
     try:
         with Writer(wanted) as writer:
             made = make(writer)
             writer.finish()
         return made
     except ImageError as error:
-        log.warning("the weights are packed in memory, not in the layer image %s: %s", path, error)
+        log.warning("packing the weights in memory, without the layer image %s: %s", path, error)
     return make(Carver())
 
 
@@ -137,7 +138,7 @@ class Reader:
     """A complete image, mapped."""
 
     def __init__(self, origin: Origin) -> None:
-        """Raises what open_image raises."""
+        """Raises the errors of open_image."""
         image = open_image(origin)
         self._path = path = image.path
         self._entries = iter([entry for section in image.sections for entry in section.entries])
@@ -152,30 +153,30 @@ class Reader:
             raise ImageError(f"it cannot be mapped ({error.strerror or error})") from None
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
-        """See Memory.place. Raises ImageError if the image goes on with something else."""
+        """See Memory.place. Raises ImageError if the next matrix of the image is another one."""
         entry = next(self._entries, None)
         if entry is None or (entry.name, entry.num_bytes) != (name, num_bytes):
-            raise ImageError(f"it does not hold {name} where this model has it")
+            raise ImageError(f"it does not have {name} where this model needs it")
         return _view(self._map, entry)
 
     def finish(self) -> None:
-        """To be called after the last matrix. Raises ImageError if the image holds more."""
+        """Call this after the last matrix. Raises ImageError if the image has more."""
         entry = next(self._entries, None)
         if entry is not None:
-            raise ImageError(f"it holds {entry.name}, which this model does not have")
+            raise ImageError(f"it has {entry.name}, which this model does not have")
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
 
 class Writer:
-    """An image that is being written, as a context: left without `finish`, it leaves no file.
+    """Writes an image. A context manager: without `finish` it leaves no file.
 
-    Each matrix is packed beside the file, appended to it by one plain write, and read through a mapping of the file. So
+    Each matrix is packed in memory, appended to the file by one plain write, and read through a mapping of the file. So
     a full disk is an error of that write, and never a signal.
     """
 
     def __init__(self, wanted: Wanted) -> None:
-        """Raises ImageError if there is no room, or somebody else writes this image."""
+        """Raises ImageError if there is no room, or if another process writes this image."""
         self._path = path = image_path(wanted.origin)
         self._draft = path.with_suffix(DRAFT_SUFFIX)
         self._origin = wanted.origin
@@ -189,7 +190,7 @@ class Writer:
             self._check_room(wanted.num_bytes)
             self._file = stack.enter_context(lock_draft(self._draft, create=True))
             stack.callback(self._leave)
-            # Bytes that the disk has given before they are written: written faster, and never too few.
+            # Allocates the bytes in advance: writing is faster and cannot run out of space.
             self._room = aligned(int(wanted.num_bytes * (1 + SPARE)), SECTION_ALIGNMENT) + (16 << 20)
             os.ftruncate(self._file, 0)
             os.posix_fallocate(self._file, 0, self._room)
@@ -230,13 +231,13 @@ class Writer:
         entry = Entry(name, aligned(section.offset + section.num_bytes, ENTRY_ALIGNMENT), num_bytes)
         self.num_bytes = entry.offset + num_bytes
         if self.num_bytes > self._room:
-            raise ImageError("it is larger than was expected")
+            raise ImageError("it is larger than expected")
         self._sections[-1] = Section(of, section.offset, self.num_bytes - section.offset, (*section.entries, entry))
         return entry
 
     def finish(self) -> None:
-        """To be called after the last matrix. The file gets its name as soon as the disk has it: a thread waits for
-        that, and the process for the thread.
+        """Call this after the last matrix. A thread waits until the disk has the file and then gives it its name. The
+        process waits for that thread before it ends.
         """
         self._scratch = torch.empty(0, dtype=torch.uint8)
         table = table_bytes(self._origin, self._sections, self.num_bytes)
@@ -255,11 +256,11 @@ class Writer:
                 os.fdatasync(self._file)
                 os.replace(self._draft, self._path)
                 self._is_named = True
-                # A gigabyte or more that nobody asked for: said by every command.
+                # A warning, because the user did not ask for a gigabyte or more on disk.
                 log.warning("wrote packed layers, %s, to %s; quire cache ls", format_bytes(self.num_bytes), self._path)
                 remove_older(self._origin)
             except OSError as error:
-                # What this process runs from may be lost, too.
+                # The weights that this process runs from may be lost, too.
                 log.error("no layer image %s: %s; start again", self._path, error.strerror or error)
 
     def _leave(self) -> None:
@@ -275,8 +276,8 @@ def section_of(name: str) -> str:
 
 
 def _mapped(file: int, num_bytes: int) -> mmap.mmap:
-    """A file's pages, in large ones where the system has them."""
-    # Private and writable, because torch warns about buffers it may not write; nothing writes.
+    """Maps a file, with large pages if the system has them."""
+    # Private and writable, because torch warns about read-only buffers; nothing writes.
     found = mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -297,7 +298,7 @@ def _write(file: int, data: bytes | memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Makes what the system refuses an ImageError."""
+    """Converts an OSError to an ImageError."""
     try:
         yield
     except OSError as error:

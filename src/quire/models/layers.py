@@ -1,6 +1,6 @@
-"""The few operations a decoder is made of, behind a protocol, and their plainest implementation in torch.
+"""The protocol of a decoder's operations, and their plainest implementation in torch.
 
-Backends (`CpuOps`, `TritonOps`) implement the same methods elsewhere and are held to `TorchOps` by tests.
+The backends `CpuOps` and `TritonOps` implement the same methods; tests compare them with `TorchOps`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 HEAD_BLOCK = 4096
-"""Rows of a 16-bit output head that are float32 at once: 9 MiB of SmolLM2's, 64 MiB at 4,096 channels."""
+"""Rows of a 16-bit output head that are widened to float32 at once: 9 MiB for SmolLM2, 64 MiB at 4,096 channels."""
 
 
 class Linear(Protocol):
@@ -54,25 +54,25 @@ class Stack(Protocol):
 
 
 class Ops(Protocol):
-    """What a backend must offer; R rows, E channels, all in the model's dtype but logits, sums inside in float32."""
+    """The operations of a backend; R rows, E channels. All but logits are in the model's dtype; sums are float32."""
 
     @property
     def kinds(self) -> Collection[str]:
-        """Types of blocks that the products take. Matrices of other types come as plain tensors."""
+        """Block types that the products support. Matrices of other types are passed as plain tensors."""
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Pack weights [N, K], one below the other, and bias [N] once. Weights in a file are read only if need be. The
-        caller keeps no reference, so a packed copy is the only one. dtype: of rows, bias and plain weights.
+        """Packs weights [N, K], one below the other, and bias [N] once. Reads weights from the file only if needed. The
+        caller keeps no reference, so the packed copy is the only one. dtype: of rows, bias and plain weights.
         """
 
     def head(self, weight: Weight, dtype: torch.dtype) -> Linear:
-        """The output head: x [R, E] -> float32 logits [R, V], sums that were never rounded to 16 bits."""
+        """The output head: x [R, E] -> float32 logits [R, V], never rounded to 16 bits."""
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Rows of a matrix [V, E]."""
 
     def tied(self, weight: Weight, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """An embedding and the head over the same matrix [V, E], held once if the backend's layout allows."""
+        """An embedding and the head over the same matrix [V, E], stored once if the backend's layout allows."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x [R, E], or [R, h, D] with strided rows."""
@@ -87,11 +87,11 @@ class Ops(Protocol):
         """The product with weights [2F, K], gates first, followed by `gated`: x [R, K] -> [R, F]."""
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> Stack | None:
-        """The layers as one call, if the backend can; else they are run one by one."""
+        """The layers as one call; None if the backend can only run them one by one."""
 
 
 class Gated:
-    """A product and the gate after it, one after the other."""
+    """A product followed by the gate."""
 
     __slots__ = ("_gated", "linear")
 
@@ -105,7 +105,7 @@ class Gated:
 
 
 class Joined:
-    """Several products with the same rows: their outputs side by side, plus a bias."""
+    """Several products of the same rows, with their outputs concatenated, plus a bias."""
 
     __slots__ = ("_bias", "_parts")
 
@@ -123,7 +123,7 @@ class BlockLinear:
     """The definition of a packed product: decodes HEAD_BLOCK rows of the blocks at a time, in every call, and
     multiplies in float32.
 
-    dtype  of what is returned
+    dtype  dtype of the result
     """
 
     __slots__ = ("_bias", "_blocks", "_dtype")
@@ -143,12 +143,12 @@ class BlockLinear:
 
 
 def block_rows(blocks: Blocks, dtype: torch.dtype) -> Embedding:
-    """An embedding over blocks: decodes the rows it looks up."""
+    """An embedding over blocks. Decodes the rows it looks up."""
     return lambda index: plain(blocks.rows(index), dtype)
 
 
 class TorchLinear:
-    """F.linear over the weight as it was given: nothing is packed or copied."""
+    """F.linear over the given weight, without packing or copying."""
 
     __slots__ = ("bias", "weight")
 
@@ -162,9 +162,9 @@ class TorchLinear:
 
 
 class TorchHead:
-    """Float32 logits over the weight as it was given, [V, E].
+    """Float32 logits over the given weight, [V, E].
 
-    torch's CPU products write the type they read, so HEAD_BLOCK rows of the weight at a time are taken to float32.
+    torch's CPU products write the type they read, so HEAD_BLOCK rows of the weight at a time are widened to float32.
     """
 
     __slots__ = ("_weight",)
@@ -188,7 +188,7 @@ class TorchHead:
 
 
 class TorchOps:
-    """The definition of every operation, on any device; backends differ from it by rounding only."""
+    """The definition of every operation, on any device. Backends differ from it only by rounding."""
 
     kinds = BLOCK_KINDS
 
@@ -224,7 +224,7 @@ class TorchOps:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The residual is rounded to the model's dtype before it is normalised, as it is kept."""
+        """The residual is rounded to the model's dtype before it is normalised, because it is stored in that dtype."""
         return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
     def gated_linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -232,7 +232,7 @@ class TorchOps:
         return Gated(self, self.linear(parts, bias, dtype))
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """The silu is taken in the model's dtype, then the product."""
+        """Computes silu in the model's dtype, then the product."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to packed products: what a decoder asks for while it is built."""
+"""Makes packed products from a checkpoint's tensors while a decoder is built."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 Form = Literal["native", "dequantized", "g4"]
-"""How matrices are held; see config.ModelConfig.weights."""
+"""Type of matrices in memory; see config.ModelConfig.weights."""
 
 _NOT_MULTIPLIED = "positions.weight"
 
 
 _OUTER = ("embed.weight", "head.weight")
-"""The embedding and the output head, which g4 keeps in 8 bits; docs/log.md says what 4 bits cost."""
+"""The embedding and the output head, which g4 keeps in 8 bits; docs/log.md has the loss with 4 bits."""
 
 
 def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Collection[str]) -> str | None:
-    """The block type in which a backend holds a tensor; None for plain numbers.
+    """The block type of a tensor in a backend's memory; None for plain numbers.
 
-    size    the tensor's
+    size    shape of the tensor
     stored  its type in the file
     kinds   block types that the backend multiplies
     """
@@ -50,13 +50,13 @@ def held_kind(name: str, size: Sequence[int], stored: str, form: Form, kinds: Co
 
 @dataclasses.dataclass
 class Held:
-    """Tensors of a checkpoint with one type in the file and one in memory.
+    """A group of a checkpoint's tensors with the same type in the file and the same type in memory.
 
     stored     GGUF's name of the type in the file
     held       the type in memory: the file's, G4 or Q8_0 of model.weights g4, or the model's dtype
-    tensors    how many
-    numbers    of all of them
-    num_bytes  of all of them in memory
+    tensors    number of tensors
+    numbers    total number of elements
+    num_bytes  total bytes in memory
     """
 
     stored: str
@@ -67,9 +67,7 @@ class Held:
 
 
 def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> list[Held]:
-    """Groups a checkpoint's tensors by type, the largest group first. A second copy of a tied output head is not
-    counted.
-    """
+    """Groups a checkpoint's tensors by type, the largest group first. Does not count a second copy of a tied head."""
     found: dict[tuple[str, str], Held] = {}
     for name, size in weights.shape.tensor_shapes.items():
         stored = weights.kind(name)
@@ -83,9 +81,9 @@ def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[
 
 
 class WeightSource:
-    """Tensors in the dtype and on the device the model runs in, and products over them.
+    """Tensors in the model's dtype and on its device, and products over them.
 
-    form  how matrices are held
+    form  type of matrices in memory
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class WeightSource:
         return self._ops.embedding(weight, self._dtype), None
 
     def key_bias(self, shape: ModelShape) -> Tensor | None:
-        """See plan.Model: of every layer's and head's keys, float32 [L, H, D]."""
+        """The key bias of every layer and head, float32 [L, H, D]; see plan.Model."""
         if not shape.qkv_bias or shape.qk_norm:
             return None
         found = torch.stack([self.tensor(f"layers.{index}.k.bias").float() for index in range(shape.num_layers)])
@@ -127,8 +125,8 @@ class WeightSource:
         return self._ops.head(self._weight(name), self._dtype)
 
     def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
-        """One product over the matrices `NAME.weight`, outputs one after the other; with `NAME.bias` if asked for. Of
-        two the first may gate the second.
+        """One product over the matrices `NAME.weight`, with concatenated outputs, and optionally `NAME.bias`. The first
+        of two matrices may gate the second.
         """
         offset = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
         make = self._ops.gated_linear if gated else self._ops.linear
@@ -157,11 +155,11 @@ class WeightSource:
         return Blocks(blocks.kind, blocks.raw.to(self._device), blocks.inputs)
 
     def conclude(self) -> None:
-        """To be called after the last matrix. Warns about packed matrices that were dequantized."""
+        """Call this after the last matrix. Warns about packed matrices that were dequantized."""
         if self._dequantized:
             name, kind = next(iter(self._dequantized.items()))
             log.warning(
-                "model.weights native: %d of %d matrices are dequantized, %s (%s) first: there is no product with %s",
+                "model.weights native: %d of %d matrices are dequantized, %s (%s) first: there is no kernel for %s",
                 len(self._dequantized),
                 self._matrices,
                 name,

@@ -1,20 +1,20 @@
-"""Which tokens of a vocabulary mark the structure of a text: control tokens, headers of messages, punctuation.
+"""Finds the tokens of a vocabulary that mark the structure of a text: control tokens, message headers, punctuation.
 
 Knows the tokenizer and its chat template; `quire.cache.retention.policies` decides what is done with marked tokens.
 
-Special tokens are what FastGen (arXiv 2310.01801) keeps first: `<s>`, `[INST]`. The paper does not say how they are
-found. Here they are all control tokens, and of what the chat template writes around messages
+FastGen (arXiv 2310.01801) keeps special tokens first, such as `<s>` and `[INST]`. The paper does not say how to find
+them. Here they are all control tokens, and these parts of the text that the chat template writes around messages:
 
-    <|im_start|>user\\n             a control token and the rest of its line, if that has at most three words
-    [INST]   ### Response:\\n       a line beside a message without a control token, if it is spelled as no text is
+    <|im_start|>user\\n             a control token and the rest of its line, if the rest has at most three words
+    [INST]   ### Response:\\n       a line beside a message without a control token, if its spelling is unlike text
 
-The rest of a line is kept with the control token before it unless it is spelled as no text is: `user\\n` alone would
-match text everywhere. Longer lines are text that the template brings along, such as a system prompt.
+The rest of a line belongs to the control token before it, unless its spelling is unlike text: `user\\n` alone would
+match ordinary text. Longer lines are text of the template, such as a system prompt.
 
-Punctuation are tokens of nothing but Unicode's punctuation (categories P) and blanks: the paper names . : and ?. Not
-among them are symbols (S: $ + = < |), which are the content of amounts, formulas and code as digits are, and line
-breaks alone, which are blanks. A token with both, such as ":\\n", is punctuation. With the embedded model's vocabulary
-9 to 13 % of the tokens of prose are punctuation and 26 % of Python's; symbols and line breaks would make that 40 %.
+Punctuation tokens consist only of Unicode punctuation (categories P) and blanks: the paper names . : and ?. Symbols (S:
+$ + = < |) are not punctuation, because they are content in amounts, formulas and code, as digits are. Line breaks alone
+are blanks. A token with both, such as ":\\n", is punctuation. With the embedded model's vocabulary 9 to 13 % of the
+tokens of prose are punctuation, and 26 % of Python's; with symbols and line breaks it would be 40 %.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from quire.models.tokenizer import Tokenizer
 
 _CONVERSATIONS = (("user", "assistant", "user"), ("system", "user", "assistant", "user"))
 
-# What messages say. Both ends of the others differ from the first one's; each joins what stands around it in its own
-# way: "user\n" with two line breaks behind it becomes other tokens than "user\n" with a letter.
+# Contents of test messages. The others differ from the first one at both ends, because neighbouring text changes the
+# tokens: "user\n" before two line breaks has other tokens than "user\n" before a letter.
 _CONTENT = "alpha"
 _OTHER_CONTENTS = ("Zulu", "\n\nZulu.\n\n")
 
@@ -43,7 +43,7 @@ _LEAST_CHARS = 4
 class Marks:
     """Token ids that mark structure.
 
-    special      markers, each of one token or more in a row; control tokens first, then headers of messages
+    special      markers, each of one or more consecutive tokens; control tokens first, then message headers
     punctuation  single tokens, none of them a control token
     """
 
@@ -52,9 +52,9 @@ class Marks:
 
 
 def find_marks(tokenizer: Tokenizer) -> Marks:
-    """The marks of a tokenizer, found once for each.
+    """The marks of a tokenizer, computed once per tokenizer.
 
-    Without a chat template, or with one that refuses plain conversations, control tokens are the only special ones.
+    Without a chat template, or with one that rejects plain conversations, only control tokens are special.
     """
     found = _FOUND.get(tokenizer)
     if found is None:
@@ -78,19 +78,19 @@ def _is_punctuation(text: str) -> bool:
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text of tokens; U+FFFD, which is no punctuation, where they stop inside a character."""
+    """Text of tokens; U+FFFD, which is not punctuation, if they end inside a character."""
     spelled = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
     # Some decoders leave SentencePiece's sign for a space in their tokens.
     return spelled.replace("▁", " ")
 
 
 def _headers(tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Markers of several tokens, or of one that is no control token, out of what the template writes."""
+    """Markers in the text of the template: of several tokens, or of one that is not a control token."""
     for roles in _CONVERSATIONS:
         for content in _OTHER_CONTENTS:
             try:
                 runs = _between(tokenizer, roles, content)
-            except RequestError:  # a template may want no system message
+            except RequestError:  # a template may reject system messages
                 continue
             for place, run in enumerate(runs):
                 lines = _lines(tokenizer, run)
@@ -103,10 +103,9 @@ def _headers(tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
 
 
 def _between(tokenizer: Tokenizer, roles: Sequence[str], content: str) -> list[list[int]]:
-    """What a template writes before, between and behind messages, as token ids of the whole prompt.
+    """The runs of tokens that a template writes before, between and after messages, in the ids of the whole prompt.
 
-    Tokens that reach into a message are left out, whether it is `_CONTENT` or the content given: what changes with a
-    message begins and ends where these tokens do.
+    Leaves out tokens that reach into a message, for `_CONTENT` and for the given content.
     """
 
     def encoded(contents: Sequence[str]) -> list[int]:
@@ -118,7 +117,7 @@ def _between(tokenizer: Tokenizer, roles: Sequence[str], content: str) -> list[l
     changed = []
     for place in range(len(roles)):
         other = encoded([*contents[:place], content, *contents[place + 1 :]])
-        if other != ids:  # else the template leaves this message out
+        if other != ids:  # otherwise the template omits this message
             changed.append((_num_equal(ids, other), len(ids) - _num_equal(ids[::-1], other[::-1])))
     # In the order of the prompt: a system message may stand inside a later one.
     changed.sort()
@@ -128,12 +127,12 @@ def _between(tokenizer: Tokenizer, roles: Sequence[str], content: str) -> list[l
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two lists have in common at their beginning."""
+    """Length of the common prefix of two lists."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _lines(tokenizer: Tokenizer, run: Sequence[int]) -> list[list[int]]:
-    """Tokens cut before control tokens and behind line breaks; blanks before a line are left out."""
+    """Splits tokens into lines: before control tokens and after line breaks. Drops blanks before a line."""
     lines: list[list[int]] = []
     is_over = True
     for token_id in run:
@@ -148,9 +147,9 @@ def _lines(tokenizer: Tokenizer, run: Sequence[int]) -> list[list[int]]:
 
 
 def _mark(tokenizer: Tokenizer, line: list[int], is_beside: bool) -> tuple[int, ...] | None:
-    """What of a line is a marker; None if nothing is, or the control token alone, which is one anyway.
+    """The marker in a line; None if there is none, or only the control token, which is already marked.
 
-    is_beside  whether a message stands directly before or behind the line
+    is_beside  whether a message is directly before or after the line
     """
     rest = line[1:] if line[0] in tokenizer.special_ids else line
     text = _text(tokenizer, rest)
@@ -162,7 +161,7 @@ def _mark(tokenizer: Tokenizer, line: list[int], is_beside: bool) -> tuple[int, 
 
 
 def _stands_out(text: str) -> bool:
-    """Whether words are spelled as text hardly spells them: letters beside other signs, and not just one or two."""
+    """Whether the spelling of words is unlike text: letters next to other signs, more than one or two."""
     chars = "".join(text.split())
     return (
         len(chars) >= _LEAST_CHARS

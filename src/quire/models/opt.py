@@ -1,6 +1,6 @@
-"""OPT: learned positions, LayerNorm, one wide ReLU layer, biases; its 350m norms after the sublayers.
+"""OPT: learned positions, LayerNorm, one wide ReLU layer, biases; the 350m size has norms after the sublayers.
 
-LayerNorm and the activation are torch's own: OPT is here because the papers measure on it, not for speed.
+LayerNorm and the activation are torch's own. OPT is here because the papers measure on it, not for speed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OptDecoder:
         self._split = (shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads)
         self._activation = _ACTIVATIONS[shape.activation]
         self._embed, head = weights.embedding("embed", tied=shape.tied_embeddings)
-        # The two padding rows are cut off once, so that a position indexes its own row.
+        # Cuts off the two padding rows once, so that a position is the index of its row.
         self._positions = weights.tensor("positions.weight")[OPT_POSITION_OFFSET:]
 
         def norm(name: str) -> _Norm:

@@ -1,6 +1,6 @@
-"""The one thing a model knows about attention: a plan that takes keys and values and answers queries.
+"""A model's interface to attention: a plan that takes keys and values and answers queries.
 
-Whoever builds the plan decides where keys live, how they are rotated and what each row may see.
+The builder of the plan decides where keys are stored, how they are rotated and which tokens each row sees.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ if TYPE_CHECKING:
 class StepPlan(Protocol):
     """Attention of one step over all its R rows.
 
-    k and q are not rotated: rotation belongs to the plan. They may be views into a wider tensor: the last dimension is
-    contiguous, the row stride arbitrary. Keys and values stay valid until `attend` of their layer returns, for a plan
-    may store them only then.
+    k and q are not rotated; the plan rotates them. They may be views into a wider tensor: the last dimension is
+    contiguous, the row stride arbitrary. Keys and values must stay valid until `attend` of their layer returns, because
+    a plan may store them only then.
 
-    A plan of the C++ kernels also has `address`, an int: that of kernels/attention.h's Plan, for a stack of layers that
-    calls attention itself. Whoever must see each layer's keys or queries has none.
+    A plan of the C++ kernels also has `address`, an int: the address of kernels/attention.h's Plan, for a stack of
+    layers that calls attention itself. A plan that must see each layer's keys or queries has none.
     """
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of the step's rows, [R, H, D] each; called before `attend` of the same layer."""
+        """Stores the keys and values of the step's rows, [R, H, D] each. Called before `attend` of the same layer."""
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Attention of q [R, H*G, D] over all each row may see; [R, H*G*D], which the next call may overwrite."""
+        """Attention of q [R, H*G, D] over the tokens that each row sees; [R, H*G*D], which the next call may
+        overwrite.
+        """
 
 
 class Model(Protocol):
     """A decoder with its weights packed for one device.
 
-    key_bias  float32 [L, H, D]: what it adds to every key before rotation; None if nothing, or if keys are normalised
-              after it was added
+    key_bias  float32 [L, H, D]: the bias that it adds to every key before rotation; None without bias, or if keys are
+              normalised after it is added
     """
 
     shape: ModelShape
     key_bias: Tensor | None
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """Run one step up to the last norm.
+        """Runs one step up to the last norm.
 
         tokens     int64 [R]
         positions  int64 [R], the tokens' positions in their own sequences
@@ -50,13 +52,13 @@ class Model(Protocol):
         """
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """What enters the first layer. `hidden` is begin, every layer in turn, finish."""
+        """The input of the first layer. `hidden` is begin, every layer in turn, finish."""
 
     def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, ...]:
-        """What leaves layer `index`; may overwrite what entered it."""
+        """The output of layer `index`; may overwrite its input."""
 
     def finish(self, state: tuple[Tensor, ...]) -> Tensor:
-        """The result of `hidden` from what leaves the last layer."""
+        """The result of `hidden` from the output of the last layer."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The logits of some rows of `hidden`, [n, E]: float32 [n, vocab], whatever the model's dtype is."""
+        """The logits of some rows of `hidden`, [n, E]: float32 [n, vocab] for every dtype of the model."""

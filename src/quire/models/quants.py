@@ -1,8 +1,7 @@
-"""Decodes GGUF's quantized blocks, and makes group codes, blocks of our own.
+"""Decodes GGUF's quantized blocks, and makes group codes, our own block type.
 
-Vectorised in torch for the formats people use: 0.25 s for the embedded model on one thread against 0.6 s of the `gguf`
-package's numpy, bit for bit the same values (tests/unit/test_weights_gguf.py). Any other format is handed to that
-package.
+Vectorised in torch for the common formats: 0.25 s for the embedded model on one thread, against 0.6 s for the `gguf`
+package's numpy, with bit-identical values (tests/unit/test_weights_gguf.py). That package decodes all other formats.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _GROUP = 64
 _TOP_CODE = 15
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
-"""Types that are numbers, not blocks."""
+"""Types of plain numbers, not blocks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,13 +57,13 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unread:
-    """A matrix of a checkpoint that nobody has read yet.
+    """A matrix of a checkpoint that has not been read yet.
 
-    name   the checkpoint's, or those of several with `+` between them
+    name   its name in the checkpoint; for several matrices, the names joined with `+`
     kind   type of its blocks; None: plain numbers of the model's dtype
-    dtype  of plain numbers
+    dtype  dtype of plain numbers
     shape  [N, K]
-    read   reads it, joins it, quantizes it: whatever the model needs done
+    read   reads the matrix; also joins or quantizes it if the model needs that
     """
 
     name: str
@@ -75,7 +74,7 @@ class Unread:
 
 
 Weight = torch.Tensor | Blocks | Unread
-"""A matrix in the model's dtype or in blocks, here or still in the file."""
+"""A matrix in the model's dtype or in blocks, in memory or still in the file."""
 
 
 def read(weight: Weight) -> Tensor | Blocks:
@@ -84,7 +83,7 @@ def read(weight: Weight) -> Tensor | Blocks:
 
 
 def kind_of(weight: Weight) -> str | torch.dtype:
-    """The type of a matrix's blocks, or the dtype of its numbers. Reads nothing."""
+    """The type of a matrix's blocks, or the dtype of its numbers. Does not read the matrix."""
     if isinstance(weight, torch.Tensor):
         return weight.dtype
     return weight.kind if weight.kind is not None else weight.dtype
@@ -97,7 +96,7 @@ def block_bytes(kind: str, inputs: int) -> int:
 
 
 def held_bytes(kind: str, inputs: int) -> int:
-    """Bytes of a row in memory. Backends give the 6-bit scales and minima of a superblock a byte each."""
+    """Bytes of a row in memory. Backends store each 6-bit scale and minimum of a superblock in a byte."""
     size, _ = _block(kind)
     return block_bytes(kind, inputs) + (4 * (inputs // size) if kind in ("Q4_K", "Q5_K") else 0)
 
@@ -110,11 +109,11 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def dequantize(raw: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Decode the bytes of one tensor.
+    """Decodes the bytes of one tensor.
 
     raw      uint8 [num_bytes]
     returns  `dtype` [*shape]; each element is computed in float32 and rounded once
-    Raises ModelError for a type that nobody decodes.
+    Raises ModelError for an unsupported type.
     """
     decode = _DECODERS.get(kind)
     if decode is None:
@@ -136,12 +135,12 @@ def plain(blocks: Blocks, dtype: torch.dtype) -> Tensor:
 
 
 def group_codes(weight: Tensor) -> Blocks:
-    """Quantizes a matrix [N, K] to 4 bits: low + code * step, with groups of 64 along a row; 4.5 bits a weight.
+    """Quantizes a matrix [N, K] to 4 bits: low + code * step, with groups of 64 along a row; 4.5 bits per weight.
 
-    Source: FlexGen, arXiv 2303.06865, section 4. What differs: groups lie along the inputs and not along the outputs,
-    so that a product scales whole sums; the step is stored and not its inverse, which has no finite float16 for a small
-    range; codes are fitted to the range as it is stored. A short last group is padded with its last weight. A constant
-    group has step 0.
+    Source: FlexGen, arXiv 2303.06865, section 4. Ours differs: groups lie along the inputs and not along the outputs,
+    so that a product scales whole sums. The step is stored and not its inverse, which has no finite float16 for a small
+    range. Codes are fitted to the range as stored. A short last group is padded with its last weight. A constant group
+    has step 0.
     """
     rows, inputs = weight.shape
     x = weight.float()
@@ -174,7 +173,7 @@ def _to_half(x: Tensor) -> Tensor:
 
 
 def _half(blocks: Tensor, byte: int) -> Tensor:
-    """The float16 at a byte of each block, as float32 [n, 1]."""
+    """The float16 at a byte offset of each block, as float32 [n, 1]."""
     return blocks[:, byte : byte + 2].contiguous().view(torch.float16).float()
 
 

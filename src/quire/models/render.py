@@ -1,12 +1,12 @@
-"""The program that renders chat templates, in a process of its own: `quire.models.chat` starts it and talks to it.
+"""The program that renders chat templates in a separate process. `quire.models.chat` starts it and talks to it.
 
-A template comes from a stranger. Inside this process one expression can ask for 10 GB, or run for hours in a single
-call that no thread can interrupt. The kernel bounds both here: the address space by a limit, the processor time by a
-timer whose signal ends the process. jinja2's immutable sandbox keeps templates away from everything but plain values.
+A template is not trusted. One expression can allocate 10 GB, or run for hours in a single call that no thread can
+interrupt. The kernel limits both here: a limit on the address space, and a timer of processor time with a signal that
+ends the process. jinja2's immutable sandbox gives templates access only to plain values.
 
-The program imports nothing of Quire, so that it starts in some 50 ms. It reads requests from the socket whose number
-is its argument: eight bytes of length, then a marshalled tuple. It answers with one byte of kind, eight of length, and
-UTF-8 text. It ends when the socket does.
+The program imports nothing of Quire, so that it starts in about 50 ms. Its argument is the number of a socket. It reads
+requests from it: eight bytes of length, then a marshalled tuple. It answers with one byte of kind, eight of length, and
+UTF-8 text. It ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 DONE, REFUSED, FAILED, MEMORY, LONG = b"d", b"r", b"f", b"m", b"l"
-"""Kinds of answers: the text; the template's own refusal; any other error of it; no memory left; a text too long."""
+"""Kinds of answers: the text; the template's own rejection; any other error; out of memory; a text too long."""
 
 SHOWN_CHARS = 1000
-"""Characters of an error's text that are told: a template may raise one of any length."""
+"""Maximum characters of an error's text: a template may raise a text of any length."""
 
 
 def compiled(source: str) -> Template:
-    """A template in the environment that templates are written against: transformers' `apply_chat_template`."""
+    """A template in the environment of transformers' `apply_chat_template`, for which templates are written."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,7 +64,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training: jinja2's own filter escapes <, > and & for HTML."""
+    """JSON in the form of training data: jinja2's own filter would escape <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -81,8 +81,8 @@ def _strftime_now(layout: str) -> str:
 def answer(templates: dict[int, Template], request: tuple[Any, ...]) -> tuple[bytes, str]:
     """The kind and text of one answer.
 
-    request  (number of the template, its source or None where it was compiled before, variables or None to compile
-             alone, most characters of the text)
+    request  (number of the template, its source or None if it is already compiled, variables or None to only compile,
+             maximum characters of the text)
     """
     from jinja2 import TemplateError
 
@@ -120,7 +120,7 @@ def serve(connection: socket.socket) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(kind + len(data).to_bytes(8, "little") + data)
         if kind == MEMORY:
-            return  # a fresh process has all of its memory again
+            return  # a new process has all of its memory again
 
 
 def _received(connection: socket.socket) -> Any:

@@ -1,4 +1,4 @@
-"""A model's name on the command line -> the folder or file it stands for."""
+"""Resolves a model's name on the command line to a folder or file."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from quire.models.embedded import EMBEDDED, pull
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
-# By the name of the hub library's error, the most specific first: the library need not be there.
+# By the class name of the hub library's error, the most specific first, because the library may not be installed.
 _HUB_REASONS = {
-    "GatedRepoError": "access to this model must be asked for on its page there",
-    "RepositoryNotFoundError": "it has no such model, or shows it only to those who may see it",
+    "GatedRepoError": "you must request access to this model on its page there",
+    "RepositoryNotFoundError": "it has no such model, or the model is private",
     "LocalEntryNotFoundError": "it cannot be reached, and the model is not in its cache on this machine",
-    "HFValidationError": "it allows no such name",
+    "HFValidationError": "the name is not valid there",
 }
 _SHOWN_CHARS = 200
 
 
 def resolve_model(name: str, show_progress: bool | None = None) -> Path:
-    """The local path of a model: an embedded name, a folder, a .gguf, or a hub id (`owner/name`) cached or reachable.
+    """The local path of a model: an embedded name, a folder, a .gguf, or a cached or reachable hub id (`owner/name`).
 
-    Raises ModelError that says what was tried.
+    Raises ModelError that lists the attempts.
     """
     if not isinstance(name, str) or not name:
         raise ModelError(f"a model is a folder, a .gguf file, a hub id or {', '.join(EMBEDDED)}, not {name!r}")
     if name in EMBEDDED:
         return pull(show_progress, model=EMBEDDED[name])
-    path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     reason = _why_not(path)
     if reason is None:
         return path
@@ -47,7 +47,7 @@ def resolve_model(name: str, show_progress: bool | None = None) -> Path:
 
 
 def _why_not(path: Path) -> str | None:
-    """None if the path exists; otherwise why it cannot be looked at, empty where there is just nothing."""
+    """None if the path exists; otherwise the reason why it cannot be read, empty if it just does not exist."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -58,7 +58,7 @@ def _why_not(path: Path) -> str | None:
 
 
 def _from_hub(name: str) -> tuple[Path | None, str]:
-    """(local snapshot, "") or (None, why not); an offline hub is no error of ours, so failures become reasons."""
+    """(local snapshot, "") or (None, reason). Failures become reasons, because an offline hub is not an error here."""
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError:
@@ -78,5 +78,5 @@ def _from_hub(name: str) -> tuple[Path | None, str]:
 
 
 def _short(text: str) -> str:
-    """The text as a message may hold it."""
+    """The text, shortened for a message."""
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

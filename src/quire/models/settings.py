@@ -1,5 +1,5 @@
-"""Looking things up in files that come from strangers: every value's type is checked, every refusal is one line that
-names file and setting.
+"""Reads settings from untrusted files. Checks the type of every value; every error is one line with file and
+setting.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from quire.models.shape import MAX_SIZE
 
 
 class Settings:
-    """Settings out of a file: each look-up checks the type, and a ModelError names the file and the setting.
+    """The settings of a file. Each look-up checks the type and raises ModelError with the file and the setting.
 
-    A setting that is null counts as absent. An absent one gives the default; without a default it is missing.
+    A null setting counts as absent. A look-up of an absent setting returns the default; without a default it raises.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "", prefix: str = "") -> None:
-        """source: the file, for errors; prefix: what errors put in front of the names of these settings."""
+        """source: the file, for errors; prefix: prefix of the setting names in errors."""
         self.values = values
         self._source = source
         self._prefix = prefix
 
     def under(self, prefix: str) -> Settings:
-        """The settings whose names start with a prefix, to be looked up without it."""
+        """The settings with a prefix in their names, for look-ups without it."""
         found = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
         return Settings(found, self._source, self._prefix + prefix)
 
@@ -55,7 +55,7 @@ class Settings:
         return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string that is valid Unicode: JSON can spell half a surrogate pair."""
+        """A string that is valid Unicode: JSON can contain half a surrogate pair."""
         value = self._value(key, default)
         if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
             raise self._wrong(key, value, "text")
@@ -99,7 +99,7 @@ class Settings:
 
     def _list(self, key: str, types: set[type], wanted: str) -> Sequence[Any]:
         value = self._value(key, ())
-        # Their types, not isinstance, because a bool is an int to it.
+        # Exact types, not isinstance, because a bool is an instance of int.
         if not isinstance(value, list | tuple) or not set(map(type, value)) <= types:
             raise self._wrong(key, value, wanted)
         return value
@@ -118,9 +118,8 @@ _LINE_CHARS = 1000
 
 @contextlib.contextmanager
 def one_line(source: object = "") -> Iterator[None]:
-    """Make every refusal a ModelError of one printable line, whatever the file holds, with the source in front.
-
-    A file that the system does not let us read is refused the same way.
+    """Makes every ModelError one printable line with the source in front. Also converts OSError to such a
+    ModelError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: sizes, rotation, and the name and shape of every tensor.
+"""A model in numbers: sizes, rotation, and the name and shape of every tensor.
 
 Imports neither torch nor a file format, so that `quire inspect` and the planners can count bytes without loading
 anything.
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one element of each dtype a model may run in."""
+"""Bytes per element of each supported dtype."""
 
 OPT_POSITION_OFFSET = 2
-"""OPT's table of learned positions starts with two rows that belong to padding: position p is row p + 2."""
+"""OPT's table of learned positions starts with two padding rows: position p is row p + 2."""
 
 MAX_SIZE = 2**31 - 1
-"""No size or count of a model is larger; a larger one in a file is damage."""
+"""Upper bound of a model's sizes and counts; a larger number means that the file is damaged."""
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "factors")
 
-# Angles are computed in float64 this many positions at a time: a whole table of 131,072 positions would need 200 MB for
-# a moment.
+# Angles are computed in float64, this many positions at a time: 131,072 positions at once would temporarily need 200
+# MB.
 _TABLE_ROWS = 4096
 
 
@@ -37,10 +37,10 @@ _TABLE_ROWS = 4096
 class Rope:
     """Rotary position embedding of one model: pairs channel i with channel i + dim/2 (rotate-half).
 
-    `dynamic` is NTK scaling whose base would depend on the length of the sequence at hand. A cache that is shared
-    between requests cannot have keys that depend on a request, so the length is the engine's `max_context`: up to
-    `original_context` the frequencies are the unscaled ones, above it they are those of a sequence of `max_context`
-    tokens, for every position of every request.
+    `dynamic` is NTK scaling. Its base would depend on the length of the current sequence, but keys in a shared cache
+    must not depend on a request. So the engine's `max_context` takes the place of that length. If it is at most
+    `original_context`, frequencies are unscaled. Otherwise all positions of all requests have the frequencies of a
+    sequence of `max_context` tokens.
     """
 
     theta: float
@@ -50,11 +50,11 @@ class Rope:
     kind: str = "default"
     """One of ROPE_KINDS. `factors` divides each frequency by its own number (how GGUF stores `llama3`)."""
     factor: float = 1.0
-    """linear, dynamic, llama3: by how much the context was stretched."""
+    """linear, dynamic, llama3: the factor by which the context is stretched."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original_context / low_freq_factor are stretched in full."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_context / high_freq_factor are left alone."""
+    """llama3: wavelengths below original_context / high_freq_factor are not stretched."""
     original_context: int = 0
     """llama3, dynamic: positions of the pre-training, before stretching."""
     factors: tuple[float, ...] = ()
@@ -63,7 +63,7 @@ class Rope:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ModelError(f"rope scaling {self.kind!r} is not supported (only {', '.join(ROPE_KINDS)})")
-        # `least`: below it frequencies overflow. An upper bound on theta would be wrong: models with 1e11 exist.
+        # Below `least` frequencies overflow. There is no upper bound on theta: models with 1e11 exist.
         least = 1 / MAX_SIZE
         if self.dim <= 0 or self.dim % 2 or not (least < self.theta < math.inf and least < self.factor <= MAX_SIZE):
             raise ModelError(
@@ -85,7 +85,7 @@ class Rope:
             raise ModelError("rope has a frequency factor that is not a positive number")
 
     def frequencies(self, max_context: int) -> NDArray[float64]:
-        """Radians per position of each channel pair, f64 [dim/2]; only `dynamic` looks at max_context (tokens)."""
+        """Radians per position of each channel pair, f64 [dim/2]; only `dynamic` uses max_context (tokens)."""
         import numpy as np
 
         exponents = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
@@ -99,8 +99,8 @@ class Rope:
         if self.kind == "factors":
             return plain / np.asarray(self.factors, dtype=np.float64)
         if self.kind == "llama3":
-            # How many turns a pair makes over the original context decides: few turns are stretched, many are not,
-            # and in between the two are blended linearly.
+            # The number of turns of a pair over the original context decides: few turns are stretched, many are not,
+            # and between them the two are blended linearly.
             turns = self.original_context * plain / (2 * math.pi)
             kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
             return kept * plain + (1 - kept) * plain / self.factor
@@ -123,7 +123,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Every number that decides how a checkpoint is run; equal shapes run the same code."""
+    """All numbers that determine how a checkpoint runs; equal shapes run the same code."""
 
     architecture: str
     """llama, mistral, qwen2, qwen3 or opt."""
@@ -138,9 +138,9 @@ class ModelShape:
     """Positions the checkpoint serves without further stretching."""
     norm_eps: float
     rope: Rope | None
-    """None: learned positions (OPT), which the decoder adds itself; the plan then rotates nothing."""
+    """None: learned positions (OPT). The decoder adds them itself, and the plan rotates nothing."""
     sliding_window: int | None = None
-    """Tokens a query sees, itself included: key j is visible to query i when i - window < j <= i. None: all."""
+    """Number of tokens a query sees, itself included: key j is visible to query i if i - window < j <= i. None: all."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -197,7 +197,7 @@ class ModelShape:
 
     @property
     def context_limit(self) -> int:
-        """The largest max_context an engine may be given: only `dynamic` rope stretches beyond `max_context`."""
+        """The largest valid max_context of an engine: only `dynamic` rope stretches beyond `max_context`."""
         if self.rope is not None and self.rope.kind == "dynamic":
             return max(self.max_context, int(self.rope.original_context * self.rope.factor))
         return self.max_context
@@ -208,7 +208,7 @@ class ModelShape:
 
     @cached_property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name -> shape of every tensor a checkpoint of this shape must hold (matrices [out, in])."""
+        """Canonical name -> shape of every tensor that a checkpoint of this shape must have (matrices [out, in])."""
         embed = self.embed_size or self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab_size, embed)}
         layer = self._opt_layer() if self.architecture == "opt" else self._gated_layer()
@@ -233,7 +233,7 @@ class ModelShape:
         return sum(math.prod(size) for size in self.tensor_shapes.values())
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all tensors held once in `dtype` (float32, bfloat16, float16)."""
+        """Bytes of all tensors in `dtype` (float32, bfloat16, float16)."""
         return self.num_parameters * ITEM_BYTES[dtype]
 
     def _attention(self) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
 """Text <-> token ids, incremental detokenization, and the model's chat template.
 
-Runs on the `tokenizers` library directly: `transformers` would cost seconds of start-up and, for a GGUF, the digit
+Uses the `tokenizers` library directly: `transformers` would cost seconds of start-up and, for a GGUF, lose the digit
 rule.
 """
 
@@ -23,28 +23,27 @@ from quire.models.vocabulary import from_file, from_gguf, from_merges, gguf_toke
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Pipeline
 
-# Token ids of the prompt that a detokenizer looks back at: a character has at most four bytes, hence at most four
-# tokens.
+# Number of prompt ids before a detokenizer's text: a character has at most four bytes, hence at most four tokens.
 _LOOKBACK = 8
 
 
 LONG_TEXT = 16 * 1024
-"""Characters from which a text is encoded by the library's batch call: it lets other threads run meanwhile and keeps no
-offsets (2,000,000 characters in 0.65 s and 3 MB, against 1.4 s, all threads stopped, and 320 MB)."""
+"""A text of at least this many characters is encoded by the library's batch call. It lets other threads run and keeps
+no offsets (2,000,000 characters in 0.65 s and 3 MB, against 1.4 s, all threads stopped, and 320 MB)."""
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text as they come. Only complete characters leave it.
+    """Turns ids into text incrementally. Returns only complete characters.
 
-    Invariant: what `push` and `flush` returned, joined, is what `Tokenizer.decode` makes of all ids at once, but for a
-    character the ids stop inside: it is left out, where `decode` writes U+FFFD.
+    Invariant: the joined results of `push` and `flush` equal `Tokenizer.decode` of all ids. The exception is an
+    incomplete last character, which is left out here; `decode` writes U+FFFD.
     """
 
     def push(self, token_id: int) -> str:
-        """The text that one more token completes; empty while a character is unfinished or the token is skipped."""
+        """The text that one more token completes; empty if its character is incomplete or the token is skipped."""
 
     def flush(self) -> str:
-        """The complete characters still held. The detokenizer is used up."""
+        """The remaining complete characters. The detokenizer must not be used afterwards."""
 
 
 class Tokenizer:
@@ -81,7 +80,9 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text; add_special adds what the model expects around a text (bos), not what stands in it."""
+        """Token ids of a text. add_special adds the model's tokens around a text (bos); it does not affect those
+        within.
+        """
         try:
             if len(text) > LONG_TEXT:
                 return self._pipeline.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -90,7 +91,7 @@ class Tokenizer:
             raise RequestError(_no_unicode(text), "prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are no character become U+FFFD, unknown ids nothing."""
+        """Text of token ids. Bytes that are not a character become U+FFFD; unknown ids become nothing."""
         if self._to_bytes is None:
             return self._pipeline.decode(list(token_ids), skip_special_tokens=skip_special)
         skipped = self.special_ids if skip_special else frozenset()
@@ -102,8 +103,8 @@ class Tokenizer:
     def stream(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """A detokenizer for text that continues `prompt_ids`.
 
-        After a prompt the first piece keeps its leading space and may complete a character the prompt began; without
-        one the pieces are those of a text of its own.
+        After a prompt, the first piece keeps its leading space and may complete a character that the prompt began.
+        Without a prompt, the pieces are those of a separate text.
         """
         skipped = self.special_ids if skip_special else frozenset()
         if self._to_bytes is None:
@@ -113,7 +114,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; part of a character for some tokens, empty for ids outside the vocabulary."""
+        """The bytes of one token; for some tokens only a part of a character; empty for ids outside the vocabulary."""
         found = self._bytes.get(token_id)
         if found is None:
             text = self._pipeline.id_to_token(token_id) if token_id >= 0 else None
@@ -131,10 +132,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; encode it with add_special=False, because templates write bos themselves.
+        """The prompt of a conversation. Encode it with add_special=False, because templates write bos themselves.
 
-        variables  further names the template may read, such as enable_thinking
-        Raises RequestError when the model has no chat template or the template refuses the messages.
+        variables  variables for the template, such as enable_thinking
+        Raises RequestError if the model has no chat template or the template rejects the messages.
         """
         if self._chat_template is None:
             raise RequestError(
@@ -144,14 +145,14 @@ class Tokenizer:
 
 
 def _no_unicode(text: str) -> str:
-    """Why a text cannot be encoded: Python stands halves of surrogate pairs for bytes that it could not decode."""
+    """The reason why a text cannot be encoded. Python represents undecodable bytes as halves of surrogate pairs."""
     halves = ((place, ord(char)) for place, char in enumerate(text) if "\ud800" <= char <= "\udfff")
     place, half = next(halves, (0, 0))
     if not half:
         return "the text cannot be encoded"
     if 0xDC80 <= half <= 0xDCFF:
-        return f"the text is not valid UTF-8: byte 0x{half - 0xDC00:02x} behind {place} characters"
-    return f"the text is not valid Unicode: half of a surrogate pair behind {place} characters"
+        return f"the text is not valid UTF-8: byte 0x{half - 0xDC00:02x} after {place} characters"
+    return f"the text is not valid Unicode: half of a surrogate pair after {place} characters"
 
 
 @one_line()
@@ -160,9 +161,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a model folder or GGUF.
 
-    tokenizer      a tokenizer.json, or a folder holding one, to use instead of the model's own
+    tokenizer      a tokenizer.json, or a folder with one, to use instead of the model's own
     chat_template  a file to use instead of the model's own template
-    Raises ModelError, one line naming the file and what is missing or wrong in it.
+    Raises ModelError, one line with the file and what is missing or wrong in it.
     """
     path = Path(path)
     if tokenizer is not None:
@@ -235,7 +236,7 @@ def _read_text(path: Path) -> str:
 
 
 class _ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings: one table look-up and one incremental UTF-8 step per token."""
+    """For vocabularies of byte strings: one table look-up and one incremental UTF-8 step per token."""
 
     __slots__ = ("_bytes_of", "_decode", "_skipped", "_strip")
 
@@ -258,7 +259,7 @@ class _ByteDetokenizer:
         return self._stripped(text) if self._strip and text else text
 
     def flush(self) -> str:
-        """See Detokenizer.flush: every complete character has left already."""
+        """See Detokenizer.flush: every complete character has already been returned."""
         return ""
 
     def _stripped(self, text: str) -> str:
@@ -273,7 +274,7 @@ class _WindowDetokenizer:
         self._pipeline = pipeline
         self._skipped = skipped
         self._window = [token_id for token_id in before if token_id not in skipped]
-        self._done = len(self._window)  # ids of the window whose text has left
+        self._done = len(self._window)  # number of ids of the window with their text returned
 
     def push(self, token_id: int) -> str:
         """See Detokenizer.push."""
@@ -291,7 +292,7 @@ class _WindowDetokenizer:
         text = self._pipeline.decode(self._window, skip_special_tokens=False)
         if len(text) <= len(before) or (text.endswith("\ufffd") and not final):
             return ""
-        # Keep what has just left as the context of what comes next.
+        # Keeps the tokens just returned as context of the next ones.
         self._window = self._window[self._done :]
         self._done = len(self._window)
         return text[len(before) :]
@@ -318,7 +319,7 @@ _UNDERLINE_TO_SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content
 
 @functools.cache
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other 68 bytes for the characters from U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the other 68 bytes to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden: Iterable[int] = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + order): byte for order, byte in enumerate(hidden)}

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from quire.models.quants import Weight
 
 VECTOR_ROWS, VECTOR_COLUMNS, VECTOR_STAGES = 8, 512, 4
-"""Tile of the one-row product and how many are under way: 24 KiB a program, six programs a multiprocessor by registers.
-An H200 at copy speed needs about 35 KiB a multiprocessor in flight; 4,096 rows are 512 programs, one wave."""
+"""Tile of the one-row product and number of tiles in flight: 24 KiB per program, six programs per multiprocessor by
+registers. An H200 at copy speed needs about 35 KiB per multiprocessor in flight; 4,096 rows are 512 programs, one wave.
+"""
 
 NORM_ELEMENTS = 4096
 """Elements a program of a norm holds, as whole rows: 32 a thread."""
@@ -54,14 +55,14 @@ def _norm(
     # grid: [ceil(R * HEADS / ROWS)]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, BLOCK)
-    # First, or its latency would follow that of the sum.
+    # Loaded first, so that its latency overlaps that of the sum.
     w = tl.load(weight + e, mask=e < E, other=0.0).to(tl.float32)
     mask = (row < num_rows)[:, None] & (e < E)[None, :]
     source = x + (row // HEADS * row_stride + row % HEADS * head_stride)[:, None] + e[None, :]
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     dense = row[:, None] * E + e[None, :]
     if ADD:
-        # Rounded as it is kept, so that the next layer adds to what this one normalised.
+        # Rounded to the stored dtype, so that the next layer adds to the value that this one normalised.
         rounded = (value + tl.load(residual + dense, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(residual + dense, rounded, mask=mask)
         value = rounded.to(tl.float32)
@@ -98,8 +99,8 @@ def _vector_linear(
     k = tl.arange(0, COLUMNS)
     rows = weight + n.to(tl.int64)[:, None] * K
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Through shared memory, several tiles ahead: the assembler sinks loads to registers to their uses, one in flight a
-    # thread.
+    # Loads several tiles ahead through shared memory: the assembler would move loads to registers down to their uses,
+    # with one in flight per thread.
     for first in tl.range(0, K, COLUMNS, num_stages=STAGES):
         in_k = first + k < K
         tile = tl.load(
@@ -114,7 +115,7 @@ def _vector_linear(
 
 
 class TritonLinear:
-    """torch's product over the weight as it was given, and for one row a kernel that only streams the weight.
+    """torch's product over the given weight; for one row, a kernel that only streams the weight.
 
     wide  an output head without bias: returns float32
     """
@@ -146,7 +147,7 @@ class TritonLinear:
 
 
 class PackedLinear:
-    """A product whose parts are matrices in blocks, or plain ones beside such: a launch for each, side by side.
+    """A product with parts in blocks, possibly beside plain parts: one launch per part, outputs concatenated.
 
     wide  an output head: returns float32
     """
@@ -183,8 +184,8 @@ class PackedLinear:
 class TritonOps:
     """See `layers.Ops`; tensors on one GPU.
 
-    vector  multiply single rows by the own kernel; off, torch does it all but blocks. `scripts/gpu.sh decode` prints
-            both
+    vector  whether our own kernel multiplies single rows; otherwise torch does, except for blocks. `scripts/gpu.sh
+            decode` prints both
     """
 
     kinds = triton_packed.KINDS

@@ -3,8 +3,8 @@
     y[r, n] = sum over groups g of  s[n, g] * (sum over k in g of x[r, k] c[n, k])
                                   + m[n, g] * (sum over k in g of x[r, k])
 
-Codes c are small integers, exact in bfloat16, and s and m are the file's, so that no weight is ever rounded. The raw
-blocks of 18, 22, 34 or 210 bytes start nowhere in particular; planes of one kind of number each are read 16 bytes at a
+Codes c are small integers, exact in bfloat16, and s and m are the file's, so no weight is ever rounded. Raw blocks of
+18, 22, 34 or 210 bytes are not aligned. So numbers are repacked into planes, one per kind, which are read 16 bytes at a
 time. A unit is 32 inputs, a panel 4 outputs, and input 8 p + 2 j + e of a unit is code 2 p + e of lane j:
 
     codes   int32 [N / 4, units, 4 outputs, 4 lanes]     code i of a lane in bits 4 i; the lower four of 5 and 6 bits
@@ -13,10 +13,10 @@ time. A unit is 32 inputs, a panel 4 outputs, and input 8 p + 2 j + e of a unit 
     d, m    float16 [groups, N]; of superblocks of 256 inputs [superblocks, N]
     scales, minima  int8, uint8 [groups, N]: of superblocks; s = d * scale, m = -m * minimum
 
-A lane has what a thread of the tensor cores' 16-bit product holds of 32 inputs. What is one value for each output has
-the outputs side by side, so that neighbouring threads read neighbouring bytes.
+A lane holds the part of 32 inputs that one thread of the tensor cores' 16-bit product needs. Planes with one value per
+output store the outputs side by side, so that neighbouring threads read neighbouring bytes.
 
-Defined by `layers.BlockLinear` and `quants.plain`; tests/kernels/triton_interpreter/test_packed.py holds them together.
+Defined by `layers.BlockLinear` and `quants.plain`; tests/kernels/triton_interpreter/test_packed.py compares them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 UNIT, PANEL, SUPERBLOCK = 32, 4, 256
 
 PADDED_OUTPUTS = 16
-"""Planes have a multiple of this many outputs: what a program of the one-row product takes."""
+"""The number of outputs in planes is a multiple of this, the outputs of a program of the one-row product."""
 
 PACKED_ROWS = 4096
-"""Rows of a matrix that are unpacked to a byte a code at once."""
+"""Number of rows unpacked at once, to one byte per code."""
 
 VECTOR_PANELS, VECTOR_UNITS, VECTOR_STAGES = 4, 32, 4
-"""Tile of the one-row product, 16 outputs by 1,024 inputs, and how many are under way: 9 KiB each at 4.5 bits."""
+"""Tile of the one-row product, 16 outputs by 1,024 inputs, and the number in flight: 9 KiB each at 4.5 bits."""
 
 ROWS_UNITS = 32
-"""Units that a program of `_rows` decodes."""
+"""Units per program of `_rows`."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a type of blocks has its numbers.
+    """The layout of a block type.
 
-    bits        of a code
-    group       inputs that share a scale
-    offset      what unsigned codes are less; codes of 8 bits are signed
+    bits        bits per code
+    group       number of inputs that share a scale
+    offset      subtracted from unsigned codes; codes of 8 bits are signed
     minima      whether a group adds a minimum
-    superblocks whether 256 inputs share float16s, and groups have bytes
+    superblocks whether 256 inputs share float16 scales, and groups have byte scales
     """
 
     bits: int
@@ -90,7 +90,7 @@ def _code(word, upper, i, BITS: tl.constexpr, OFFSET: tl.constexpr):
     """Code i of the words of lanes, less the offset, as float32. Codes of 8 bits: byte i of the word."""
     if BITS == 8:
         return ((word << (24 - 8 * i)) >> 24).to(tl.float32)
-    # As the upper bits of the mantissa of 2^BITS + code: two integer operations and no conversion.
+    # Puts the code into the upper mantissa bits of 2^BITS + code: two integer operations and no conversion.
     bits = ((word >> (4 * i)) & 15) << (23 - BITS)
     if BITS > 4:
         EXTRA: tl.constexpr = BITS - 4
@@ -137,7 +137,7 @@ def _scale(
     d, scales, n, group, mask, stride,
     GROUP: tl.constexpr, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """float32 of a group of an output: d, by the group's byte in a superblock. For minima too."""
+    """float32 scale of a group of an output: d, times the group's byte in a superblock. Also for minima."""
     n = n.to(tl.int64)
     if SUPER:
         found = tl.load(d + (group // (256 // GROUP)) * stride + n, mask=mask, other=0.0).to(tl.float32)
@@ -316,7 +316,7 @@ class Tile:
 
 
 def tile_of(rows: int, dtype: torch.dtype) -> Tile:
-    """The launch for so many rows."""
+    """The launch for a number of rows."""
     if dtype == torch.float32:
         return Tile(32, 16 if rows <= 16 else 32, 2, 2, 4)
     if rows <= 16:
@@ -327,7 +327,7 @@ def tile_of(rows: int, dtype: torch.dtype) -> Tile:
 
 
 class PackedMatrix:
-    """A matrix [N, K] in planes; see above. Its only copy: the blocks may be dropped."""
+    """A matrix [N, K] in planes; see above. It is the only copy; the blocks may be dropped."""
 
     __slots__ = ("_constants", "_planes", "format", "shape")
 
@@ -345,15 +345,15 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of all planes."""
+        """Bytes of all planes."""
         return sum(plane.nbytes for plane in self._planes if plane is not None)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None) -> None:
         """Writes x @ W^T + bias.
 
         x     [R, K], rows dense
-        out   [R, N], rows dense: maybe a slice of the columns of a larger one
-        sums  `unit_sums` of x where there are several rows and minima
+        out   [R, N], rows dense: may be a slice of columns of a larger tensor
+        sums  `unit_sums` of x, needed for several rows and minima
         """
         (n, k), rows = self.shape, len(x)
         assert x.shape[1] == k and x.stride(1) == 1 and out.shape == (rows, n) and out.stride(1) == 1, (
@@ -444,7 +444,7 @@ def _upper(lanes: Tensor, bits: int) -> Tensor:
 
 
 def _by_output(parts: list[Tensor | None], count: int, padded: int) -> Tensor | None:
-    """Parts [n, count or more] below one another -> [count, N]."""
+    """Parts [n, at least count], stacked -> [count, N]."""
     found = [part[:, :count] for part in parts if part is not None]
     if not found:
         return None

@@ -1,7 +1,7 @@
 """Builds the `tokenizers` pipeline of a model from tokenizer.json, from vocab.json + merges.txt, or from inside a GGUF.
 
-A GGUF carries tokens and merges but not the pre-tokenizer, only its name; a wrong one changes token ids without any
-error, so an unknown name is refused.
+A GGUF has tokens and merges, but only the name of the pre-tokenizer. A wrong pre-tokenizer changes token ids without
+any error, so an unknown name is rejected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-# The splitting rules of Llama 3 and Qwen 2, which differ in how many digits stay together.
+# The splitting rules of Llama 3 and Qwen 2. They differ in the number of digits per piece.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +62,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def from_file(path: Path) -> Tokenizer:
-    """A tokenizer.json; its truncation and padding are switched off."""
+    """Loads a tokenizer.json and switches off its truncation and padding."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for any malformed file
@@ -73,7 +73,7 @@ def from_file(path: Path) -> Tokenizer:
 
 
 def from_merges(folder: Path, config: Settings) -> Tokenizer:
-    """The byte-level BPE of vocab.json and merges.txt, the form OPT, GPT-2 and early Qwen2 checkpoints come in.
+    """The byte-level BPE of vocab.json and merges.txt, as in OPT, GPT-2 and early Qwen2 checkpoints.
 
     config  contents of tokenizer_config.json
     """
@@ -83,7 +83,7 @@ def from_merges(folder: Path, config: Settings) -> Tokenizer:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder}: vocab.json or merges.txt cannot be read ({error})") from None
     if not isinstance(vocab, dict):
-        raise ModelError(f"{folder}: vocab.json holds no JSON object")
+        raise ModelError(f"{folder}: vocab.json is not a JSON object")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     tokenizer = _byte_level(vocab, merges, folder)
     kind = config.text("tokenizer_class", "")
@@ -110,7 +110,7 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     settings = gguf_vocabulary(metadata, path)
     kind, tokens = settings.text("model", ""), settings.texts("tokens")
     if not kind or not tokens:
-        raise ModelError(f"{path}: holds no vocabulary; name a tokenizer.json with model.tokenizer")
+        raise ModelError(f"{path}: has no vocabulary; name a tokenizer.json with model.tokenizer")
     types = settings.numbers("token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{path}: {len(types)} token types for {len(tokens)} tokens")
@@ -136,7 +136,7 @@ def from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def gguf_vocabulary(metadata: Mapping[str, Any], path: Path) -> Settings:
-    """What a GGUF says about its vocabulary: the settings under `tokenizer.ggml.`."""
+    """The vocabulary settings of a GGUF, under `tokenizer.ggml.`."""
     return Settings(metadata, str(path)).under("tokenizer.ggml.")
 
 
@@ -155,7 +155,7 @@ def token_text(config: Settings, key: str) -> str | None:
 
 
 def _add(tokenizer: Tokenizer, special: Iterable[str], plain: Iterable[str]) -> None:
-    """Have texts stand for one token each; special ones are left out of decoded text."""
+    """Makes each text a single token. Special tokens are omitted from decoded text."""
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
 
@@ -165,7 +165,7 @@ def _bpe(source: Path, vocab: dict[str, int], merges: Sequence[tuple[str, ...]],
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))  # type: ignore[arg-type]  # pairs, checked there
     except Exception as error:  # the library raises bare Exception
         said = " ".join(str(error).split())
-        raise ModelError(f"{source}: vocabulary and merges do not fit ({said})") from None
+        raise ModelError(f"{source}: vocabulary and merges do not match ({said})") from None
 
 
 def _byte_level(
@@ -181,11 +181,11 @@ def _gguf_byte_level(settings: Settings, tokens: Sequence[str], path: Path) -> T
     if name not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelError(
-            f"{path}: pre-tokenizer {name!r} is not known (only {known}); name a tokenizer.json with model.tokenizer"
+            f"{path}: unknown pre-tokenizer {name!r} (only {known}); name a tokenizer.json with model.tokenizer"
         )
     merges = [tuple(line.split(" ")) for line in settings.texts("merges")]
     build = _PRE_TOKENIZERS[name]
-    # Llama 3 takes a whole word that is in the vocabulary even where no merges lead to it.
+    # Llama 3 uses a whole word of the vocabulary even if no merges lead to it.
     tokenizer = _byte_level(
         {text: index for index, text in enumerate(tokens)}, merges, path, ignore_merges=build is _llama3
     )
@@ -196,7 +196,7 @@ def _gguf_byte_level(settings: Settings, tokens: Sequence[str], path: Path) -> T
 
 
 def _gguf_sentencepiece(settings: Settings, tokens: Sequence[str], types: Sequence[float], path: Path) -> Tokenizer:
-    """SentencePiece joins the adjacent pair whose union scores best: BPE, merges ordered by the score of the union."""
+    """SentencePiece joins the adjacent pair with the best-scoring union: BPE with merges ordered by that score."""
     scores = settings.numbers("scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{path}: a llama vocabulary needs one score per token")
@@ -228,11 +228,11 @@ def _gguf_sentencepiece(settings: Settings, tokens: Sequence[str], types: Sequen
 
 
 def _wrap(tokenizer: Tokenizer, bos: str | None, eos: str | None, source: Path) -> None:
-    """Have `encode` put bos before and eos after each text."""
+    """Makes `encode` put bos before and eos after each text."""
     ends = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text is not None]
     for text, token_id in ends:
         if token_id is None:
-            raise ModelError(f"{source}: {text!r} is to stand around every text, but is not in the vocabulary")
+            raise ModelError(f"{source}: {text!r} must be added to every text, but is not in the vocabulary")
     if ends:
         template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
         try:
@@ -240,4 +240,4 @@ def _wrap(tokenizer: Tokenizer, bos: str | None, eos: str | None, source: Path) 
                 single=template, pair=[*template, "$B"], special_tokens=ends
             )
         except ValueError as error:
-            raise ModelError(f"{source}: bos and eos cannot stand around a text ({error})") from None
+            raise ModelError(f"{source}: bos and eos cannot be added to a text ({error})") from None

@@ -1,8 +1,7 @@
 """Checkpoints: named tensors on disk, from a safetensors folder or a GGUF file. Never pickles.
 
-A checkpoint is opened by its headers alone, and everything that can be wrong with them (a missing tensor, a wrong
-shape, a short file) is refused there, before anything is loaded. Tensors are memory-mapped and handed out one at a
-time.
+Opening a checkpoint reads only its headers. It reports every error in them (a missing tensor, a wrong shape, a short
+file) before anything is loaded. Tensors are memory-mapped and returned one at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 
     from quire.models.shape import ModelShape
 
-# A handle is reopened after this many bytes, so that mapped pages whose contents were copied leave the resident set.
+# A handle is reopened after this many bytes, so that copied pages leave the resident set.
 _REOPEN_BYTES = 256 << 20
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Dtypes that are read, and the dtype a model stored in them runs in.
+# Supported dtypes of files, and the dtype in which such a model runs.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
-# Tensors some checkpoints carry that say nothing a decoder needs.
+# Tensors of some checkpoints that a decoder does not need.
 _IGNORED = ("rotary_emb.inv_freq", "rope_freqs.weight", "masked_bias")
 
 
@@ -43,9 +42,9 @@ class Checkpoint(ABC):
 
     shape: ModelShape
     path: Path | None = None
-    """The folder or file; None for a checkpoint that is on no disk."""
+    """The folder or file; None for a checkpoint that is not on disk."""
     files: tuple[Path, ...] = ()
-    """Those that hold the tensors."""
+    """The files with the tensors."""
 
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -55,18 +54,18 @@ class Checkpoint(ABC):
         """
 
     def kind(self, name: str) -> str:
-        """The type a tensor is stored in, by GGUF's name: Q4_K, BF16, ..."""
+        """The stored type of a tensor, by GGUF's name: Q4_K, BF16, ..."""
         return "F32"
 
     def blocks(self, name: str) -> Blocks | None:
-        """The blocks of a quantized matrix, rows in the order of `tensor`. None for plain numbers, and for types that
-        BLOCK_KINDS lacks.
+        """The blocks of a quantized matrix, with rows in the order of `tensor`. None for plain numbers, and for types
+        not in BLOCK_KINDS.
         """
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Drop the file; tensors already handed out stay valid."""
+        """Releases the file. Tensors already returned stay valid."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +76,9 @@ class Checkpoint(ABC):
 
 @one_line()
 def open_model(path: str | Path) -> Checkpoint:
-    """Open a folder with config.json and safetensors, or a .gguf file.
+    """Opens a folder with config.json and safetensors, or a .gguf file.
 
-    Raises ModelError, one line naming the file, setting or tensor, for anything that cannot be run.
+    Raises ModelError, one line with the file, setting or tensor, if the model cannot run.
     """
     path = Path(path)
     if path.is_dir():
@@ -92,7 +91,7 @@ def open_model(path: str | Path) -> Checkpoint:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A folder as `transformers` saves it, in one file or in shards."""
+    """A folder in the format of `transformers`, with one file or shards."""
 
     def __init__(self, folder: Path) -> None:
         config = read_json(folder / "config.json", required=True)
@@ -107,7 +106,7 @@ class SafetensorsCheckpoint(Checkpoint):
             for name, size in file.shapes.items():
                 stored[name] = size
                 self._files[name] = file
-        # Checkpoints saved from the bare decoder have no "model." in front.
+        # Checkpoints of the bare decoder have no "model." prefix.
         bare = not any(name.startswith("model.") for name in stored)
         spare = {"lm_head.weight"} if self.shape.tied_embeddings else set()
         self._names = _match(
@@ -118,7 +117,7 @@ class SafetensorsCheckpoint(Checkpoint):
             folder,
         )
         if not {config.get("dtype"), config.get("torch_dtype")} - {None, "", "auto"}:
-            # The settings do not say: the dtype of the embedding speaks for the rest.
+            # The settings have no dtype: the dtype of the embedding decides.
             embed = self._names["embed.weight"]
             self.shape = dataclasses.replace(self.shape, dtype=_DTYPES[self._files[embed].dtypes[embed]])
 
@@ -236,7 +235,7 @@ class GgufCheckpoint(Checkpoint):
         return tuple(dequantize(self._file.bytes_of(stored), stored.kind, stored.shape, torch.float32).tolist())
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Undo the row order of llama files, whose q and k pair neighbouring channels (2i, 2i+1) for rotation."""
+        """Undoes the row order of llama files: there q and k pair neighbouring channels (2i, 2i+1) for rotation."""
         part = name.split(".")[-2]
         if self.shape.architecture != "llama" or part not in ("q", "k"):
             return rows
@@ -268,10 +267,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, name: str, source: Path) -> Path:
-    """A file that a model names. The name may not lead out of the folder; a link in the folder may, as the hub's do."""
+    """A file named by a model. The name must not lead out of the folder. A link in the folder may, as in the hub's
+    cache.
+    """
     parts = PurePath(name)
     if not name or parts.is_absolute() or ".." in parts.parts or "\0" in name:
-        raise ModelError(f"{source}: names {name[:200]!r}, which is no file in the model's folder")
+        raise ModelError(f"{source}: names {name[:200]!r}, which is not a file in the model's folder")
     return folder / parts
 
 
@@ -284,11 +285,11 @@ def _match(
 ) -> dict[str, str]:
     """Canonical name -> stored name.
 
-    Every tensor of the shape is there with its size, and nothing is there that the decoder would not use.
+    Checks that every tensor of the shape exists with its size, and that the decoder uses every stored tensor.
     """
-    # Before the names are listed: a damaged number of layers would make a list that fills the memory.
+    # Checked before the names are listed: the list of a damaged number of layers could fill the memory.
     if shape.num_layers > len(stored):
-        raise ModelError(f"{source}: {shape.num_layers} layers are more than the {len(stored)} tensors there are")
+        raise ModelError(f"{source}: {shape.num_layers} layers, but only {len(stored)} tensors")
     names = {name: name_of(name) for name in shape.tensor_shapes}
     for name, expected in shape.tensor_shapes.items():
         found = stored.get(names[name])

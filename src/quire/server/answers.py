@@ -1,8 +1,8 @@
-"""Answers as JSON, in pieces: an answer of many log-probabilities must not hold up the event loop.
+"""Answers as JSON, in pieces, so that an answer with many log-probabilities does not block the event loop.
 
-`json` encodes a value in one call, during which no other thread runs: 35 MB take half a second. Here lists are encoded
-64 elements at a time, those of a prompt on a thread, those of generated tokens as they come. What several choices have
-in common is encoded once and sent several times.
+`json` encodes a value in one call, during which no other thread runs: 35 MB take half a second. This module encodes
+lists 64 elements at a time: those of a prompt on a thread, those of generated tokens as they arrive. Parts that several
+choices share are encoded once and sent several times.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from quire.server.errors import ApiError, bad_request, encode
 from quire.server.shapes import Items
 
 SLICE = 64
-"""Elements of a list that are encoded in one call: with 20 alternatives each some 2 ms."""
+"""List elements encoded per call: with 20 alternatives each they take about 2 ms."""
 
 FEW_SCORES = 2000
-"""Log-probabilities of a prompt up to which they are encoded on the event loop, in some 3 ms."""
+"""Up to this many prompt log-probabilities are encoded on the event loop, in about 3 ms."""
 
 SENT_BYTES = 256 * 1024
-"""Bytes that are handed to the connection at once; it says when it takes more."""
+"""Bytes passed to the connection at once. It signals when it takes more."""
 
 UNSENT_BYTES = 128 << 20
-"""Bytes of answers with log-probabilities that may be made, or wait for their clients, together: three or four with as
-many of prompts as there may be.
-"""
+"""Total bytes of answers with log-probabilities that are being built or wait for their clients: three or four answers
+with the maximum number of prompt log-probabilities."""
 
 UNCOUNTED_BYTES = 64 * 1024
-"""The first bytes of each answer, which do not count: a thousand tokens without alternatives are never refused."""
+"""The first bytes of an answer do not count, so that a thousand tokens without alternatives are never refused."""
 
 Bytes = bytes | bytearray
 
-# The answer, its choices, a choice, its log-probabilities: what lies deeper is encoded as a whole, or in slices.
+# The answer, its choices, a choice, its log-probabilities. Deeper values are encoded as a whole, or in slices.
 _LEVELS = 4
 
 
 def extend(part: bytearray, values: list[Any]) -> int:
-    """Adds elements to those that are encoded already; returns how many bytes they take."""
+    """Appends encoded elements to `part`. Returns their number of bytes."""
     before = len(part)
     if values:
         part += b"," * bool(part) + encoded(values)
@@ -50,14 +49,14 @@ def extend(part: bytearray, values: list[Any]) -> int:
 
 
 def encoded(values: Iterable[Any]) -> bytes:
-    """The elements of a list as JSON, without brackets; a few of an iterator's are there at a time."""
+    """The elements of a list as JSON, without brackets. Consumes an iterator element by element."""
     if isinstance(values, list):
         return b",".join(_slices(values))
     return b",".join(map(_bytes, values))
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """The JSON text of an answer in parts of at most SENT_BYTES, made one at a time."""
+    """Yields the JSON text of an answer in parts of at most SENT_BYTES."""
     small = bytearray()
     for piece in _pieces(value, 0):
         if len(small) + len(piece) > SENT_BYTES and small:
@@ -107,8 +106,8 @@ def _bytes(value: Any) -> bytes:
 
 
 class Unsent:
-    """Bytes of answers with log-probabilities that are being made or sent: long ones, and clients that do not read,
-    must not fill the memory.
+    """Limits the bytes of answers with log-probabilities that are being built or sent, so that long answers and clients
+    that do not read cannot fill the memory.
     """
 
     def __init__(self) -> None:
@@ -116,8 +115,9 @@ class Unsent:
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of one answer within the context: the function that it gives is told of more, or of fewer.
-        It raises ApiError 503 if others leave no room, 400 for more than one answer may have.
+        """Counts the bytes of one answer within the context. Yields a function that adds (or subtracts) bytes. It
+        raises
+        ApiError 503 if other answers leave no room, and 400 if this answer exceeds the limit alone.
         """
         size = counted = 0
 
@@ -130,7 +130,7 @@ class Unsent:
                 raise bad_request(message, "logprobs", "answer_too_large")
             added = max(0, size + more - UNCOUNTED_BYTES) - counted
             if added > 0 and self.num_bytes + added > UNSENT_BYTES:
-                message = f"large answers of together {self.num_bytes} bytes are being made or sent; try again"
+                message = f"large answers with {self.num_bytes} bytes in total are being built or sent; try again"
                 raise ApiError(503, message, code="too_many_large_answers", headers={"Retry-After": "1"})
             size += more
             counted += added
@@ -143,9 +143,9 @@ class Unsent:
 
 
 class ScoredAnswer(Response):
-    """A JSON answer with `Items` in it, sent as fast as the client takes it.
+    """A JSON answer that contains `Items`, sent as fast as the client reads.
 
-    held  what is closed once it is sent, or will not be: the count of its bytes
+    held  closed when the answer has been sent or dropped: the count of its bytes
     """
 
     media_type = "application/json"
@@ -153,11 +153,11 @@ class ScoredAnswer(Response):
     def __init__(self, content: Mapping[str, Any], held: ExitStack) -> None:
         super().__init__(headers={"Content-Length": str(sum(map(len, _pieces(content, 0))))})
         self.content = content
-        # Also where nobody is left to send it to.
+        # Also if the client has disconnected before the answer is sent.
         self._close = weakref.finalize(self, held.close)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer (ASGI)."""
+        """Sends the answer (ASGI)."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for part in pieces(self.content):

@@ -1,6 +1,6 @@
-"""The application: routes, and the gate every request passes.
+"""The application: its routes, and the gate that every request passes.
 
-Knows which URL means what; what the endpoints do stands in their own modules.
+Knows the URLs. The endpoints are in their own modules.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 
 
 class Gate:
-    """Around every request: the name it asks for, the key, the shutdown, the count of requests inside, the status, and
-    unanswered errors.
+    """Middleware around every request: checks Host, API key and shutdown; counts requests and statuses; answers errors.
 
-    Puts the tenant, whose key it was, into the state of the request.
+    Stores the tenant of the key in the state of the request.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -49,7 +48,7 @@ class Gate:
         self.names = Names.of(config.host, service.keys, config.allow_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through or answer it here (ASGI)."""
+        """Passes a request on or answers it here (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -92,18 +91,18 @@ class Gate:
 
 
 def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = None) -> FastAPI:
-    """The application that serves `llm`; its `state.service` tells of the requests inside and ends the intake.
+    """The application that serves `llm`. Its `state.service` counts the current requests and can refuse new ones.
 
     keys  the accepted API keys; None reads serve.api_key_file
-    Call it, and run what it returns, in the event loop in which `llm` runs. Raises ConfigError if the keys cannot be
+    Call this function, and run the application, in the event loop of `llm`. Raises ConfigError if the keys cannot be
     read.
     """
     service = Service(llm, serve_config, ApiKeys.from_file(serve_config.api_key_file) if keys is None else keys)
-    # No pages of documentation: they would load their scripts from elsewhere. /openapi.json is enough for tools.
+    # No documentation pages: they would load scripts from other sites. /openapi.json is enough for tools.
     app = FastAPI(title="Quire", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_middleware(Gate, service=service)
-    # Unknown URLs and methods; every other error goes up to the gate.
+    # Only unknown URLs and methods; the gate answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_api(app, service)
     _add_operations(app, service)
@@ -174,7 +173,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    """The routes for those who run the server."""
+    """The routes for operators."""
 
     @app.get("/health/live", **operation(shapes.Status, 403))
     async def live() -> Response:
@@ -184,7 +183,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", **operation(shapes.Status, 403, 503))
     @app.get("/health/ready", **operation(shapes.Status, 403, 503))
     async def ready() -> Response:
-        """Whether a request would be worked on."""
+        """Whether the server accepts requests."""
         if service.draining:
             raise shutting_down()
         service.check_ready()
@@ -202,12 +201,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/debug/cache", **operation(shapes.Cache, 400, 401, 403, 500, 503, query={"limit": LIMIT}))
     async def debug_cache(request: Request) -> Response:
-        """Which of the caller's prefixes the cache holds, and who uses them."""
+        """The caller's prefixes in the cache, and their use."""
         return await show_cache(service, request)
 
 
 def _document(app: FastAPI, service: Service) -> None:
-    """Let /openapi.json tell what the routes really take and answer."""
+    """Makes /openapi.json describe the real requests and answers of the routes."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""Who may ask: API keys from a file, and where a server without keys may listen."""
+"""Access control: API keys from a file, and the addresses and host names of a server without keys."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger("quire.server")
 
 
 class ApiKeys:
-    """The accepted keys; none means that everybody is accepted.
+    """The accepted API keys. Without keys every client is accepted.
 
-    tenants  a name for each key: a digest, never the key
+    tenants  a name per key: a digest, never the key
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -30,7 +30,9 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: str | Path | None) -> ApiKeys:
-        """One key per line; empty lines and lines that begin with # do not count. Raises ConfigError without a key."""
+        """Reads one key per line; ignores empty lines and lines that begin with #. Raises ConfigError if there is
+        none.
+        """
         if path is None:
             return cls([])
         try:
@@ -40,17 +42,17 @@ class ApiKeys:
             raise ConfigError(f"cannot read the API keys of serve.api_key_file: {error}") from error
         keys = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
         if not keys:
-            raise ConfigError(f"serve.api_key_file {path} holds no key; write one key per line")
+            raise ConfigError(f"serve.api_key_file {path} has no key; write one key per line")
         for number, key in enumerate(keys, 1):
             if not (key.isascii() and key.isprintable() and " " not in key):
-                raise ConfigError(f"key {number} of {path} holds blanks or characters that no HTTP header can carry")
+                raise ConfigError(f"key {number} of {path} has spaces or characters that an HTTP header cannot carry")
         if mode & stat.S_IROTH:
             log.warning("API keys in %s are readable by every user of this machine; chmod 600 it", path)
         return cls(keys)
 
     def tenant(self, authorization: bytes) -> str | None:
-        """Whose key the Authorization header carries: None if it carries none, the empty name if none is asked for. A
-        wrong key takes the same time wherever it differs.
+        """The tenant of the key in the Authorization header; None for a missing or wrong key. Without keys the tenant
+        is the empty name. The comparison takes constant time.
         """
         if not self.keys:
             return ""
@@ -66,14 +68,12 @@ def is_loopback(host: str) -> bool:
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)}
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"serve.host {host!r} is no address of this machine: {error}") from error
+        raise ConfigError(f"serve.host {host!r} is not an address of this machine: {error}") from error
     return all(ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 
 def names_loopback(host: str) -> bool:
-    """Whether a Host header names this machine by itself: then no page of another site sent the request under a name
-    that was made to lead here.
-    """
+    """Whether a Host header is `localhost` or a loopback address. A page under another domain name cannot send that."""
     try:
         name = _name(host)
         return name == "localhost" or ip_address(name).is_loopback
@@ -82,7 +82,7 @@ def names_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port, in small letters; empty if it is none."""
+    """A Host header without its port, in lower case; empty if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -90,14 +90,14 @@ def _name(host: str) -> str:
 
 
 class Names:
-    """The names under which a server without keys answers on the machine's own addresses: loopback ones, and its own.
+    """The Host names that a local server without keys answers: loopback names, and serve.host.
 
-    A page on the web can send its visitor's browser to this machine: its name, which it made to lead here, is in the
-    Host header then, and the browser takes what comes back for the page's own. Whoever sends no Host is no browser.
-    A key, which no page has, makes the check needless, and a public server answers to any name.
+    This stops DNS rebinding. A web page can make its domain name resolve to this machine. Its visitor's browser then
+    sends requests here with that name as Host, and lets the page read the answers. Clients without a Host header are
+    not browsers. A server with keys needs no check, because no page has a key. A public server answers any name.
 
     host    serve.host
-    is_any  whether every name is right
+    is_any  whether every name is accepted
     """
 
     def __init__(self, host: str, is_any: bool) -> None:
@@ -110,19 +110,19 @@ class Names:
         return cls(host, bool(keys.keys) or allow_public or not is_loopback(host))
 
     def check(self, hosts: Sequence[str]) -> None:
-        """Raises 403 for Host headers that name another machine."""
+        """Raises ApiError 403 for Host headers that name another machine."""
         if self.is_any or all(names_loopback(host) or _name(host) == self.own for host in hosts):
             return
         raise ApiError(
             403,
-            "without API keys this server answers only who asks for this machine by its own name, such as 127.0.0.1 or"
+            "without API keys this server answers only requests with a Host of this machine, such as 127.0.0.1 or"
             f" localhost, not {hosts[-1][:100]!r}; set serve.api_key_file, or serve.allow_public to serve everybody",
             code="host_not_allowed",
         )
 
 
 def check_exposure(host: str, keys: ApiKeys, allow_public: bool) -> None:
-    """Raises ConfigError for a server that others can reach and nobody has closed."""
+    """Raises ConfigError if other machines can reach the server and it has neither keys nor serve.allow_public."""
     if not keys.keys and not allow_public and not is_loopback(host):
         raise ConfigError(
             f"serve.host {host!r} can be reached from other machines and there is no API key; "

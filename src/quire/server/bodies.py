@@ -1,6 +1,6 @@
-"""Bodies of requests, read within bounds: of bytes, of time, of structure, and of all that are under way together.
+"""Reads request bodies within limits: bytes, time and structure of one body, and the memory of all large bodies.
 
-A large body is parsed and checked on a thread, where it cannot hold up the event loop, and only while there is room.
+A thread parses and checks large bodies, so that they do not block the event loop. They wait until there is room.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from quire.server.structure import check_structure
 Body = TypeVar("Body", bound=BaseModel)
 
 LARGE_BYTES = 32 * 1024
-"""A smaller body is parsed and checked on the event loop: 5 ms at worst, and it can reach no bound of structure."""
+"""A body up to this size is parsed and checked on the event loop. This takes 5 ms at worst, and such a body cannot
+exceed a limit of structure."""
 
 NUM_LARGEST = 4
-"""How many bodies of the largest size have room at once: 32 MiB by default. Smaller ones share it. One body more may go
-on where all wait for each other, and each that waits holds the part for which it does.
-"""
+"""The room for large bodies, in bodies of the maximum size: 32 MiB by default. If all bodies wait for each other, one
+more body may exceed the room. A waiting body also holds the part for which it waits."""
 
 BODY_SECONDS = 30.0
 BODY_RATE = 64 * 1024
-"""A large body may take BODY_SECONDS, and a second for each BODY_RATE bytes that came: nobody holds room for long."""
+"""A large body may take BODY_SECONDS plus one second per BODY_RATE bytes received, so that it holds room only
+briefly.
+"""
 
 CONTESTED_SECONDS = 1.0
 CONTESTED_RATE = 256 * 1024
-"""While others wait for room, a large body that came for longer than these seconds must have come at this rate."""
+"""While others wait for room, a large body must arrive at CONTESTED_RATE bytes per second after CONTESTED_SECONDS."""
 
 ROOM_SECONDS = 10.0
-"""How long a large body waits for room in all before it is answered 503. A full room is read and parsed within 2 s."""
+"""Total time for which a large body waits for room; then it gets 503. Reading and parsing a full room takes 2 s."""
 
 MAX_WAITING = 128
-"""Large bodies that wait for room at once; further ones are answered 503. A connection may have read 320 KiB ahead."""
+"""Maximum number of large bodies that wait for room; further ones get 503. A connection may have read 320 KiB ahead."""
 
 SWEEP_SECONDS = 0.25
-"""Between two looks for slow bodies, while one waits for room."""
+"""Interval between checks for slow bodies while a body waits for room."""
 
 
 class Bodies:
@@ -64,19 +66,19 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, model: type[Body]) -> AsyncIterator[Body]:
-        """The body of `request`, parsed and checked, as a `model`. A large one keeps its room within the context.
+        """Yields the body of `request`, parsed and checked, as a `model`. A large body keeps its room within the
+        context.
 
-        Strict: UTF-8 without lone surrogates, no NaN or Infinity, no more structure than `check_structure` lets
-        through. Raises ApiError 413 as soon as the body is known to exceed the limit (before parsing, and whether or
-        not a length was announced), 408 for one that comes too slowly, 503 if there is no room for it, 400 for
-        everything that is not JSON or no `model`.
+        The body must be UTF-8 without lone surrogates, without NaN or Infinity, and within `check_structure`'s limits.
+        Raises ApiError 413 as soon as the body exceeds the limit (before parsing, with or without an announced length),
+        408 if it arrives too slowly, 503 if there is no room for it, and 400 if it is not JSON or not a `model`.
         """
         _check_kind(request)
         announced = _announced(request)
         if announced is not None and announced > self.max_bytes:
             raise self._too_large()
         body = bytearray()
-        # A small body holds no room, and its connection ends it if it says nothing: it needs no timer of its own.
+        # A small body holds no room, and the connection ends it if no byte arrives, so it needs no timer here.
         is_small = announced is not None and announced <= LARGE_BYTES
         due = asyncio.get_running_loop().time() + self.body_seconds
         with self.arrivals.body() as arriving:
@@ -95,8 +97,8 @@ class Bodies:
                 raise ClientDisconnected from gone
             except TimeoutError as error:
                 message = (
-                    f"the body came slower than {BODY_RATE} bytes a second after {self.body_seconds:g} s, or than"
-                    f" {CONTESTED_RATE} while others waited for room"
+                    f"the body arrived more slowly than {BODY_RATE} bytes a second after {self.body_seconds:g} s, or"
+                    f" than {CONTESTED_RATE} while others waited for room"
                 )
                 raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from error
             self.arrivals.whole(arriving)
@@ -115,12 +117,12 @@ class Bodies:
 
 @dataclass(eq=False)
 class Arriving:
-    """A large body under way.
+    """A large body that is arriving.
 
-    begun   when it began to come
-    limit   its time; moved to now, it ends the body
+    begun   time of its start
+    limit   its timeout; rescheduling it to now ends the body
     size    bytes that have room
-    waited  seconds that it waited for room; less the time at which it began to, while it waits
+    waited  seconds spent waiting for room; while it waits, minus the time at which the current wait began
     """
 
     begun: float
@@ -130,12 +132,11 @@ class Arriving:
 
 
 class Arrivals:
-    """The bytes of large bodies that have come and are in use: all connections' together are bounded.
+    """Limits the memory of large bodies, received and in use, over all connections.
 
-    Room is taken for bytes that came, not for those announced: connections that send little keep nobody out. While all
-    of it is taken, bodies wait, and have their turn in the order in which they began to. Those that come slower than
-    CONTESTED_RATE are then ended; and if no body is whole, whose end would make room, the oldest goes on. So `size` may
-    be exceeded by one body.
+    A body takes room for received bytes, not for announced ones, so connections that send little block nobody. If the
+    room is full, bodies wait in line. Meanwhile bodies slower than CONTESTED_RATE are ended. If no complete body will
+    release room, the oldest one continues without. So one body may exceed `size`.
     """
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -143,13 +144,13 @@ class Arrivals:
         self.seconds = seconds
         self.held = 0
         self._unfinished: dict[Arriving, None] = {}  # the oldest first
-        self._waiting: dict[Arriving, tuple[int, asyncio.Future[None]]] = {}  # who began to wait first
+        self._waiting: dict[Arriving, tuple[int, asyncio.Future[None]]] = {}  # in order of waiting
         self._num_whole = 0
         self._is_watched = False
 
     @contextmanager
     def body(self) -> Iterator[Arriving]:
-        """A body, which has its room within the context."""
+        """Yields a body, which holds its room within the context."""
         body = Arriving(asyncio.get_running_loop().time())
         try:
             yield body
@@ -162,8 +163,8 @@ class Arrivals:
             self._lend()
 
     async def grow(self, body: Arriving, size: int) -> None:
-        """Waits until there is room for `size` bytes of a body; its limit rests meanwhile. Raises ApiError 503 where
-        the body has waited too long, now and before, or too many wait.
+        """Waits until there is room for `size` bytes of a body; its timeout pauses meanwhile. Raises ApiError 503 if
+        all its waits together take too long, or if too many bodies wait.
         """
         if size <= body.size:
             return
@@ -188,10 +189,10 @@ class Arrivals:
         finally:
             if body in self._waiting:
                 self._end_wait(body)
-                self._lend()  # those behind it may have waited for it alone
+                self._lend()  # later bodies may have waited only for this one
 
     def whole(self, body: Arriving) -> None:
-        """The body has come, and keeps its room until it is left."""
+        """Marks the body as complete. It keeps its room until its context ends."""
         if body in self._unfinished:
             del self._unfinished[body]
             self._num_whole += 1
@@ -208,7 +209,7 @@ class Arrivals:
         body.size = size
 
     def _lend(self) -> None:
-        """Gives those room whose turn it is."""
+        """Gives room to the bodies at the front of the line."""
         while self._waiting:
             body = next(iter(self._waiting))
             if not self._fits(body, self._waiting[body][0]):
@@ -221,7 +222,7 @@ class Arrivals:
                 lent.set_result(None)
 
     def _watch(self) -> None:
-        """Looks for slow bodies now and then, as long as others wait."""
+        """Checks for slow bodies every SWEEP_SECONDS while others wait."""
         if self._waiting and not self._is_watched:
             self._is_watched = True
             asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
@@ -240,7 +241,7 @@ class Arrivals:
                 body.limit.reschedule(now)
 
     def _full(self) -> ApiError:
-        message = f"bodies of together {self.held} bytes are being read; try again"
+        message = f"request bodies with {self.held} bytes in total are being read; try again"
         headers = {"Retry-After": "1", "Connection": "close"}
         return ApiError(503, message, code="too_many_large_bodies", headers=headers)
 
@@ -248,7 +249,7 @@ class Arrivals:
 def _check_kind(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        # This also keeps web pages from posting to a server on the visitor's machine: browsers ask before sending this.
+        # This also stops web pages from posting to a server on the visitor's machine: browsers first ask the server.
         raise bad_request(
             "the body must be JSON, with the header Content-Type: application/json", code="invalid_content_type"
         )
@@ -265,7 +266,7 @@ def _check_and_parse(body: bytearray, model: type[Body]) -> Body:
 
 
 def _parse(body: bytearray, model: type[Body]) -> Body:
-    """Raises ApiError; a ValidationError would keep all that was parsed as long as itself."""
+    """Parses the body. Raises ApiError and not ValidationError, which would keep the parsed body alive."""
     try:
         parsed = from_json(body, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:

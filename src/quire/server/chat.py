@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations answered."""
+"""POST /v1/chat/completions: answers conversations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def create_chat(service: Service, request: Request) -> Response:
 
 @dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One answer so far."""
 
     text: str = ""
     logprobs: bytearray = field(default_factory=bytearray)
@@ -62,7 +62,7 @@ def _chunk(chunks: Chunks, choice: shapes.ChatDelta) -> shapes.ChatCompletionChu
 
 
 class Chat:
-    """A request under way."""
+    """A running request."""
 
     def __init__(self, service: Service, body: ChatRequest, job: Job) -> None:
         self.service = service
@@ -133,7 +133,7 @@ class Chat:
         yield chunks.end()
 
     def _items(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates."""
+        """Yields the engine's output."""
 
         async def opens(_: int, item: RequestOutput) -> None:
             self.usage.saw(item)

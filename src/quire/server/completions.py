@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids continued."""
+"""POST /v1/completions: continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
 
 MAX_TOKENS: int = CompletionRequest.model_fields["max_tokens"].default
-"""Where a completion's `max_tokens` is null or not given, as for OpenAI."""
+"""A completion's default `max_tokens`, if it is null or not given, as in OpenAI's API."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -43,7 +43,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     num_sequences = len(body.prompt) * (body.n or 1)
     limit = service.engine.config.scheduler.max_queue
     if num_sequences > limit:
-        message = f"'prompt' and 'n' ask for {num_sequences} sequences; the queue holds {limit} (scheduler.max_queue)"
+        message = f"'prompt' and 'n' need {num_sequences} sequences; the limit is {limit} (scheduler.max_queue)"
         raise bad_request(message, "prompt")
     jobs = []
     scored = body.logprobs if body.echo else None
@@ -53,7 +53,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
     for prompt in body.prompt:
         text, ids = (prompt, next(encoded)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
-            raise bad_request("'prompt' is empty: it holds no token", "prompt")
+            raise bad_request("'prompt' is empty: it has no token", "prompt")
         service.check_tokens(ids, "prompt")
         params = service.params(
             body,
@@ -70,7 +70,7 @@ async def _jobs(service: Service, body: CompletionRequest, tenant: str) -> list[
 
 
 def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
-    """Raises 400 for more log-probabilities of prompts than an answer may hold."""
+    """Raises ApiError 400 for more prompt log-probabilities than an answer may have."""
     echoed = {"logprobs": body.logprobs} if body.echo else {}
     asked = {
         name: each for name, each in (echoed | {"prompt_logprobs": body.prompt_logprobs}).items() if each is not None
@@ -79,18 +79,18 @@ def _check_scores(body: CompletionRequest, num_tokens: int) -> None:
     if num_scores > MAX_PROMPT_SCORES:
         param = next(iter(asked))
         raise bad_request(
-            f"'n' is {body.n or 1}, the prompts hold {num_tokens} tokens and"
-            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: that makes {num_scores}"
-            f" log-probabilities of prompts, and an answer holds at most {MAX_PROMPT_SCORES}",
+            f"'n' is {body.n or 1}, the prompts have {num_tokens} tokens and"
+            f" {' and '.join(f'{name!r} is {each}' for name, each in asked.items())}: these are {num_scores}"
+            f" prompt log-probabilities, and an answer may have at most {MAX_PROMPT_SCORES}",
             param,
         )
 
 
 @dataclass
 class Opening:
-    """What all choices of a prompt have in common.
+    """The common beginning of all choices of a prompt.
 
-    lists   the four lists of the echoed prompt's log-probabilities, encoded; None for one that is null
+    lists   the four lists of the echoed prompt's log-probabilities, encoded; None for a list that is null
     scores  the extension `prompt_logprobs`, encoded
     """
 
@@ -100,7 +100,7 @@ class Opening:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that is encoded."""
+        """Bytes of all encoded lists."""
         return sum(len(each) for each in (self.scores, *(self.lists or {}).values()) if each is not None)
 
     def as_delta(self, index: int) -> shapes.CompletionDelta:
@@ -110,7 +110,7 @@ class Opening:
 
 @dataclass
 class Choice:
-    """One choice as far as it has come, without what its prompt opens it with."""
+    """One choice so far, without the opening of its prompt."""
 
     legacy: LegacyLogprobs
     text: str = ""
@@ -155,7 +155,7 @@ def _chunk(chunks: Chunks, delta: shapes.CompletionDelta) -> shapes.CompletionCh
 
 
 class Completion:
-    """A request under way. Choice `job * n + index` is the index-th answer to the job-th prompt."""
+    """A running request. Choice `job * n + index` is the index-th answer to the job-th prompt."""
 
     def __init__(self, service: Service, body: CompletionRequest, jobs: list[Job]) -> None:
         self.service = service
@@ -225,7 +225,7 @@ class Completion:
         yield chunks.end()
 
     def _items(self, grow: Callable[[int], None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates; `grow` is told of the bytes of openings."""
+        """Yields the engine's output; calls `grow` with the bytes of openings."""
 
         async def opens(job: int, item: RequestOutput) -> None:
             opening = await self._opening(job, item)
@@ -235,7 +235,7 @@ class Completion:
         return self.service.run(self.jobs, self.head["id"], opens)
 
     async def _opening(self, job: int, item: RequestOutput) -> Opening:
-        """What the first item of a prompt tells: its usage, and what it opens all its choices with."""
+        """Makes the opening of all choices from a prompt's first item, and counts its usage."""
         self.usage.saw(item)
         prompt = self.jobs[job]
         choices = self.choices[job * self.num_choices : (job + 1) * self.num_choices]

@@ -1,7 +1,7 @@
-"""What a connection may cost before the application sees a request: bytes of head, time, a place among the others.
+"""Limits on a connection before the application sees a request: bytes of the head, time, number of connections.
 
-uvicorn's protocol with bounds. A connection that exceeds one is closed, after an error in our form where an answer can
-still be sent. Knows HTTP's framing; knows nothing of the API.
+This is uvicorn's protocol with limits. A connection that exceeds one gets an error answer, if one can still be sent,
+and is closed. Knows HTTP's framing; knows nothing of the API.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 class Stage(enum.Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     IDLE = enum.auto()
     """The next request."""
     HEAD = enum.auto()
-    """The rest of a head."""
+    """The end of a head."""
     BODY = enum.auto()
-    """The rest of a body."""
+    """The end of a body."""
     ANSWER = enum.auto()
-    """The application."""
+    """The application's answer."""
     CLOSED = enum.auto()
-    """The client, which may still read its last answer."""
+    """The client, which may still read the last answer."""
 
 
 class Connection(HttpToolsProtocol):
     """One connection.
 
-    stage  what it waits for
-    since  since when, by the loop's clock: in a body since its last byte
-    spent  bytes of the request under way that belong to no body
+    stage  the event it waits for
+    since  start of the wait, by the loop's clock; in a body, the time of its last byte
+    spent  bytes of the current request outside the body
     """
 
-    # In uvicorn's, the type of a field that is None at first.
+    # uvicorn declares this field as optional.
     transport: Any
 
     def __init__(
@@ -71,24 +71,24 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is read any more."""
+        """Whether the connection reads no more requests."""
         return self.stage is Stage.CLOSED
 
     @property
     def waits_for_body(self) -> bool:
-        """Whether the rest of a body is due, and no request before it is being answered."""
+        """Whether it waits for the rest of a body, and no earlier request is being answered."""
         return self.stage is Stage.BODY and self.answering is self.cycle
 
     @property
     def gives_way(self) -> bool:
-        """Whether its client has read what it was sent, or has stopped reading."""
+        """Whether its client has read all that was sent, or has stopped reading."""
         stalled = self.loop.time() - self.unsent_since >= self.edge.limits.stalled_seconds
         return stalled or not self.transport.get_write_buffer_size()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there."""
+        """A client has connected."""
         super().connection_made(_Transport(transport, self.close))  # type: ignore[arg-type]
         self.since = self.unsent_since = self.loop.time()
         self.address = self.client[0] if self.client else ""
@@ -117,23 +117,23 @@ class Connection(HttpToolsProtocol):
         most = self.edge.limits.head_bytes
         rest = memoryview(data)
         while rest and not self.is_closed:
-            # Of a head no more than it may still have: if it has not ended then, it is too large. Small pieces, because
-            # what stands behind the end of a request in its last piece is not counted for the next one.
+            # At most the remaining bytes of a head: a head that does not end within them is too large. Small pieces,
+            # because bytes after the end of a request in its last piece are not counted for the next request.
             part = rest[: max(1, min(PIECE, most - self.spent))]
             self.spent += len(part)
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade as asked:
-                # To HTTP/2 or to a web socket, which the client may ask for and the server may pass over.
+                # To HTTP/2 or to a web socket. A server may ignore this request.
                 part = rest[: max(1, asked.args[0])]
             except httptools.HttpParserError:
                 self.refuse(_not_http())
             rest = rest[len(part) :]
             if self.spent >= most and self.stage in (Stage.HEAD, Stage.BODY):
-                message = f"request line, headers, trailers and chunk sizes are more than {most} bytes"
+                message = f"request line, headers, trailers and chunk sizes exceed {most} bytes"
                 self.refuse(ApiError(431, message, code="headers_too_large"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -143,27 +143,27 @@ class Connection(HttpToolsProtocol):
                 self._enter_stage(Stage.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which nobody reads."""
+        """A header. Trailers are ignored."""
         if self.stage is Stage.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there: the application begins."""
+        """The head is complete: the application starts."""
         if self.is_closed:
             return
         if len(self.pipeline) >= self.edge.limits.pipelined:
-            message = f"more than {self.edge.limits.pipelined} requests were sent ahead of their answers"
+            message = f"more than {self.edge.limits.pipelined} requests were sent before their answers"
             self.refuse(ApiError(429, message, code="too_many_pipelined"))
             return
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self.refuse(_not_http())
             return
         super().on_headers_complete()
-        # Answered before its body is there, such as 401, it is the last one, and says so.
+        # If a request is answered before its body arrives, such as with 401, the answer closes the connection.
         self.keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._enter_stage(Stage.BODY)
         if self.pipeline:
-            # uvicorn reads no further then, and would not hear that the client leaves.
+            # uvicorn would stop reading here, and not notice that the client disconnects.
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
             self.spent = max(0, self.spent - (1 + self.edge.limits.framing) * len(body))
 
     def on_message_complete(self) -> None:
-        """The request is there."""
+        """The request is complete."""
         if self.stage is not Stage.BODY:
             return
         super().on_message_complete()
@@ -184,27 +184,27 @@ class Connection(HttpToolsProtocol):
         self.spent = 0
         self._enter_stage(Stage.ANSWER)
 
-    # What uvicorn calls.
+    # Called by uvicorn.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """An answer is sent."""
+        """An answer has been sent."""
         if self.is_closed:
             return
         super().on_response_complete()
         if self.stage is Stage.HEAD or (self.stage is Stage.BODY and not self.cycle.response_complete):
-            self._enter_stage(self.stage)  # from now on somebody waits for the rest of it
+            self._enter_stage(self.stage)  # its timer starts now
         elif self.stage is Stage.ANSWER and self.cycle.response_complete:
             self._enter_stage(Stage.IDLE)
         elif self.stage is Stage.BODY:
-            # Answered before its body is there, such as 401: nobody wants the rest.
+            # Answered before its body arrived, such as with 401: the rest is not needed.
             self.close()
 
     def shutdown(self) -> None:
-        """The server ends: what is not being answered is closed."""
+        """The server ends: closes the connection unless a request is being answered."""
         if self.is_closed and not self.transport.get_write_buffer_size():
             self.abort()
         elif self.stage in (Stage.IDLE, Stage.HEAD):
@@ -214,12 +214,12 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Whoever connects decides what is asked for: that is nothing to log."""
+        """Logs nothing: any client could fill the log."""
 
     # Ends.
 
     def check(self, now: float) -> None:
-        """Ends the connection if what it waits for has taken too long."""
+        """Ends the connection if it has waited too long."""
         limits = self.edge.limits
         unsent = self.transport.get_write_buffer_size()
         if unsent != self.unsent or not unsent:
@@ -235,13 +235,13 @@ class Connection(HttpToolsProtocol):
                 message = f"the request's head did not arrive within {limits.head_seconds:g} s"
                 self.refuse(ApiError(408, message, code="head_timeout"))
             else:
-                self.abort()  # never said anything
+                self.abort()  # it never sent a byte
         elif self.waits_for_body and waited >= limits.body_seconds and not self.flow.read_paused:
             message = f"no byte of the request's body arrived for {limits.body_seconds:g} s"
             self.refuse(ApiError(408, message, code="body_timeout"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answer `error`, if no other answer has begun, and close."""
+        """Answers `error`, unless another answer has begun, and closes."""
         if self.is_closed:
             return
         self.edge.refused(error.status)
@@ -263,11 +263,11 @@ class Connection(HttpToolsProtocol):
         return self.answering is None or self.answering.response_complete
 
     def _may_answer(self) -> bool:
-        """Whether the request that is being answered is the one that is being read, and no answer has begun."""
+        """Whether the request being read is also the one being answered, and its answer has not begun."""
         return self.waits_for_body and not self.cycle.response_started
 
     def close(self) -> None:
-        """Send what is written and close, but let the client read it: see Limits.linger_seconds."""
+        """Sends the written bytes and closes, with time for the client to read: see Limits.linger_seconds."""
         if self.is_closed:
             return
         unread = self.stage in (Stage.HEAD, Stage.BODY)
@@ -281,19 +281,19 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         try:
             self.transport.write_eof()
-        except OSError:  # the client has reset the connection; asyncio's own loop says so here, uvloop does not
+        except OSError:  # the client has reset the connection; asyncio's own loop raises here, uvloop does not
             self.abort()
 
     def abort(self) -> None:
-        """Close, whatever is not sent."""
+        """Closes at once, without sending the written bytes."""
         self.stage = Stage.CLOSED
-        # Its place is free before the loop says so: many may come in one turn.
+        # Frees its place at once: many connections may arrive in one turn of the loop.
         self.edge.leave(self, self.address)
         self._forsake()
         self.transport.abort()
 
     def _forsake(self) -> None:
-        """Tells the requests under way that nobody will read their answers."""
+        """Tells the current requests that their client has gone."""
         for cycle in (self.answering, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -311,7 +311,7 @@ class Connection(HttpToolsProtocol):
 
 
 PIECE = 4096
-"""Bytes given to the parser at once."""
+"""Maximum number of bytes per call of the parser."""
 
 
 def _not_http() -> ApiError:
@@ -319,7 +319,7 @@ def _not_http() -> ApiError:
 
 
 class _Transport:
-    """A transport whose `close`, which uvicorn calls in several places, is the connection's."""
+    """A transport that calls the connection's `close`, because uvicorn closes transports in several places."""
 
     def __init__(self, transport: Any, close: Callable[[], None]) -> None:
         self._transport = transport

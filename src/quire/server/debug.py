@@ -1,7 +1,7 @@
-"""GET /debug/cache: which of the caller's prefixes the cache holds, for people who ask why a request was slow.
+"""GET /debug/cache: the caller's prefixes in the cache. It helps to find out why a request was slow.
 
-It shows the beginnings of prompts. So nobody sees those of another tenant, where several tenants share nobody sees any
-text, and where everybody may ask, nobody sees anything.
+It shows the beginnings of prompts, so access is limited. A caller sees only prefixes of its own tenant. If several
+tenants share, it sees no text. On a public server without keys it sees nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from quire.engine.prefixes import Prefix
 
 LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000}
-"""How many prefixes are told of."""
+"""Schema of the number of prefixes in the answer."""
 
 TEXT_CHARS = 80
 
-# No character takes more than the four bytes of UTF-8, nor fewer than a byte a token.
+# A character has at most four bytes in UTF-8, and a token at least one.
 TEXT_TOKENS = 4 * TEXT_CHARS
 
-# The engine answers between steps; none takes as long.
+# The engine answers between steps, and no step takes this long.
 PATIENCE_SECONDS = 30.0
 
 
@@ -47,15 +47,15 @@ async def show_cache(service: Service, request: Request) -> Response:
 
 
 def _check_allowed(service: Service) -> None:
-    """Raises 403 where whoever asks need not be somebody who may read all prompts."""
+    """Raises ApiError 403 on a public server without keys: its callers may not read each other's prompts."""
     if service.keys.keys:
         return
     config = service.config
     if config.allow_public or not is_loopback(config.host):
         raise ApiError(
             403,
-            "this shows prompts, and everybody may ask this server: it has no API keys and is public"
-            " (serve.allow_public); set serve.api_key_file",
+            "this endpoint shows prompts, and this server is public (serve.allow_public) and has no API keys;"
+            " set serve.api_key_file",
             code="prompts_not_shown",
         )
 
@@ -77,10 +77,10 @@ async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
         async with asyncio.timeout(PATIENCE_SECONDS):
             found = await service.engine.prefixes(service.tenants.sees(tenant))
     except TimeoutError:
-        raise ApiError(503, "the engine has no time to answer; try again", code="busy") from None
-    # Who uses a prefix uses its parents, so none is older than what follows it: a cut leaves no prefix without them.
+        raise ApiError(503, "the engine is too busy to answer; try again", code="busy") from None
+    # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
-    # Tenants that share hits have not agreed to read each other's prompts.
+    # Tenants that share the cache may still not read each other's prompts.
     readable = service.tenants.are_apart or len(service.keys.keys) <= 1
     return {
         "prefixes": await asyncio.to_thread(_described, shown, service.engine.tokenizer if readable else None),
@@ -115,7 +115,7 @@ def _described(prefixes: Sequence[Prefix], tokenizer: Any) -> shapes.Items[shape
 
 
 def _beginning(prefix: Prefix, tokenizer: Any) -> str:
-    """The first characters of its own text, from where it differs from what else follows its parent."""
+    """The first characters of a prefix's own text, from where it differs from its parent's other children."""
     same = prefix.num_same
     text: str = tokenizer.decode(prefix.token_ids[same : same + TEXT_TOKENS], skip_special=False)
     return ("…" * (same > 0) + text)[:TEXT_CHARS]
@@ -151,7 +151,7 @@ def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> shapes.Ca
 
 
 def _pinned_bytes(found: Sequence[Prefix]) -> int:
-    """Bytes of the pinned prefixes and of all before them. `found` has parents first."""
+    """Bytes of the pinned prefixes and of all their ancestors. `found` has parents first."""
     kept: set[str | None] = set()
     for prefix in reversed(found):
         if prefix.pinned_seconds is not None or prefix.id in kept:

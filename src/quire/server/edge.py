@@ -1,4 +1,4 @@
-"""The connections of one server: how much each may take, how many there may be, and which is closed for a new one."""
+"""The connections of one server: limits of each, their number, and which one is closed for a new one."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the connections of one server, in bytes and seconds."""
+    """Limits of the connections of one server, in bytes and seconds."""
 
     head_bytes: int = 32 * 1024
-    """Request line, headers, trailers and chunk sizes of one request together. Browsers with many cookies send 8 KiB,
-    proxies and tracing add 2; the parser and the list of headers keep four times what they are sent."""
+    """Size of request line, headers, trailers and chunk sizes of one request together. Browsers with many cookies send
+    8 KiB; proxies and tracing add 2. The parser and the list of headers take four times these bytes."""
     framing: int = 8
-    """Bytes of chunk sizes that each byte of a body may bring besides: a client that writes single characters sends
-    five, `1\\r\\nx\\r\\n`. Without this, head_bytes would end honest bodies of small chunks."""
+    """Additional bytes of chunk sizes per byte of a body. A client that writes single characters sends five,
+    `1\\r\\nx\\r\\n`. Without this, head_bytes would end honest bodies with small chunks."""
     head_seconds: float = 10.0
-    """From the first byte of a head, or from the connection's begin, to the head's end."""
+    """Time from the first byte of a head, or from the start of the connection, to the end of the head."""
     body_seconds: float = 30.0
-    """Without a byte of a body that has been announced."""
+    """Pause within a body."""
     write_seconds: float = 30.0
-    """Without a byte of the answer taken by the client, who is then dropped and its request aborted. What the engine
-    generates meanwhile waits in memory."""
+    """Time in which the client reads no byte of the answer. Then it is dropped and its request aborted. Meanwhile the
+    generated output waits in memory."""
     stalled_seconds: float = 5.0
-    """Without a byte of the answer taken, after which an answered connection may be closed for a new one."""
+    """Time in which the client reads no byte of the answer, after which its connection may be closed for a new one."""
     linger_seconds: float = 2.0
-    """After an answer that ends the connection, incoming bytes are read and discarded for so long. If it were closed at
-    once, the kernel would reset it, and the client would often not see the answer."""
+    """Time after the last answer of a connection in which incoming bytes are read and discarded. If the connection were
+    closed at once, the kernel would reset it, and the client would often not see the answer."""
     sweep_seconds: float = 1.0
-    """Between two checks of all connections: the seconds above are exact to this."""
+    """Interval between checks of all connections, and thus the precision of the times above."""
     pipelined: int = 16
-    """Requests sent ahead of answers on one connection. Each waits as 2 KB of objects; nobody but load generators
-    sends any."""
+    """Number of requests sent before their answers on one connection. Each takes 2 KB of objects; only load generators
+    send any."""
     connections: int = 1024
-    """Connections at once."""
+    """Number of connections."""
     per_address: int | None = None
-    """Connections at once from one address."""
+    """Number of connections from one address."""
     lingering: int = 64
-    """Connections beyond these that are refused and may still read why. With more of them, files would run out."""
+    """Number of refused connections, beyond these, that may still read their answer. More would exhaust open files."""
 
 
 class Edge:
-    """The connections of one server, and their bounds. `protocol` is what uvicorn makes connections with.
+    """The connections of one server, and their limits. uvicorn creates connections with `protocol`.
 
     refused  called with the status of each refusal, to count it
     """
@@ -66,7 +66,7 @@ class Edge:
         self.addresses: Counter[str] = Counter()
         # Connections without a complete request, the oldest first.
         self.unasked: dict[Connection, None] = {}
-        # Refused connections that stay open for a moment, so that the client sees why; the oldest first.
+        # Refused connections that stay open briefly, so that the client can read the answer; the oldest first.
         self.lingering: dict[Connection, None] = {}
 
     def protocol(
@@ -80,33 +80,33 @@ class Edge:
         return Connection(self, config, server_state, app_state, _loop)
 
     async def watch(self) -> None:
-        """Ends what takes too long, until it is cancelled."""
+        """Ends connections that take too long, until cancelled."""
         while True:
             await asyncio.sleep(self.limits.sweep_seconds)
             now = asyncio.get_running_loop().time()
             for connection in list(self.open):
                 try:
                     connection.check(now)
-                except Exception:  # the others are watched on
-                    log.exception("a connection that cannot be checked is closed")
+                except Exception:  # keeps watching the others
+                    log.exception("closing a connection, because checking it failed")
                     connection.abort()
 
     @property
     def is_full(self) -> bool:
-        """Whether files may run out."""
+        """Whether open files may run out."""
         return len(self.open) > self.limits.connections + self.limits.lingering
 
     def close_unsent(self, error: ApiError) -> None:
-        """Ends the connections whose request's body has not arrived; `error` is their answer."""
+        """Ends every connection with an incomplete request body. Answers `error`."""
         for connection in list(self.open):
             if connection.waits_for_body:
                 connection.refuse(error)
 
     def enter(self, connection: Connection, address: str) -> None:
-        """A new connection came. Raises ApiError if there is no place for it.
+        """Adds a new connection. Raises ApiError if there is no place for it.
 
-        If all places are taken, the oldest connection without a complete request is closed. So connections that send
-        nothing, or slow bodies, keep nobody out, however many they are. Refused connections take no place.
+        If all places are taken, the oldest connection without a complete request is closed. So silent connections and
+        slow bodies, however many, keep no client out. Refused connections take no place.
         """
         self.open.add(connection)
         self.addresses[address] += 1
@@ -114,19 +114,19 @@ class Edge:
             next(iter(self.lingering)).abort()
         most = self.limits.per_address
         if most is not None and self.addresses[address] > most:
-            message = f"this address holds {most} connections, the most it may (serve.max_connections_per_address)"
+            message = f"this address has {most} connections, its maximum (serve.max_connections_per_address)"
             raise ApiError(429, message, code="too_many_connections", headers={"Retry-After": "1"})
         if len(self.open) - len(self.lingering) > self.limits.connections:
             oldest = next((each for each in self.unasked if each.gives_way), None)
             if oldest is None:
-                message = f"{self.limits.connections} connections are being served, the most at once"
+                message = f"all {self.limits.connections} connections are in use"
                 message += " (serve.max_connections)"
                 raise ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
             oldest.abort()
         self.unasked[connection] = None
 
     def leave(self, connection: Connection, address: str) -> None:
-        """A connection is closed."""
+        """Removes a closed connection."""
         if connection in self.open:
             self.open.remove(connection)
             self.unasked.pop(connection, None)

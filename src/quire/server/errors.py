@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}} and a status code.
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}} and a status code.
 
-Knows how each of our exceptions and each of pydantic's complaints reads to a client; never shows a traceback or an
-internal message.
+Converts our exceptions and pydantic's validation errors to such answers. Never shows a traceback or an internal
+message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.server.shapes import Error
 log = logging.getLogger("quire.server")
 
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-"""JSON text of a response; compact, and an error of ours rather than `NaN` on the wire."""
+"""Encodes a response as compact JSON. Raises ValueError rather than sending `NaN`."""
 
 TYPES = {
     400: "invalid_request_error",
@@ -37,19 +37,19 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-"""Every status the server answers errors with, and the `type` of its body."""
+"""Every error status of the server, and the `type` in its body."""
 
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""What is said of a request may quote it; the answer stays small however large the request was."""
+"""Limits of an error's message and param. They may quote the request, which may be large."""
 
 
 class ClientDisconnected(Exception):
-    """Nobody is left to answer; the work has been stopped."""
+    """The client has disconnected; its work has been stopped."""
 
 
 class ApiError(Exception):
-    """An answer other than 200."""
+    """An error answer: any status but 200."""
 
     def __init__(
         self,
@@ -96,7 +96,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = "inva
 
 
 def api_error(error: Exception) -> ApiError:
-    """How `error` reads to the client. What we did not foresee is logged with its traceback and answered without it."""
+    """Converts an exception to the client's answer. An unexpected one is logged with its traceback and answered as
+    500.
+    """
     match error:
         case ApiError():
             return error
@@ -114,11 +116,11 @@ def api_error(error: Exception) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
     log.error("request failed", exc_info=error)
-    return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
+    return ApiError(500, "the server failed to answer this request; see its log", code="internal_error")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The complaint of a schema that says most: what we do not support comes before unknown names and wrong values."""
+    """The most useful validation error as an answer: unsupported parameters, then unknown names, then wrong values."""
     complaints = error.errors(include_url=False, include_input=True)
     complaints.sort(key=lambda each: _FIRST.get(each["type"], len(_FIRST)))
     first = complaints[0]
@@ -140,7 +142,7 @@ def _invalid(error: ValidationError) -> ApiError:
             least, context = kind == "too_short", first["ctx"]
             bound = f"at least {context['min_length']}" if least else f"at most {context['max_length']}"
             code = "invalid_value"
-            message = f"Invalid value for '{param}': it must hold {bound}, and holds {context['actual_length']}."
+            message = f"Invalid value for '{param}': its length must be {bound} and is {context['actual_length']}."
         case kind:
             reason = first["msg"].removeprefix("Value error, ")
             reason = reason[:1].lower() + reason[1:]
@@ -154,7 +156,9 @@ _FIRST = {"none_required": 0, "literal_error": 1, "extra_forbidden": 2}
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; tags of unions (they start with '=') are left out and long parts cut."""
+    """The path as text, such as `messages[0].content`. Leaves out tags of unions (they start with '=') and cuts long
+    parts.
+    """
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -169,9 +173,9 @@ def _cut(text: str, most: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """`value` for a message: short, and JSON rather than Python."""
+    """`value` for a message, as short JSON."""
     if isinstance(value, str):
-        value = value[:65]  # longer than what is shown, so that the cut shows too
+        value = value[:65]  # one more than is shown, so that the message shows the cut
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "an array"
     if isinstance(value, int) and abs(value) > 10**20:

@@ -1,6 +1,7 @@
-"""Log probabilities in the two forms of OpenAI's API, from the engine's one: a dict {token id: Logprob} per position.
+"""Converts log-probabilities from the engine's form, a dict {token id: Logprob} per position, to both forms of OpenAI's
+API.
 
-The dict of a position always holds the token that stands there, besides the best ones that were asked for.
+The dict of a position has the requested number of best tokens, and always the token at that position.
 """
 
 from __future__ import annotations
@@ -16,21 +17,19 @@ if TYPE_CHECKING:
     from quire.server.protocol import Tokenizer
 
 MAX_PROMPT_SCORES = 500_000
-"""Log-probabilities of prompts in one answer, over all choices. Each takes some 70 bytes of JSON, 35 MB in all, and 200
-bytes in the engine, 100 MB. A prompt of 23,000 tokens may have 20 alternatives at every token.
-"""
+"""Maximum number of prompt log-probabilities in one answer, over all choices. Each takes about 70 bytes of JSON (35 MB
+in total) and 200 bytes in the engine (100 MB). A prompt of 23,000 tokens may have 20 alternatives per token."""
 
 PROMPT_SCORES_AT_ONCE = 250_000
-"""Log-probabilities of prompts that may be there for all requests together until they are encoded, 50 MB: others wait.
-One prompt alone may have more.
-"""
+"""Maximum number of prompt log-probabilities of all requests that are not encoded yet: 50 MB. Other prompts wait. A
+single prompt may have more."""
 
 LOWEST = -9999.0
-"""What OpenAI sends for minus infinity, which JSON cannot say."""
+"""OpenAI's value for minus infinity, which JSON cannot represent."""
 
 
 class Names:
-    """The text of single tokens, looked up once per request: the same few ids come again at every position."""
+    """The text of single tokens, cached per request, because the same few ids recur at many positions."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -41,7 +40,7 @@ class Names:
         return self.tokenizer.token_bytes(token_id)
 
     def of(self, token_id: int) -> str:
-        """The text of `token_id`; bytes that are no character alone are U+FFFD."""
+        """The text of `token_id`. Bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.bytes_of(token_id).decode(errors="replace")
@@ -49,7 +48,7 @@ class Names:
 
 
 def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number the API knows."""
+    """`logprob`, but at least LOWEST."""
     return logprob if logprob > LOWEST else LOWEST
 
 
@@ -74,9 +73,9 @@ def chat_logprobs(
 
 
 class LegacyLogprobs:
-    """`logprobs` of one completion choice: four parallel lists, continued through the deltas of a stream.
+    """`logprobs` of one completion choice: four parallel lists, made delta by delta.
 
-    `text_offset` counts the characters of the choice's text that are complete before the token.
+    `text_offset` counts the complete characters of the choice's text before the token.
     """
 
     def __init__(self, num_top: int, names: Names, skip_special: bool) -> None:
@@ -87,7 +86,7 @@ class LegacyLogprobs:
         self._offset = 0
 
     def copy(self) -> LegacyLogprobs:
-        """One that goes on from here by itself, as each choice does behind the prompt."""
+        """A copy with the same state; every choice continues with one after the prompt."""
         other = LegacyLogprobs.__new__(LegacyLogprobs)
         other.__dict__.update(self.__dict__)
         other._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -113,10 +112,10 @@ class LegacyLogprobs:
         }
 
     def _top(self, token_id: int, position: Mapping[int, Logprob]) -> dict[str, float]:
-        """Text to probability of the best tokens and the one that stands here.
+        """Text to log-probability, for the best tokens and the token at this position.
 
-        Different ids may have the same text (bytes that are no character alone); the most probable one then speaks for
-        it, so that the greatest value of the dict is the best token's.
+        Different ids may have the same text (bytes that are not a whole character). The most probable id then counts,
+        so that the largest value of the dict belongs to the best token.
         """
         top: dict[str, float] = {}
         for each, logprob in [*best(position, self.num_top), (token_id, position[token_id])]:

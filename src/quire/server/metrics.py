@@ -1,6 +1,6 @@
-"""What `/metrics` shows: the engine's counters, read when asked for, and times of requests, observed when they end.
+"""The metrics of `/metrics`: the engine's counters, read at the scrape, and request times, observed at their end.
 
-Nothing is recorded per token: a stream costs the same with and without metrics.
+Nothing is recorded per token, so a stream costs the same with and without metrics.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
-# From a turn that nobody notices to a server that is taken for dead.
+# From an unnoticeable delay to a server that looks dead.
 LAG_SECONDS = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5,
     10, 30,
 )  # fmt: skip
 LAG_PERIOD = 0.05
-"""Seconds between two looks at the loop's lag: 20 timers a second, 0.02 percent of a core."""
+"""Seconds between samples of the loop's lag: 20 timers a second, 0.02 percent of a core."""
 LAG_WINDOW = 60.0
-"""Seconds that the worst lag is shown for, at least; at most twice that."""
+"""Minimum seconds for which the worst lag is shown; the maximum is twice that."""
 
 SHARES = tuple(count / 10 for count in range(1, 11))
 
 
 def hit_rate(cached: int, computed: int) -> float:
-    """The share of prompt tokens that came from the cache; 0 before there were any."""
+    """The share of prompt tokens that came from the cache; 0 without prompt tokens."""
     return cached / (cached + computed) if cached + computed else 0.0
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own, so that two servers live in one process."""
+    """The metrics of one server, in their own registry, so that one process can run two servers."""
 
     def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         self.first_token = Histogram(
             "quire_time_to_first_token_seconds",
-            "From arrival to the first token.",
+            "Time from arrival to the first token.",
             buckets=SECONDS,
             registry=self.registry,
         )
@@ -60,32 +60,32 @@ class Metrics:
             registry=self.registry,
         )
         self.whole = Histogram(
-            "quire_request_seconds", "From arrival to the last token.", buckets=SECONDS, registry=self.registry
+            "quire_request_seconds", "Time from arrival to the last token.", buckets=SECONDS, registry=self.registry
         )
         self.kept = Histogram(
             "quire_retention_kept_ratio",
-            "What retention kept of requests' prompts, of the tokens in all heads.",
+            "Share of a prompt's tokens, over all heads, that retention kept.",
             buckets=SHARES,
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("quire_prompt_tokens", "Tokens of prompts.", registry=self.registry)
-        self.generation_tokens = Counter("quire_generation_tokens", "Tokens generated.", registry=self.registry)
+        self.prompt_tokens = Counter("quire_prompt_tokens", "Prompt tokens.", registry=self.registry)
+        self.generation_tokens = Counter("quire_generation_tokens", "Generated tokens.", registry=self.registry)
         self.finished = Counter(
             "quire_requests_finished",
-            "Choices by how they ended; refused ones never began.",
+            "Choices by how they ended, without refused requests.",
             ["reason"],
             registry=self.registry,
         )
         self.responses = Counter(
             "quire_http_responses",
-            "HTTP responses by route and status; 499 is a client that left, route none one refused without a request.",
+            "HTTP responses by route and status; 499: the client left; route none: refused before a request.",
             ["route", "status"],
             registry=self.registry,
         )
 
         self.lag = Histogram(
             "quire_event_loop_lag_seconds",
-            "How late the server's event loop runs what is due.",
+            "Delay of the server's event loop.",
             buckets=LAG_SECONDS,
             registry=self.registry,
         )
@@ -95,7 +95,7 @@ class Metrics:
         )  # fmt: skip
 
     def refused(self, status: int) -> None:
-        """Count a connection that was refused before it had sent a request."""
+        """Counts a connection that was refused before it sent a request."""
         self.responses.labels("none", str(status)).inc()
 
     async def watch_lag(self) -> None:
@@ -119,7 +119,7 @@ class Metrics:
 
 
 class RequestTimer:
-    """The times and counts of one engine request, from its arrival on."""
+    """Times and counts of one engine request, from its arrival."""
 
     def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int, num_choices: int) -> None:
         self.metrics = metrics
@@ -147,11 +147,11 @@ class RequestTimer:
 
     @property
     def begun(self) -> bool:
-        """Whether the engine has said anything of the request."""
+        """Whether the engine has sent output for the request."""
         return self.num_items > 0
 
     def end(self, reason: str | None) -> None:
-        """Record the request; choices still open ended for `reason`, or were refused and count nowhere."""
+        """Records the request. Unfinished choices count as ended for `reason`; None: refused, counted nowhere."""
         now = time.monotonic()
         metrics = self.metrics
         if self.unfinished > 0 and reason is not None:
@@ -170,23 +170,23 @@ class RequestTimer:
 
 
 class _EngineCollector(Collector):
-    """The engine's own counters at the moment of the scrape."""
+    """The engine's own counters at the time of the scrape."""
 
     def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
         self.stats = stats
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats()
-        yield GaugeMetricFamily("quire_requests_running", "Requests that take part in steps.", stats["running"])
+        yield GaugeMetricFamily("quire_requests_running", "Requests in the batch.", stats["running"])
         yield GaugeMetricFamily("quire_requests_waiting", "Requests in the queue.", stats["waiting"])
-        yield CounterMetricFamily("quire_preemptions", "Running requests put back in the queue.", stats["preemptions"])
-        yield CounterMetricFamily("quire_steps", "Steps of the engine.", stats["steps"])
+        yield CounterMetricFamily("quire_preemptions", "Preempted requests.", stats["preemptions"])
+        yield CounterMetricFamily("quire_steps", "Engine steps.", stats["steps"])
         yield CounterMetricFamily("quire_decode_tokens", "Tokens decoded by the engine.", stats["decode_tokens"])
         yield CounterMetricFamily(
             "quire_replayed_tokens", "Tokens computed again after a preemption.", stats["replayed_tokens"]
         )
         computed, cached = stats["prefill_tokens_computed"], stats["prefill_tokens_cached"]
-        prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by how they came.", labels=["source"])
+        prefill = CounterMetricFamily("quire_prefill_tokens", "Prompt tokens by source.", labels=["source"])
         prefill.add_metric(["computed"], computed)
         prefill.add_metric(["cached"], cached)
         yield prefill
@@ -203,20 +203,20 @@ class _EngineCollector(Collector):
             state.add_metric([name], cache[f"bytes_{name}"])
         yield state
         yield GaugeMetricFamily(
-            "quire_cache_pinned_bytes", "Bytes, cached or used, that were asked to be kept.", cache["bytes_pinned"]
+            "quire_cache_pinned_bytes", "Bytes, cached or used, held by pins.", cache["bytes_pinned"]
         )
         yield GaugeMetricFamily(
             "quire_cache_saved_bytes",
-            "Bytes that running requests would take on top, did they share nothing.",
+            "Additional bytes that running requests would need without sharing.",
             cache["bytes_saved"],
         )
         yield CounterMetricFamily(
             "quire_cache_evicted_bytes",
-            "Bytes of cached prefixes dropped because their memory was wanted.",
+            "Bytes of evicted prefixes.",
             cache["bytes_evicted"],
         )
         yield CounterMetricFamily(
             "quire_retention_freed_bytes",
-            "Bytes that running requests gave up because their heads did not keep them.",
+            "Bytes that retention freed in running requests.",
             cache["bytes_retention_freed"],
         )

@@ -30,7 +30,7 @@ ANSWERS = (
 )
 
 BODY_ERRORS = (400, 408, 413, 503)
-"""How every endpoint may refuse a body."""
+"""Statuses with which every endpoint may reject a body."""
 
 
 def components() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def operation(
     query: Mapping[str, dict[str, Any]] | None = None,
     chunk: type | None = None,
 ) -> dict[str, Any]:
-    """FastAPI's keyword arguments that document a route: what it takes, what it answers, and with which errors.
+    """FastAPI's keyword arguments that document a route: its body, answer and errors.
 
     answer  None: plain text
     query   the schemas of the parameters after the question mark, none of which is required

@@ -1,4 +1,4 @@
-"""What the server needs from an engine: `quire.AsyncLLM` fulfils it, and so does the fake engine of the tests."""
+"""The interface of an engine for the server. `quire.AsyncLLM` and the tests' fake engine implement it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text, such as the end token."""
+        """Ids of tokens that are not text, such as the end token."""
 
     @property
     def max_token_bytes(self) -> int:
@@ -26,13 +26,13 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; part of a character for some."""
+        """The bytes of one token; some tokens are only a part of a character."""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The token ids of `text`, with the model's begin and end tokens if `add_special`."""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`; bytes that form no character become U+FFFD."""
+        """The text of `ids`. Bytes that are not a whole character become U+FFFD."""
 
     def chat(
         self,
@@ -44,9 +44,9 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """An engine that runs while its event loop does.
+    """An engine that runs in an event loop.
 
-    `generate` yields deltas: each item holds only what is new in `outputs[i].text`, `.token_ids` and `.logprobs`.
+    `generate` yields deltas: each item has only the new part of `outputs[i].text`, `.token_ids` and `.logprobs`.
     Closing the iterator, or cancelling the task that waits for it, aborts the request and frees its cache within one
     step.
     """
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def shape(self) -> Any:
-        """The model's shape; `vocab_size` is asked for."""
+        """The model's shape; the server reads `vocab_size`."""
 
     @property
     def config(self) -> EngineConfig:
@@ -65,43 +65,45 @@ class Engine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and answer together that one request may have."""
+        """Maximum number of tokens of prompt and answer together."""
 
     @property
     def context_limit(self) -> str:
-        """What sets `max_context`, for messages."""
+        """The limit that sets `max_context`, for messages."""
         ...
 
     @property
     def model_name(self) -> str:
-        """The name that requests ask for."""
+        """The model's name in requests."""
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What the model's makers advise."""
+        """The sampling parameters that the model's authors recommend."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be worked on: started, not closed, not failed."""
+        """Whether the engine accepts requests: it has started, and has not been closed or failed."""
 
     def prepare(self, prompt: Any, params: SamplingParams) -> object:
-        """Raises RequestError for a request that can never run and QueueFullError for one that cannot wait now."""
+        """Raises RequestError for a request that can never run, and QueueFullError if the queue is full."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request, as they come."""
+        """Yields the outputs of one request as they arrive."""
 
     def stats(self) -> dict[str, Any]:
         """Counters since start, and the state of the cache."""
 
     async def prefixes(self, visible: Callable[[str], bool]) -> list[Prefix]:
-        """What the cache holds of the salts that are visible, parents first."""
+        """The cached prefixes with a visible salt, parents first."""
         ...
 
     async def pin(self, salts: Iterable[str]) -> None:
-        """Computes and keeps the prefixes of cache.pin for each salt. Raises ConfigError for what cannot be."""
+        """Computes and pins the prefixes of cache.pin for each salt. Raises ConfigError if the file is invalid or the
+        prefixes do not fit.
+        """
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Stop: let running requests finish for `drain_seconds`, then abort them."""
+        """Stops the engine. Running requests have `drain_seconds` to finish; then they are aborted."""

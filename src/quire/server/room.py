@@ -1,4 +1,4 @@
-"""Room that requests share: whoever asks for more than is free waits."""
+"""A counting resource that requests share: a request waits until enough of it is free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class Room:
-    """A number of things, lent in the order of asking: a small demand never overtakes a large one."""
+    """A resource of `size` units, lent in order of arrival: a small demand never overtakes a large one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -18,12 +18,12 @@ class Room:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting demands."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Waits until `size` of them are free, or all where it is more, and has them within the context."""
+        """Waits until `size` units (at most all) are free, and holds them within the context."""
         size = min(size, self.size)
         await self.take(size)
         try:
@@ -32,7 +32,7 @@ class Room:
             self.give(size)
 
     async def take(self, size: int) -> None:
-        """Waits until `size` of them, at most all, are free, and takes them. None at all are there at once."""
+        """Waits until `size` units (at most all) are free, and takes them. Returns at once for 0."""
         if not size:
             return
         mine = asyncio.get_running_loop().create_future()
@@ -42,13 +42,13 @@ class Room:
             await mine
         except asyncio.CancelledError:
             if mine.cancelled():
-                self._lend()  # those behind it may have waited for it alone
+                self._lend()  # later demands may have waited only for this one
             else:
                 self.give(size)
             raise
 
     def give(self, size: int) -> None:
-        """Gives `size` of them back."""
+        """Returns `size` units."""
         self.free += size
         self._lend()
 

@@ -1,7 +1,7 @@
-"""Listening, and leaving without dropping anybody: sockets, signals, draining.
+"""Start and graceful shutdown of the server: sockets, signals, draining.
 
-On SIGTERM or SIGINT the server answers 503 to what is new (and to /health/ready), finishes what is running for up to
-serve.drain_seconds, aborts the rest and ends. A second signal ends it at once.
+On SIGTERM or SIGINT the server answers 503 to new requests and to /health/ready. Running requests have
+serve.drain_seconds to finish; then the server aborts the rest and ends. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from quire.server.protocol import Engine
 
 BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 
 log = logging.getLogger("quire.server")
 
 OTHER_FILES = 128
-"""Files that are no connections: weights, caches, the log, what libraries open."""
+"""Open files other than connections: weights, caches, the log, files of libraries."""
 
 
 class Listener:
-    """A bound socket and the keys to ask for: what can fail about serving, done before a model is loaded.
+    """A bound socket and the API keys. Created before the model is loaded, so that their errors show early.
 
-    The socket does not listen before the model is there, so a client's connection is refused rather than left waiting.
+    The socket does not listen before the model is loaded: a client's connection is refused rather than left waiting.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -56,22 +56,23 @@ class Listener:
         self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def listen(self) -> None:
-        """From now on clients may connect. Raises ConfigError if another program listens there by now."""
+        """Lets clients connect. Raises ConfigError if another program listens there by now."""
         try:
-            # Connections that this side closes wait a minute in TIME_WAIT; they inherit this, and let a restart bind.
+            # Connections closed by this side stay a minute in TIME_WAIT. They inherit this option, so a restart can
+            # bind.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.listen(BACKLOG)
         except OSError as error:
             raise _cannot_listen(self.config.host, self.port, error) from error
 
     def close(self) -> None:
-        """Give the port back."""
+        """Releases the port."""
         self.socket.close()
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server has done: from `ready` to its end, prompts whose answers were completed or cut off by the end."""
+    """Summary of a run: seconds from `ready` to the end, number of prompts answered or cut off, generated tokens."""
 
     seconds: float
     num_answered: int
@@ -90,11 +91,11 @@ class Served:
 async def serve(
     llm: Engine, listener: Listener, ready: Callable[[], None] = lambda: None, limits: Limits | None = None
 ) -> Served:
-    """Serve `llm` until a signal ends it; `llm` is started before and closed here.
+    """Serves `llm` until a signal. `llm` is already started; this function closes it.
 
-    ready   called once the prefixes of cache.pin are computed, for every tenant, and the server listens
-    limits  of connections; by default those of the settings and of the system
-    Raises ConfigError for a file of cache.pin that is wrong or asks for too much, and if the port was taken meanwhile.
+    ready   called when the prefixes of cache.pin are computed for every tenant and the server listens
+    limits  limits of connections; by default from the settings and the system
+    Raises ConfigError if the cache.pin file is invalid or its prefixes do not fit, and if the port was taken meanwhile.
     """
     config = listener.config
     app = create_app(llm, config, listener.keys)
@@ -110,16 +111,16 @@ async def serve(
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,
-            # After the drain nothing is left to wait for but connections that do not take their last bytes.
+            # After the drain only connections remain that do not read their last bytes.
             timeout_graceful_shutdown=2,
         )
     )
     beside: list[asyncio.Future[None]] = []
     try:
-        # Until here, and while this is computed, a signal ends the process as it does while the model is loaded.
+        # Until this is computed, a signal ends the process as it does while the model is loaded.
         await llm.pin(service.tenants.salts)
-        # A collection stops all threads. Over what the libraries and the model have left it takes 0.1 s, over what
-        # requests leave behind less than 10 ms.
+        # A collection stops all threads. It takes 0.1 s over the objects of libraries and model, which are frozen here,
+        # and less than 10 ms over those of requests.
         gc.collect()
         gc.freeze()
         listener.listen()
@@ -147,18 +148,19 @@ async def serve(
         await asyncio.gather(*beside, return_exceptions=True)
         await llm.close(0.0)
         for listening in getattr(server, "servers", ()):
-            # Cancelled, uvicorn leaves its socket with the loop, which would take the next one of this number for it.
+            # If uvicorn is cancelled, its socket stays registered, and the loop would mistake the next one with the
+            # same file descriptor for it.
             listening.close()
         listener.close()
 
 
 def _log_failure(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a part of the server has ended", exc_info=error)
+        log.error("a background task of the server failed", exc_info=error)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: they would close the sockets before /health/ready could tell anyone."""
+    """uvicorn without its signal handlers: they would close the sockets before /health/ready can answer 503."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -166,9 +168,9 @@ class _Server(uvicorn.Server):
 
 
 async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge, drain_seconds: float) -> None:
-    """Wait for a signal, then for the running requests or a second signal, which ends them, then let `server` end.
+    """Waits for a signal, then for the running requests to finish or for a second signal, and then ends `server`.
 
-    A request whose body has not arrived is not running: its client, however slow, holds up nothing.
+    A request with an incomplete body is not running, so a slow client does not delay the end.
     """
     loop = asyncio.get_running_loop()
     signalled, hurried = asyncio.Event(), asyncio.Event()
@@ -193,7 +195,7 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
             end.cancel()
         await service.engine.close(0.0)
         server.should_exit = True
-        # Stay, so that a further signal still finds its handler.
+        # Never returns, so that the handler stays for a further signal.
         await asyncio.Event().wait()
     finally:
         for each in signals:
@@ -201,7 +203,7 @@ async def _drain_on_signal(service: Service, server: uvicorn.Server, edge: Edge,
 
 
 def connection_limits(config: ServeConfig) -> Limits:
-    """The bounds of connections, fewer where the system does not let this process open as many files."""
+    """The limits of connections. Fewer connections are allowed if this process may not open enough files."""
     needed = config.max_connections + Limits.lingering + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed and soft != resource.RLIM_INFINITY:
@@ -211,20 +213,20 @@ def connection_limits(config: ServeConfig) -> Limits:
     if soft < needed and soft != resource.RLIM_INFINITY:
         connections = max(1, connections - (needed - soft))
         log.warning(
-            "serve.max_connections is %d, but this process may open %d files: %d connections at once; raise ulimit -n",
+            "serve.max_connections is %d, but this process may open only %d files, so %d connections; raise ulimit -n",
             config.max_connections, soft, connections,
         )  # fmt: skip
     return Limits(connections=connections, per_address=config.max_connections_per_address)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has the port to itself, though it does not listen yet.
+    """A socket that has the port to itself although it does not listen yet.
 
-    With SO_REUSEADDR the kernel gives a port to several sockets as long as none listens, so two servers that load side
-    by side would both get it. Without it, a port whose last server closed connections is taken for a minute. So the
-    first try is without. If that fails, the second passes over connections in TIME_WAIT, and over nothing once the
-    option is off again: `Listener.listen` sets it back. The kernel compares addresses and knows other programs, which a
-    lock file would not.
+    With SO_REUSEADDR the kernel gives a port to several sockets as long as none listens, so two servers that load at
+    the same time would both get it. Without it, a port stays taken for a minute after a server that closed connections.
+    So the first try is without the option. The second try sets it, which ignores connections in TIME_WAIT, and clears
+    it after binding; `Listener.listen` sets it again. Unlike a lock file, the kernel compares addresses and knows other
+    programs.
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -240,7 +242,7 @@ def _bind(host: str, port: int) -> socket.socket:
                 bound.close()
                 if reuse or error.errno != errno.EADDRINUSE:
                     raise
-        raise AssertionError("the second try returns or raises")
+        raise AssertionError("the second attempt returns or raises")
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
 

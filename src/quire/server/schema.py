@@ -1,8 +1,8 @@
 """The requests of the API, field by field.
 
-A parameter is honoured, or harmless, or refused by name: a field of type `Unsupported` takes only null, and a name that
-stands nowhere here is unknown. Strict types: "5" is no number and 1 is no boolean. The OpenAPI document is generated
-from these classes.
+A parameter is honoured, accepted because it has no effect here, or rejected by name. A field of type `Unsupported`
+takes only null, and any other name is unknown. Types are strict: "5" is not a number and 1 is not a boolean. The
+OpenAPI document is generated from these classes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
 
 MAX_MESSAGES = 16384
-"""Four tokens each at least: what a context of 65,536 tokens can hold."""
+"""As many messages as a context of 65,536 tokens can hold, with at least four tokens each."""
 
 MAX_PARTS = 1024
-"""Parts of one message; clients send one for each paragraph or document."""
+"""Parts of one message. Clients send one per paragraph or document."""
 
 MAX_METADATA, MAX_MODALITIES = 16, 8
-"""Pairs and names. OpenAI takes 16 pairs and knows two modalities."""
+"""Number of pairs and of names. OpenAI takes 16 pairs and has two modalities."""
 
 INT64 = 2**63 - 1
 
@@ -53,14 +53,14 @@ Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 def _only_false(value: Any) -> bool | None:
-    # A literal would take 0 for false.
+    # A Literal would accept 0 as false.
     if value is not None and value is not False:
         raise PydanticCustomError("literal_error", "Only false is supported")
     return False
 
 
 def _faulty_item(forms: str, fault: str) -> PydanticCustomError:
-    # Of a message itself it takes braces for places to fill.
+    # pydantic would read braces in the message as placeholders.
     return PydanticCustomError("faulty_item", "{reason}", {"reason": f"{forms}; {fault}"})
 
 
@@ -72,7 +72,7 @@ _PROMPT_FORMS = "Must be a string, a list of token ids, or a list of one of thes
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """`prompt` in its four forms as a list of texts and lists of token ids."""
+    """Converts the four forms of `prompt` to a list of texts and lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -87,7 +87,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _fault(prompts: list[Any]) -> str:
-    """The first place at which `prompts` are neither texts, nor token ids, nor lists of these."""
+    """Describes the first item of `prompts` that is of another kind than the first one."""
     kind = type(prompts[0]) if isinstance(prompts[0], str | list) else int
     for place, prompt in enumerate(prompts):
         if kind is list and isinstance(prompt, list):
@@ -115,7 +115,7 @@ def _stops(value: Any) -> list[str] | None:
 
 
 def _pin(value: Any) -> bool | float | None:
-    # NaN and infinity are no JSON.
+    # NaN and infinity are not JSON.
     if value is None or isinstance(value, bool) or (type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS):
         found: bool | float | None = value
         return found
@@ -131,9 +131,9 @@ def _template_variables(value: Any) -> dict[str, Any] | None:
 
 
 def _few_pairs(value: Any) -> Any:
-    # pydantic counts pairs after it has looked at all of them.
+    # pydantic would check all pairs before it counts them.
     if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"Must hold at most {MAX_METADATA} pairs")
+        raise ValueError(f"Must have at most {MAX_METADATA} pairs")
     return value
 
 
@@ -189,7 +189,7 @@ OnlyFalse = Annotated[bool | None, PlainValidator(_only_false), WithJsonSchema({
 TemplateVariables = Annotated[
     dict[str, Any] | None,
     PlainValidator(_template_variables),
-    WithJsonSchema({"type": ["object", "null"], "description": "Extension: names the chat template may read."}),
+    WithJsonSchema({"type": ["object", "null"], "description": "Extension: variables for the chat template."}),
 ]
 Pin = Annotated[
     bool | float | None,
@@ -201,22 +201,22 @@ Pin = Annotated[
                 {"type": "number", "minimum": 0, "maximum": MAX_PIN_SECONDS},
                 {"type": "null"},
             ],
-            "description": "Extension: keep the prompt's whole chunks of 64 tokens in the cache for so many seconds, or"
-            " until it is ended (true), though others want their memory; 0 or false ends that.",
+            "description": "Extension: pin the prompt's whole chunks of 64 tokens in the cache for this many seconds or"
+            " without a time limit (true). A pin protects them from eviction; 0 or false ends it.",
         }
     ),
 ]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
 
-_ADVISED = "Without it the served model's `sampling_defaults` hold (GET /v1/models), else the API's default."
+_ADVISED = "Default: the model's value in `sampling_defaults` (GET /v1/models), else the API's default."
 Metadata = Annotated[dict[str, str], BeforeValidator(_few_pairs), Field(max_length=MAX_METADATA)]
 
 
 class Model(BaseModel):
-    """An object of a request: strict, and closed to unknown names.
+    """An object in a request. It is strict and rejects unknown names.
 
-    Its lists end at their first wrong item (`fail_fast`).
+    Validation of a list stops at the first invalid item (`fail_fast`).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -224,7 +224,7 @@ class Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_name(cls, value: Any) -> Any:
-        """Of many unknown names one is looked at, because pydantic keeps an error for each."""
+        """Keeps only one of many unknown names, because pydantic makes an error for each."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
         known = {name: value[name] for name in cls.model_fields if name in value}
@@ -233,19 +233,19 @@ class Model(BaseModel):
 
 
 class StreamOptions(Model):
-    """What a stream carries besides the text."""
+    """Optional contents of a stream."""
 
     include_usage: bool = False
-    """A last chunk without choices holds the token counts."""
+    """A last chunk without choices has the token counts."""
     continuous_usage_stats: bool = False
-    """Every chunk holds the token counts so far."""
+    """Every chunk has the token counts so far."""
     include_obfuscation: OnlyFalse = None
 
 
 class Sampling(Model):
-    """What both generating endpoints take."""
+    """Parameters of both generating endpoints."""
 
-    model: str | None = Field(None, description="The served model's name; may be left out.")
+    model: str | None = Field(None, description="The served model's name; optional.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
@@ -269,12 +269,12 @@ class Sampling(Model):
         None, description="Extension."
     )
     ignore_eos: bool | None = Field(None, description="Extension: generate past the model's end token.")
-    min_tokens: Tokens | None = Field(None, description="Extension: no end before this many tokens.")
+    min_tokens: Tokens | None = Field(None, description="Extension: minimum number of generated tokens.")
     skip_special_tokens: bool | None = Field(
-        None, description="Extension: leave special tokens out of the text (default)."
+        None, description="Extension: omit special tokens from the text (default)."
     )
     include_stop_str_in_output: bool | None = Field(
-        None, description="Extension: keep the stop string that ended the text."
+        None, description="Extension: include the stop string that ended the text."
     )
 
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
@@ -298,7 +298,7 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = Field(None, description="Must equal n.")
     add_special_tokens: bool | None = Field(
-        None, description="Extension: begin text prompts as the model expects (default)."
+        None, description="Extension: add the model's begin tokens to text prompts (default)."
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Extension.")
 
@@ -307,7 +307,7 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _options_agree(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            message = f"'best_of' is {self.best_of} and 'n' is {self.n or 1}: they must be equal, none is left out"
+            message = f"'best_of' is {self.best_of} and 'n' is {self.n or 1}; they must be equal"
             raise bad_request(message, "best_of", "unsupported_value")
         if self.stream and self.prompt_logprobs is not None:
             message = "'prompt_logprobs' is not supported when 'stream' is true; ask for 'echo' and 'logprobs'"
@@ -330,7 +330,7 @@ Content = Annotated[
 
 
 class Message(Model):
-    """A turn of the conversation. `developer` means `system`, as the models served here know it."""
+    """A message of the conversation. `developer` means `system`, because the served models know only that role."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -344,7 +344,7 @@ class Message(Model):
     tool_call_id: Unsupported = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it: content is one string, parts joined by line ends."""
+        """The message in the form of chat templates: content is one string, with parts joined by newlines."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.name is None else message | {"name": self.name}
@@ -354,7 +354,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class ResponseFormat(Model):
-    """The form of the answer: text."""
+    """The form of the answer: only text."""
 
     type: Literal["text"]
 
@@ -419,9 +419,7 @@ class TokenizeRequest(Model):
         if self.prompt is not None and self.add_generation_prompt is not None:
             raise bad_request("'add_generation_prompt' is only allowed with 'messages'", "add_generation_prompt")
         if self.messages is not None and self.add_special_tokens is not None:
-            message = (
-                "'add_special_tokens' is only allowed with 'prompt': chat templates write special tokens themselves"
-            )
+            message = "'add_special_tokens' is only allowed with 'prompt'; chat templates add special tokens themselves"
             raise bad_request(message, "add_special_tokens")
         return self
 
@@ -431,6 +429,4 @@ class DetokenizeRequest(Model):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
-    skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text; false by default."
-    )
+    skip_special_tokens: bool | None = Field(None, description="Omit special tokens from the text; false by default.")

@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine behind them, its limits, and the way a request goes through it.
+"""Shared by the endpoints: the engine, its limits, and the path of a request through it.
 
 Knows tokens and sampling parameters; knows neither routes nor what an answer's choices hold.
 """
@@ -40,31 +40,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt of a request, as the engine takes it."""
+    """One prompt of a request, in the engine's form."""
 
     prompt_ids: list[int]
     params: SamplingParams
     hints: dict[str, Any] = field(default_factory=dict)
-    """What is asked of the cache, under the names of `CacheHints`."""
+    """Cache hints, under the names of `CacheHints`."""
     tenant: str = ""
     text: str | None = None
-    """The prompt as it was given, if it was text."""
+    """The text of the prompt, if it was given as text."""
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """The prompt as the engine takes it."""
+        """The prompt in the engine's form."""
         return {"prompt_token_ids": self.prompt_ids, **self.hints}
 
     @property
     def num_prompt_scores(self) -> int:
-        """Log-probabilities of the prompt that the engine keeps while the job runs."""
+        """Number of prompt log-probabilities that the engine keeps while the job runs."""
         most = self.params.prompt_logprobs
         return 0 if most is None else len(self.prompt_ids) * (1 + most)
 
 
 @dataclass
 class Found:
-    """Prompt tokens of one tenant's requests since start, each request's once: found in the cache, and computed."""
+    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once."""
 
     cached: int = 0
     computed: int = 0
@@ -81,7 +81,7 @@ class Usage:
     kept_tokens: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
-        """Counts what the first item of a prompt tells of the cache."""
+        """Adds the cache counts from the first item of a prompt."""
         self.cached_tokens += item.num_cached_tokens or 0
         if item.num_pinned_tokens is not None:
             self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
@@ -128,10 +128,13 @@ class Chunks:
 
 
 class Service:
-    """One engine and what is known about serving it.
+    """One engine and the state of serving it.
 
-    `in_flight` counts the requests inside the server, `idle` is set while there are none, `draining` refuses new ones.
-    `num_answered` counts the prompts whose answers are complete, `num_cut_off` those that the shutdown ended.
+    in_flight     number of requests in the server
+    idle          set while there are none
+    draining      whether new requests are refused
+    num_answered  number of prompts answered completely
+    num_cut_off   number of prompts cut off by the shutdown
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
@@ -154,32 +157,32 @@ class Service:
         self.texts = Texts(engine)
         self.unsent = Unsent()
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
-        # One at a time: each may keep a core and some memory busy.
+        # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
     def entered(self) -> None:
-        """A request came in."""
+        """A request has arrived."""
         self.in_flight += 1
         self.idle.clear()
 
     def left(self) -> None:
-        """A request is answered or given up."""
+        """A request has been answered or aborted."""
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be worked on."""
+        """Whether the server accepts requests."""
         return self.engine.is_ready and not self.draining
 
     @property
     def max_context(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.engine.max_context
 
     def check_model(self, name: str | None) -> None:
-        """Raises 404 for a model that is not served here."""
+        """Raises ApiError 404 for a model that is not served here."""
         if name is not None and name != self.engine.model_name:
             message = f"The model '{name[:200]}' does not exist; this server serves '{self.engine.model_name}'."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -195,19 +198,19 @@ class Service:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """The sampling parameters of `request` for a prompt of so many tokens.
+        """The sampling parameters of `request` for a prompt of `num_prompt_tokens` tokens.
 
-        max_tokens      None: the default, or what the context leaves or serve.max_output_tokens if that is less
-        param           the name of the parameter to blame for a prompt that is too long
-        default_tokens  None: what the model's makers advise; where they do not, the context is filled
-        Raises ApiError or RequestError (400) for what exceeds a limit or contradicts itself.
+        max_tokens      None: the default, or the rest of the context or serve.max_output_tokens if that is less
+        param           parameter to name if the prompt is too long
+        default_tokens  None: the length that the model's authors recommend; without one, the rest of the context
+        Raises ApiError or RequestError (400) for values that exceed a limit or contradict each other.
         """
         room = self.max_context - num_prompt_tokens
         most = self.config.max_output_tokens
         if max_tokens is not None and most is not None and max_tokens > most:
             message = f"'max_tokens' is {max_tokens}; this server generates at most {most} (serve.max_output_tokens)"
             raise bad_request(message, "max_tokens")
-        wanted = max_tokens or 1  # nothing less than a token can be generated
+        wanted = max_tokens or 1  # the engine generates at least one token
         if room < wanted:
             limit = self.engine.context_limit
             message = (
@@ -228,47 +231,47 @@ class Service:
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
     def hints(self, request: Sampling, tenant: str) -> dict[str, Any]:
-        """What a request of `tenant` asks of the cache."""
+        """The cache hints of a request of `tenant`."""
         hints: dict[str, Any] = {"cache_salt": self.tenants.salt(tenant, request.cache_salt)}
         if request.cache_pin is not None:
             hints["cache_pin"] = request.cache_pin
         return hints
 
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
-        """What `make` returns; on a thread, one at a time, where it works on many log-probabilities."""
+        """Returns `make()`. With many log-probabilities it runs on a thread, one at a time."""
         if num_scores <= FEW_SCORES:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._answers, make)
 
     def check_tokens(self, token_ids: Sequence[int] | dict[int, float] | None, param: str) -> None:
-        """Raises 400 for an id that the model does not have."""
+        """Raises ApiError 400 for an id outside the vocabulary."""
         size = self.engine.shape.vocab_size
         if token_ids and max(token_ids) >= size:
-            raise bad_request(f"'{param}' holds token id {max(token_ids)}; this model's ids are below {size}", param)
+            raise bad_request(f"'{param}' has token id {max(token_ids)}; this model's ids are below {size}", param)
 
     def check_ready(self) -> None:
-        """Raises 503 if the engine has stopped."""
+        """Raises ApiError 503 if the engine has stopped."""
         if not self.engine.is_ready:
             raise ApiError(503, "the engine is not running", code="not_ready")
 
     def admit(self, jobs: Sequence[Job]) -> None:
-        """Raises what refuses the jobs, before anything is computed or sent."""
+        """Raises the error that refuses the jobs, before anything is computed or sent."""
         if self.draining:
             raise shutting_down()
         self.check_ready()
         limit = self.engine.config.scheduler.max_queue
         if any(job.num_prompt_scores for job in jobs) and self.scores.num_waiting + len(jobs) > limit:
             message = f"{self.scores.num_waiting} prompts wait for room for their log-probabilities"
-            raise QueueFullError(f"{message}; the queue holds {limit} (scheduler.max_queue)")
+            raise QueueFullError(f"{message}; the limit is {limit} (scheduler.max_queue)")
         for job in jobs:
             self.engine.prepare(job.prompt, job.params)
 
     def run(
         self, jobs: Sequence[Job], request_id: str, opens: Callable[[int, RequestOutput], Awaitable[None]]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What the engine generates, as (index of the job, delta), in order of arrival. Closing it aborts all jobs.
+        """Yields the engine's output as (index of the job, delta), in order of arrival. Closing it aborts all jobs.
 
-        opens  takes the first delta of each job, and from it the log-probabilities of the prompt: later it has none
+        opens  called with the first delta of each job, the only one with log-probabilities of the prompt
         """
         arrived = time.monotonic()
         return merge(
@@ -285,7 +288,7 @@ class Service:
         reason: str | None = "abort"
         try:
             async with AsyncExitStack() as ends:
-                # Not longer than here: a client that does not read its answer keeps nobody waiting.
+                # Released before the first yield, so that a client that does not read its answer blocks nobody.
                 async with self.scores.hold(job.num_prompt_scores):
                     generated = self.engine.generate(job.prompt, job.params, request_id)
                     items = await ends.enter_async_context(aclosing(generated))
@@ -302,7 +305,7 @@ class Service:
                     yield item
             self.num_answered += 1
         except (RequestError, QueueFullError):
-            # Refused before it began, with 400 or 429: the HTTP status counts it.
+            # A request refused with 400 or 429 before it began is counted only by its HTTP status.
             reason = "error" if timer.begun else None
             raise
         except Exception:
@@ -318,7 +321,7 @@ class Service:
         found.computed += len(job.prompt_ids) - cached
 
     def _check_outputs(self, item: RequestOutput) -> None:
-        """Raises ApiError for an answer that ended before it was complete."""
+        """Raises ApiError for an answer that was aborted or failed."""
         for output in item.outputs:
             if output.finish_reason == "abort":
                 self.num_cut_off += self.draining
@@ -332,10 +335,10 @@ _PASSED_ON = (
     "seed", "stop", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
-"""The parameters that mean the same to the client and to the engine."""
+"""Parameters with the same meaning in the API and in the engine."""
 
 
 def shutting_down() -> ApiError:
-    """The answer to whoever comes, or still waits, when the server stops."""
+    """The answer to new and waiting requests while the server shuts down."""
     headers = {"Retry-After": "5", "Connection": "close"}
     return ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)

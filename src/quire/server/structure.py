@@ -1,6 +1,6 @@
-"""How much a JSON text holds, counted on its bytes: what parsing it would cost, known before it is parsed.
+"""Counts the structure of a JSON text on its bytes, which bounds the cost of parsing before it is parsed.
 
-Knows JSON's grammar only as far as strings and brackets go. A text that is not JSON is counted as if it were.
+Knows only the strings and brackets of JSON's grammar. Counts an invalid text as if it were valid.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from itertools import accumulate
 from quire.server.errors import bad_request
 
 MAX_VALUES = 2**20
-"""Values between commas. The largest honest request, a prompt of a million token ids, takes 40 MB once parsed."""
+"""Values, counted by commas. The largest honest request, a prompt of a million token ids, takes 40 MB once parsed."""
 
 MAX_STRINGS = 2**17
-"""Strings, names included: 70 bytes each once parsed. Twice the names, so that each may have a text as its value."""
+"""Strings, names included; each takes 70 bytes once parsed. Twice MAX_NAMES, so that every name may have a text."""
 
 MAX_NAMES = 2**16
-"""Names of objects: 20,000 messages with three names each. A parsed one takes 200 bytes with its object."""
+"""Names in objects: enough for 20,000 messages with three names each. A parsed name with its object takes 200 bytes."""
 
 MAX_CONTAINERS = 2**16
-"""Arrays and objects. 65,536 of them take 15 ms to parse and 2,700,000, which 8 MiB can hold, 800 ms."""
+"""Arrays and objects. 65,536 of them take 15 ms to parse; 2,700,000, which fit into 8 MiB, take 800 ms."""
 
 MAX_DEPTH = 200
-"""Arrays and objects around a value. The parser stops at the same depth; templates may descend by recursion."""
+"""Nesting of arrays and objects. The parser stops at the same depth; templates may descend by recursion."""
 
 SLICE = 64 * 1024
-"""Bytes looked at in one go. Each slice lets other threads run, and its pieces take at most a few MB."""
+"""Bytes per slice. Other threads may run between slices, and the pieces of a slice take at most a few MB."""
 
 
 def check_structure(text: bytes | bytearray) -> None:
-    """Raises ApiError 400 for a JSON text that holds more than one request may, as soon as that is seen.
+    """Raises ApiError 400 as soon as a JSON text exceeds one of the limits.
 
-    8 MiB take 3 ms if they are one string and 75 ms at worst.
+    8 MiB take 3 ms if they are one string, and 75 ms at worst.
     """
     values = strings = names = containers = depth = 0
     for outside, num_quotes in _outside_strings(text):
         values += outside.count(b",")
         names += outside.count(b":")
-        # The odd quote ends a string that is counted in the slice where it begins.
+        # An odd quote ends a string that was counted in the slice where it began.
         strings += num_quotes
         brackets = outside.translate(_BRACKETS, _NO_BRACKETS)
         containers += brackets.count(_OPEN)
@@ -59,11 +59,11 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 def _check(what: str, count: int, most: int) -> None:
     if count > most:
-        raise bad_request(f"the body holds more than {most} {what}; send less in one request", code="body_too_complex")
+        raise bad_request(f"the body has more than {most} {what}; send less in one request", code="body_too_complex")
 
 
 def _outside_strings(text: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
-    """For each slice of `text` its bytes that stand in no string, and how many quotes begin or end one."""
+    """For each slice of `text`: the bytes outside strings, and the number of quotes that begin or end a string."""
     view = memoryview(text)
     at, inside = 0, 0
     while at < len(view):
@@ -72,7 +72,7 @@ def _outside_strings(text: bytes | bytearray) -> Iterator[tuple[bytes, int]]:
             part = part[:-1]  # it escapes the first byte of the next slice
         at += len(part)
         if b"\\" in part:
-            # From the left, so that of a run of backslashes each pair goes and an odd one takes its quote along.
+            # From the left: removes each pair of backslashes, then an odd backslash together with its quote.
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = part.split(b'"')
         yield b"".join(pieces[inside::2]), len(pieces) - 1

@@ -1,6 +1,7 @@
-"""Who shares cached prefixes with whom: from an API key and a request's `cache_salt` to the engine's salt, and back.
+"""Tenants: computes the engine's salt from an API key and a request's `cache_salt`, and decides which salts a tenant
+sees.
 
-Knows names of tenants, not their keys. All that keeps the prompts of one tenant from another stands here.
+Knows names of tenants, not their keys. All isolation between tenants is in this module.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 
 def tenant_of(key: bytes) -> str:
-    """The name of a key's tenant: a digest, 32 hexadecimal characters, the same in every process."""
+    """The tenant of a key: a digest of 32 hexadecimal characters, the same in every process."""
     return hashlib.blake2b(key, digest_size=16, person=b"quire tenant").hexdigest()
 
 
 class Tenants:
-    """Tenants apart from each other. A tenant's salts are those that begin with its name and a slash; nobody else gets
-    such a salt, whatever a request asks for.
+    """The tenants of a server. The salts of a tenant begin with its name and a slash. No request of another tenant gets
+    such a salt.
 
-    names  of the tenants, all of the same length; none: everybody is one tenant
+    names  names of the tenants, all of the same length; without names all clients are one tenant
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -26,24 +27,24 @@ class Tenants:
 
     @property
     def are_apart(self) -> bool:
-        """Whether there is somebody to hide something from."""
+        """Whether there are separate tenants."""
         return bool(self.names)
 
     def salt(self, tenant: str, asked: str | None = None) -> str:
-        """The engine's salt for a request of `tenant` with the `cache_salt` that was asked for."""
+        """The engine's salt for a request of `tenant` with `asked` as its `cache_salt`."""
         if not self.are_apart:
             return asked or ""
-        # Of what was asked for a digest: with the name before it, 256 characters would exceed the engine's own limit.
+        # A digest of `asked`: the name and 256 characters would exceed the engine's limit.
         own = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest() if asked else ""
         return f"{tenant}/{own}"
 
     def sees(self, tenant: str) -> Callable[[str], bool]:
-        """Which of the engine's salts are those of `tenant`."""
+        """A predicate: whether an engine salt belongs to `tenant`."""
         if not self.are_apart:
             return lambda salt: True
         return lambda salt: salt.startswith(f"{tenant}/")
 
     @property
     def salts(self) -> list[str]:
-        """The salts of requests that ask for none, one for each tenant."""
+        """The default salt of each tenant."""
         return [self.salt(name) for name in self.names] or [self.salt("")]

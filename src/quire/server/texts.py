@@ -1,4 +1,4 @@
-"""Text to token ids and back, at a cost that the context bounds, and off the event loop where there is much to do."""
+"""Text to token ids and back. The context bounds the cost, and long texts are processed off the event loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# About 5 ms of tokenization: more would be felt by the streams that share the event loop, so it goes to a thread.
+# About 5 ms of tokenization. Longer texts would delay streams on the event loop, so a thread tokenizes them.
 LONG_TEXT = 16 * 1024
 CALL_CHARS = 32
-"""Characters that are tokenized in the time that a call takes anyway: 10 us."""
+"""Characters with the same cost as the overhead of a call: 10 us."""
 
 WHOLE_CHARS = 256 * 1024
-"""Characters of a text that is encoded as a whole: 0.3 s and 90 MB at worst, for characters of four bytes."""
+"""Maximum length of a text that is encoded as a whole: 0.3 s and 90 MB at worst, for characters of four bytes."""
 PIECE_CHARS = 64 * 1024
-"""Characters of each piece of a longer one that is looked at first: 0.1 s and 20 MB at worst."""
+"""Length of the pieces in which a longer text is first counted: 0.1 s and 20 MB at worst."""
 
 
 class Texts:
-    """The tokenizer of an engine, for requests. One long text is worked on at a time, and one conversation rendered:
-    each may keep a core and some memory busy.
+    """The tokenizer of an engine, for requests. Processes one long text and renders one conversation at a time, because
+    each may use a core and much memory.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,11 +37,11 @@ class Texts:
         self._templates = ThreadPoolExecutor(1, "quire-template")
 
     async def encode(self, text: str, add_special: bool, param: str) -> list[int]:
-        """The token ids of `text`. Raises 400 for one far too long for the context; see `_check_length`."""
+        """The token ids of `text`. Raises ApiError 400 if it is far too long for the context; see `_check_length`."""
         return (await self._off_loop(len(text), lambda: [self._encode(text, add_special, param)]))[0]
 
     async def encode_all(self, texts: Sequence[str], add_special: bool, param: str) -> list[list[int]]:
-        """The token ids of several prompts. Raises 400 at the first that has no room in the context."""
+        """The token ids of several prompts. Raises ApiError 400 at the first that does not fit the context."""
 
         def run() -> list[list[int]]:
             found = []
@@ -54,14 +54,14 @@ class Texts:
         return await self._off_loop(sum(len(text) + CALL_CHARS for text in texts), run)
 
     async def decode(self, token_ids: Sequence[int], skip_special: bool, param: str) -> str:
-        """The text of token ids. Raises 400 for more than the context holds."""
+        """The text of token ids. Raises ApiError 400 for more than the context holds."""
         if len(token_ids) > self.engine.max_context:
             raise self._too_long(param, f"{len(token_ids)} tokens")
         decode = self.engine.tokenizer.decode
         return await self._off_loop(len(token_ids), lambda: decode(token_ids, skip_special))
 
     async def _off_loop(self, size: int, run: Callable[[], T]) -> T:
-        """What `run` returns; on a thread, one at a time, if there is much to do."""
+        """Returns `run()`. For a large `size` it runs on a thread, one at a time."""
         if size <= LONG_TEXT:
             return run()
         return await asyncio.get_running_loop().run_in_executor(self._long_texts, run)
@@ -72,15 +72,15 @@ class Texts:
         return ids
 
     def _check_length(self, text: str, param: str) -> None:
-        """Raises 400 for a text that cannot fit into the context, at a cost that the context bounds, not the text.
+        """Raises ApiError 400 for a text that cannot fit the context. The context bounds the cost, not the text.
 
-        A text that is just longer than the context passes: its tokens are counted exactly. A longer one is read in
-        pieces, and no further than the context goes: 8 MB of one word would cost 3 s and 400 MB as a whole.
+        A text that is only a little too long passes, and its tokens are counted exactly later. A longer text is counted
+        in pieces, only as far as the context reaches: 8 MB of one word would cost 3 s and 400 MB as a whole.
         """
         if len(text) <= LONG_TEXT:
             return
         longest = self.engine.tokenizer.max_token_bytes
-        # Normalizers may join characters, never as many as four.
+        # Normalizers may join characters, but never four.
         least = len(text) // (4 * longest)
         if least > self.engine.max_context:
             raise self._too_long(param, f"{len(text)} characters, which are at least {least} tokens")
@@ -88,7 +88,7 @@ class Texts:
             return
         num_tokens = 0
         for begin in range(0, len(text), PIECE_CHARS):
-            # A cut splits at most one token, into no more than its bytes.
+            # A cut splits at most one token, at most into its bytes.
             num_tokens += len(self.engine.tokenizer.encode(text[begin : begin + PIECE_CHARS], False)) - longest
             if num_tokens > self.engine.max_context:
                 raise self._too_long(param, f"{len(text)} characters, which are at least {num_tokens} tokens")
@@ -96,7 +96,7 @@ class Texts:
     def _too_long(self, param: str, held: str) -> ApiError:
         message = (
             f"This model's maximum context length is {self.engine.max_context} tokens ({self.engine.context_limit})."
-            f" However, '{param}' holds {held}. Please reduce its length."
+            f" However, '{param}' has {held}. Please reduce its length."
         )
         return bad_request(message, param, "context_length_exceeded")
 
@@ -106,8 +106,8 @@ class Texts:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template, which may read `variables`. Raises
-        RequestError if it refuses them, or makes more than the context holds.
+        """The token ids of a conversation, rendered by the model's chat template with `variables`. Raises RequestError
+        if the template rejects the messages or its text does not fit the context.
         """
 
         def run() -> str:
@@ -115,6 +115,6 @@ class Texts:
             text: str = self.engine.tokenizer.chat(rendered, add_generation_prompt, variables)
             return text
 
-        # Always on a thread: another process renders, and a bad template takes all of the time that it gets.
+        # Always on a thread: another process renders, and a bad template uses up its whole time limit.
         text = await asyncio.get_running_loop().run_in_executor(self._templates, run)
         return await self.encode(text, False, "messages")

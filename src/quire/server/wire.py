@@ -1,4 +1,4 @@
-"""Answers on the wire: server-sent events, and work that stops when the client has left.
+"""Sending answers: server-sent events, and cancellation of work when the client disconnects.
 
 Knows HTTP and asyncio; nothing of the API.
 """
@@ -26,9 +26,10 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client leaves first, `work` is cancelled, waited for, and ClientDisconnected raised.
+    """The result of `work`. If the client disconnects first, cancels `work`, waits for it and raises
+    ClientDisconnected.
 
-    The body must have been read: what `receive` says next is then that the client has left.
+    The body must have been read, so that the next message of `receive` is the disconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
@@ -49,12 +50,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events, made while it is sent.
+    """A response of server-sent events, sent while they are generated.
 
-    `events` yields events as bytes, a large one in parts. An error before the first one becomes an ordinary error
-    response with its own status code, which is why nothing, not even the headers, is sent before; an error after it
-    becomes an error event and ends the stream without [DONE]. `events` is closed in every case, and at once when the
-    client leaves.
+    `events` yields events as bytes, a large one in parts. Nothing, not even the headers, is sent before the first
+    event, so an error before it becomes an ordinary error response with its own status code. A later error becomes an
+    error event and ends the stream without [DONE]. `events` is always closed, and at once when the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -65,7 +65,7 @@ class EventStream(Response):
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream (ASGI)."""
+        """Sends the stream (ASGI)."""
         await unless_disconnected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,9 +87,9 @@ class EventStream(Response):
 
 
 async def merge(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all `streams` with the index of their stream, in order of arrival; the first error ends it.
+    """Yields the items of all `streams` with the index of their stream, in order of arrival. The first error ends it.
 
-    Closes all of them, however it ends.
+    Always closes all streams.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
