@@ -306,7 +306,7 @@ class PageLedger(PageCounts):
         was_held = self._holds[at] > 0
         self._holds[at] += by
         np.add.at(self._held, at[0][was_held != (self._holds[at] > 0)], by)
-        self._classes[page_bytes].num_held += int(np.count_nonzero(self._held) - before)
+        self._size_class(page_bytes).num_held += int(np.count_nonzero(self._held) - before)
 
     def _pop(self, pages: _SizeClass, count: int, without: Int64s | None = None) -> Int32s:
         """Ids of free pages from the lowest slabs that have some: pages gather there, and slabs above become empty.
