@@ -116,7 +116,7 @@ def decisions(running: int, mode: str) -> str:
     scheduler, digest = scheduler_of(running, 0), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
-    admit, release, evict = manager.admit, manager.release, tree.evict
+    admit, release, evict = manager.admit, manager.release, tree.vacate
 
     def note(*what: object) -> None:
         digest.update(repr((scheduler.counters.steps, *what)).encode())
@@ -135,7 +135,7 @@ def decisions(running: int, mode: str) -> str:
         note("evicted", count)
         return evict(count)
 
-    manager.admit, manager.release, tree.evict = admitted, released, evicted  # type: ignore[method-assign]
+    manager.admit, manager.release, tree.vacate = admitted, released, evicted  # type: ignore[method-assign]
     run(scheduler, Load(2 * running).requests(), mode)
     note(scheduler.counters, manager.stats())
     return digest.hexdigest()
