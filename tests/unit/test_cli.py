@@ -133,7 +133,7 @@ def test_version(capsys):
         (["serve", "smollm2", "--temprature", "0"], "quire serve: unknown flag --temprature; did you mean --"),
         (["generate", "smollm2", "one", "--seed", "1", "two"], "'two'"),
         (["generate", "smollm2", "--seed", "1", "one", "two"], "'two'"),
-        (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; a text that begins with - goes behind --"),
+        (["generate", "smollm2", "--seed", "1", "-one"], "unknown flag -one; write a text that begins with - after --"),
         (["serve", "smollm2", "--hlp"], "unknown flag --hlp; did you mean --help?"),
         (["bench", "trace", "smollm2", "--concurency", "2"], "unknown flag --concurency; did you mean --concurrency?"),
         (["bench", "trace", "smollm2", "--speed", "2", "--concurrency", "2"], "not allowed with argument"),

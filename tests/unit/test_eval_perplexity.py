@@ -267,7 +267,7 @@ def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monke
             {"cache.memory": 4 * chunk_bytes(first.runner.model.shape)},
             "with codec dense it holds .* tokens, fewer than 512",
         ),
-        ({"model.max_context": 300}, "512 tokens are more than the model's context holds, 300"),
+        ({"model.max_context": 300}, "512 tokens exceed the model's context of 300"),
     ):
         with pytest.raises(ConfigError, match=said):
             load_engines(folder, (), 512, options | wrong)

@@ -227,7 +227,7 @@ def _unknown(words: list[str], command: Parser, commands: dict[str, Parser]) -> 
     known = [each for each in command.flags if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:
-        return f"there is no {flag} here; {own} is the flag"
+        return f"unknown flag {flag}; the flag is {own}"
     others = [f"quire {name}" for name, other in commands.items() if flag in other.flags]
     if others:
         return f"unknown flag {flag}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it"

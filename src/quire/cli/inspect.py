@@ -106,7 +106,7 @@ def _show_tree(args: argparse.Namespace) -> int:
     of_model = args.model is not None or args.config is not None or args.length or args.digest
     if of_model or options_from(args, shared.ENGINE_SECTIONS):
         raise ConfigError(
-            "--tree asks a server that runs: it takes no MODEL and no settings of an engine, nor lengths, nor --digest"
+            "--tree asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
         )
     from quire.cli import tree
 

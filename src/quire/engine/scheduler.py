@@ -151,7 +151,7 @@ class Scheduler:
         fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
         return self._follow_fetch(fetching[0]) if fetching else None
 
-    def _follow_fetch(self, sequence: Sequence) -> Step | Wait:
+    def _follow_fetch(self, sequence: Sequence) -> Step | Wait | None:
         """What a sequence does whose chunks are under way, when nobody else has anything to do: once the first layer is
         there, its next rows follow the others through the model.
         """
@@ -162,6 +162,8 @@ class Scheduler:
         if path.num_arriving and not len(path.sums) and path.transfer.done(0):
             self.manager.assume_fetched(sequence)
             self._add_prompt(work, sequence, self._left(0))
+        if sequence.state is not State.RUNNING:  # it had no room, and begins again
+            return None
         if not work.single and not work.tall:
             return Wait(path.transfer)
         step = self._compose(work)
