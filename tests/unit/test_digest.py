@@ -266,7 +266,7 @@ def test_inspect_prints_it_and_what_it_cost(folder: Path, capsys: pytest.Capture
         facts = json.loads(capsys.readouterr().out)["digest"]
         assert (facts and facts["digest"]) == expected
     assert main(["inspect", "--tree", "http://127.0.0.1:1", "--digest"]) == 2
-    assert "nor --digest" in capsys.readouterr().err
+    assert "no --digest" in capsys.readouterr().err
 
 
 def test_a_long_hash_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

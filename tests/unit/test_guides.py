@@ -98,6 +98,26 @@ def test_a_preempted_sequence_with_drafts_resumes_with_the_same_tokens(seed: int
     assert engine.stats()["preemptions"] > 0
 
 
+def test_drafts_leave_every_other_sequence_its_row_and_prompts_a_chunk() -> None:
+    class Eager:
+        def propose(self, token_ids: list[int], most: int) -> Proposal:
+            return Proposal([token_ids[-1]] * most, [])
+
+    engine = make_engine(**{"scheduler.max_running": 4, "scheduler.token_budget": 68})
+    params = replace(GREEDY, max_tokens=150)
+    requests = [engine.add(str(n), None, [n + 1] * 5, params, guide=Eager if n < 2 else None) for n in range(3)]
+    while any(not request.sequences[0].num_generated for request in requests):
+        engine.step()
+    for _ in range(100):
+        before = [request.sequences[0].num_generated for request in requests]
+        engine.step()
+        assert all(
+            request.finished or request.sequences[0].num_generated > count
+            for request, count in zip(requests, before, strict=True)
+        )
+    drain(engine)
+
+
 def test_log_probabilities_are_those_of_the_tokens_that_stay(seed: int) -> None:
     rng = random.Random(seed)
     prompts = prompts_of(rng)

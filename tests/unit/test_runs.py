@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from quire.cache.ledger import PageLedger
 from quire.cache.namespace import FORMAT_VERSION
 from quire.cache.path import Swapped
 from quire.cache.run import Pages, take_rows, unpack
+from quire.cache.store import Transfer
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
 
@@ -144,6 +146,41 @@ def test_what_is_damaged_short_or_of_another_run_is_refused_and_writes_nothing(s
             unpack(target, pages.run, arrived, each)
     assert torch.equal(before, target.arena.data)
     assert unpack(target, pages.run, arrived, extent) == 0
+
+
+def test_an_extent_of_another_run_of_the_same_shape_is_refused(seed: int) -> None:
+    table = make_table(retains=False)
+    tokens = np.arange(64, dtype=np.int32)
+    both = []
+    for name in (b"a" * 16, b"b" * 16):
+        rows = table.take(1, table.sealed_codec)
+        write(table, rows, np.random.default_rng(seed))
+        both.append(Pages.of(table, (name,), rows, tokens=tokens))
+    extents = [next(pages.pack(range(1))) for pages in both]
+    arrived = take_rows(table, both[0].run)
+    with pytest.raises(ExtentError):
+        unpack(table, both[0].run, arrived, extents[1])
+    assert unpack(table, both[0].run, arrived, extents[0]) == 0
+
+
+def test_a_layer_that_arrives_twice_counts_once() -> None:
+    table = make_table(retains=False)
+    parts, extents = [], []
+    for name in (b"a" * 16, b"b" * 16):
+        rows = table.take(1, table.sealed_codec)
+        pages = Pages.of(table, (name,), rows, tokens=np.arange(64, dtype=np.int32))
+        extents.append(list(pages.pack(range(LAYERS))))
+        parts.append((pages.run, take_rows(table, pages.run)))
+        pages.release()
+    transfer = Transfer(table, parts, threading.Condition())
+    for _ in range(2):
+        transfer.arrive(parts[0][0], extents[0][1])
+    assert not transfer.done(1), "half of it is there"
+    for layer in range(LAYERS):
+        transfer.arrive(parts[0][0], extents[0][layer])
+        transfer.arrive(parts[1][0], extents[1][layer])
+    assert transfer.is_over and transfer.error is None and transfer.close()
+    table.check()
 
 
 def test_the_header_of_an_extent_is_that_of_the_page_format() -> None:

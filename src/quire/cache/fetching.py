@@ -5,6 +5,7 @@ back the same way.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +32,7 @@ class Fetching:
         self.table = table
         self.store = store
         self.arriving: set[bytes] = set()
+        self._changed = threading.Condition()
 
     def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
         """The run of each chunk that a store has, one after the other from chunk `near` on, before chunk `limit`. None
@@ -87,10 +89,12 @@ class Fetching:
         kept = replace(path, tip=None, heads={}, num_shared=0, sums=path.sums[:0], shared=((-1, -1), ()))
         return Swapped(kept, pages.run)
 
-    def demand(self, swapped: Swapped) -> Demand | None:
-        """What a swapped path takes in the arena; None if the store has lost it."""
-        if self.store.find(swapped.run.names[0]) is not swapped.run:
-            return None
+    def has(self, swapped: Swapped) -> bool:
+        """Whether the store still has a swapped path."""
+        return self.store.find(swapped.run.names[0]) is swapped.run
+
+    def demand(self, swapped: Swapped) -> Demand:
+        """What a swapped path takes in the arena."""
         assert isinstance(self.table, ChunkTable), "a table without pages"
         return demand_of(self.table, swapped.run)
 
@@ -106,6 +110,6 @@ class Fetching:
 
     def _start(self, path: Path, parts: list[tuple[Run, Int32s]]) -> None:
         assert isinstance(self.table, ChunkTable), "a table without pages"
-        path.transfer = transfer = Transfer(self.table, parts)
+        path.transfer = transfer = Transfer(self.table, parts, self._changed)
         for run, _ in parts:
             self.store.get(run, transfer)

@@ -111,8 +111,7 @@ class CacheManager:
                 len(holder.token_ids),
             )
         self._refused = None
-        if holder.swapped is not None:
-            self._swap_in(holder)
+        if holder.swapped is not None and self._swap_in(holder):
             return Admission(0)
         holder.path = Path()
         self.retention.enter(holder)
@@ -122,16 +121,24 @@ class CacheManager:
         self.statistics.note_peak()
         return Admission(holder.path.num_tokens)
 
-    def _swap_in(self, holder: Holder) -> None:
-        """Brings a path back that was swapped out."""
+    def _swap_in(self, holder: Holder) -> bool:
+        """Brings a path back that was swapped out. False, and it is forgotten, if there is no room for its holds."""
         assert holder.swapped is not None
         demand = self.fetching.demand(holder.swapped)
-        assert demand is not None, "what was swapped out is lost"
         self.eviction.evict_for(lambda: demand)
         holder.path, holder.swapped = self.fetching.swap_in(holder.swapped), None
+        if not self._has_room_beside_holds():
+            self.fetching.end(holder.path)
+            self._give_back(holder.path)
+            return False
         self.room.live[holder] = self.table.nothing
         self._settle(holder)
         self.statistics.note_peak()
+        return True
+
+    def _has_room_beside_holds(self) -> bool:
+        """Whether what was promised still fits: pages under a hold cannot be packed more densely."""
+        return self.room.fits(self.table.nothing)
 
     def _fetch(self, holder: Holder) -> None:
         """Starts to fetch what a store has beyond what the tree has of a prompt."""
@@ -146,9 +153,13 @@ class CacheManager:
         self._settle_shared(holder)
         if self.extend(holder, (near + len(runs)) * PAGE_TOKENS):
             self.fetching.begin(holder, near, runs)
-        else:  # what it took without sums is of no use
-            self._give_back(path)
-            self._match(holder)
+            if self._has_room_beside_holds():
+                return
+            self.fetching.end(path)
+        # What it took without sums is of no use.
+        self._give_back(path)
+        path.num_stored = path.num_sealed = 0
+        self._match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
         """The sequence goes on behind chunks that are still under way: layers wait for theirs."""
@@ -184,9 +195,8 @@ class CacheManager:
         """Whether a sequence may be admitted. Looks without taking: who waits is no sharer, and has no hits."""
         tree, found = self.tree, []
         if holder.swapped is not None:
-            demand = self.fetching.demand(holder.swapped)
-            if demand is not None:
-                return self.room.fits(demand + self.room.growth())
+            if self.fetching.has(holder.swapped):
+                return self.room.fits(self.fetching.demand(holder.swapped) + self.room.growth())
             holder.swapped = None
         if tree is not None and holder.reads_cache:
             found = list(tree.walk(holder.keys, self.retention.findable(holder)))

@@ -164,7 +164,8 @@ class _Layout:
 def _seal(run: Run, layer: int, rest: bytes) -> bytes:
     n, _, heads = run.masks.shape
     fields = MAGIC, FORMAT_VERSION, run.is_shared * _IS_SHARED, layer, n, run.num_attached, heads, len(rest)
-    checksum = hashlib.blake2b(_HEADER.pack(*fields, bytes(16), bytes(32)) + rest, digest_size=16).digest()
+    named = b"".join(run.names) + _HEADER.pack(*fields, bytes(16), bytes(32))
+    checksum = hashlib.blake2b(named + rest, digest_size=16).digest()
     return _HEADER.pack(*fields, checksum, bytes(32)) + rest
 
 
@@ -224,20 +225,13 @@ def _open(run: Run, extent: bytes) -> tuple[int, bytes]:
     """The layer of an extent and what follows its header, checked."""
     if len(extent) < _HEADER.size:
         raise ExtentError(f"an extent of {len(extent)} bytes has no header")
-    magic, version, _, layer, *_, checksum, _ = _HEADER.unpack_from(extent)
+    magic, version, _, layer, *_ = _HEADER.unpack_from(extent)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise ExtentError(f"an extent of format {magic!r} {version}, and this is {MAGIC!r} {FORMAT_VERSION}")
     rest = extent[_HEADER.size :]
     if layer >= run.masks.shape[1] or extent != _seal(run, layer, rest):
-        found = hashlib.blake2b(_blank(extent) + rest, digest_size=16).digest()
-        what = "is of another run" if found == checksum else "is damaged: its checksum is not that of its bytes"
-        raise ExtentError(f"the extent of layer {layer} {what}")
+        raise ExtentError(f"the extent of layer {layer} is damaged, or of another run: its checksum is another")
     return layer, rest
-
-
-def _blank(extent: bytes) -> bytes:
-    """The header of an extent as it was when its checksum was made."""
-    return _HEADER.pack(*_HEADER.unpack_from(extent)[:-2], bytes(16), bytes(32))
 
 
 def _load(table: ChunkTable, ids: Int32s, page_bytes: int) -> NDArray[np.uint8]:

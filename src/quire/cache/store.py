@@ -26,23 +26,26 @@ class Transfer:
     error  why it failed; None while it has not
     """
 
-    def __init__(self, table: ChunkTable, parts: list[tuple[Run, Int32s]]) -> None:
-        """parts: runs, and for each of its rows the row of the table that takes it, or -1 if it is not wanted."""
+    def __init__(self, table: ChunkTable, parts: list[tuple[Run, Int32s]], changed: threading.Condition) -> None:
+        """parts: runs, and for each of its rows the row of the table that takes it, or -1 if it is not wanted.
+        changed: of all transfers of an engine.
+        """
         num_layers, _ = table.shape
         self.ready: NDArray[np.int32] = np.zeros(num_layers, np.int32)
         self.error: QuireError | None = None
         self._is_closed = False
         self._table = table
         self._parts = dict(parts)
-        self._missing = np.full(num_layers, len(self._parts))
+        self._missing = [set(self._parts) for _ in range(num_layers)]
         self._held = table.hold(np.concatenate([rows[rows >= 0] for _, rows in parts]))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = changed
 
     def arrive(self, run: Run, extent: bytes) -> None:
         """Takes the extent of one layer of one of the runs. Fails, with every layer that is missing, if it is damaged;
         does nothing once it has failed.
         """
-        with self._changed:
+        with self._lock:
             if self._is_closed or self.error is not None:
                 return
             try:
@@ -53,13 +56,14 @@ class Transfer:
             except Exception as error:  # whoever waits must not wait for ever
                 self._fail(QuireError(f"an extent could not be read: {error}"))
                 raise
-            self._missing[layer] -= 1
-            self.ready[layer] = self._missing[layer] == 0
-            self._changed.notify_all()
+            self._missing[layer].discard(run)
+            if not self._missing[layer]:
+                self.ready[layer] = 1
+                self._tell()
 
     def fail(self, error: QuireError) -> None:
         """The layers that are missing will not come."""
-        with self._changed:
+        with self._lock:
             if not self._is_closed and self.error is None:
                 self._fail(error)
 
@@ -73,7 +77,7 @@ class Transfer:
         return bool(self.ready.all())
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a layer arrives that was missing, or nothing more will; for some time at most."""
+        """Sleeps until a layer of any transfer arrives, or nothing more of this one will; for some time at most."""
         with self._changed:
             if not self.ready.all():
                 self._changed.wait(seconds)
@@ -85,7 +89,7 @@ class Transfer:
 
     def close(self) -> bool:
         """Nothing is written any more, whatever still comes; the pages are no longer held. Whether all has arrived."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._table.release(self._held)
             return bool((self.ready == 1).all())
@@ -93,7 +97,11 @@ class Transfer:
     def _fail(self, error: QuireError) -> None:
         self.error = error
         self.ready[self.ready == 0] = -1
-        self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Store(Protocol):
@@ -112,7 +120,7 @@ class Store(Protocol):
         ...
 
     def get(self, run: Run, transfer: Transfer) -> None:
-        """Begins to bring all layers of a run that was found, in order."""
+        """Begins to bring all layers of a run, in order. If the run was lost since it was found, fails the transfer."""
         ...
 
     def drop(self, names: Iterable[bytes]) -> None:

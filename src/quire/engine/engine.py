@@ -22,7 +22,7 @@ from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
 from quire.engine.scheduler import Sampled, Scheduler
-from quire.engine.step import Guide, Result, Step, Wait
+from quire.engine.step import NO_TOKEN, Guide, Result, Step, Wait
 from quire.errors import QuireError, RequestError
 
 log = logging.getLogger("quire")
@@ -155,8 +155,10 @@ class Engine:
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
-            self._end_failed(result, deltas)
+            self._end_failed(step, result, deltas, of_drafts=False)
         self._answer(self.scheduler.commit(step, result), deltas)
+        if result.errors:
+            self._end_failed(step, result, deltas, of_drafts=True)
         return [self._output(request, outputs) for request, outputs in deltas.items()]
 
     def stats(self) -> dict[str, Any]:
@@ -245,9 +247,15 @@ class Engine:
                     assert named is not None
                     self.names.fill(named)
 
-    def _end_failed(self, result: Result, deltas: dict[Request, list[CompletionOutput]]) -> None:
-        """Ends sequences that failed, and all of a request whose prompt did."""
+    def _end_failed(
+        self, step: Step, result: Result, deltas: dict[Request, list[CompletionOutput]], *, of_drafts: bool
+    ) -> None:
+        """Ends sequences that failed, and all of a request whose prompt did. Those that failed behind a draft have got
+        the tokens before it.
+        """
         for index, (reason, is_of_prompt) in sorted(result.errors.items()):
+            if (step.slices[index].draft != NO_TOKEN) != of_drafts:
+                continue
             failed = self.scheduler.sequence_of(index)
             log.error("request %s: %s", failed.request.request_id, reason)
             ended = failed.request.sequences if is_of_prompt else [failed]

@@ -44,6 +44,15 @@ def _shared(row: tuple[Sequence, Slice]) -> tuple[tuple[int, int], ...]:
 Logprobs = dict[int, Logprob] | None
 
 
+def _may_follow(sequence: Sequence) -> bool:
+    """Whether rows of a sequence may go through the model behind chunks that are still under way. Not where sums of
+    columns arrive: they are kept for others, and these rows would add to them.
+    """
+    path = sequence.path
+    first_is_there = path.transfer is not None and path.transfer.done(0)
+    return first_is_there and path.num_arriving > 0 and not len(path.sums) and not sequence.awaits_scores
+
+
 class Sampled(NamedTuple):
     """A token that a sequence got in this step, whether its length ends it with this one, and log-probabilities."""
 
@@ -149,7 +158,9 @@ class Scheduler:
         if self.calendar or work.single or work.tall:
             return self._compose(work)
         fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
-        return self._follow_fetch(fetching[0]) if fetching else None
+        if not fetching:
+            return None
+        return self._follow_fetch(next(filter(_may_follow, fetching), fetching[0]))
 
     def _follow_fetch(self, sequence: Sequence) -> Step | Wait | None:
         """What a sequence does whose chunks are under way, when nobody else has anything to do: once the first layer is
@@ -158,8 +169,7 @@ class Scheduler:
         path = sequence.path
         assert path.transfer is not None
         work = _Work()
-        # Sums of columns are kept for others as they arrive: rows behind them would add to them.
-        if path.num_arriving and not len(path.sums) and path.transfer.done(0):
+        if _may_follow(sequence):
             self.manager.assume_fetched(sequence)
             self._add_prompt(work, sequence, self._left(0))
         if sequence.state is not State.RUNNING:  # it had no room, and begins again
@@ -203,7 +213,7 @@ class Scheduler:
     def advance(self, steps: int = 1, decide: Callable[[Sequence], Decided] | None = None) -> int:
         """Takes steps without a runner, with imagined tokens: at most `steps` in which the whole batch decodes, up to
         the next one in which anything is admitted, computed of a prompt, ended or preempted; or one of these. Returns
-        how many; 0 if there is nothing to do.
+        how many; 0 if there is nothing to do but wait.
 
         Every decision is that of `next_step` and `commit`.
 
@@ -306,7 +316,8 @@ class Scheduler:
             start = sequence.path.num_tokens
             count = min(self._slice_rows(sequence, self._left(num_rows)), 1)
             if count and self._make_room(sequence, start + 1):
-                slices = self._row_and_drafts(sequence, self._left(num_rows))
+                # Drafts leave a row to every other sequence, and a chunk to prompts.
+                slices = self._row_and_drafts(sequence, self._left(num_rows) - len(self._active) - PAGE_TOKENS)
                 work.add(sequence, slices)
                 num_rows += len(slices)
         for sequence in prompts:
@@ -338,6 +349,8 @@ class Scheduler:
         if not self.manager.end_fetch(sequence):
             log.warning("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
             self._restart(sequence)
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = 0  # it is counted again
             return True
         self._count_found(sequence, num_found)
         return False
@@ -387,14 +400,14 @@ class Scheduler:
         return count
 
     def _row_and_drafts(self, sequence: Sequence, budget: int) -> list[Slice]:
-        """The next row of a sequence that decodes, and rows of the drafts that its guide proposes."""
+        """The next row of a sequence that decodes, and rows of its guide's drafts, `budget` at most."""
         row = self._row(sequence)
         if sequence.guide is None or not row.samples:
             return [row]
         self._is_changed = True
         # The row that fills a chunk is no draft's, for the chunk is sealed. Nor is one whose looks are summed up.
         left = sequence.max_tokens - sequence.num_generated - 1
-        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget - 1)) if row.profiled is None else 0
+        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget)) if row.profiled is None else 0
         drafts, allowed = self._proposed(sequence, most)
         slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
         for piece, tokens in zip(slices, allowed, strict=True):
@@ -596,6 +609,7 @@ class Scheduler:
             is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
             if (
                 not is_decoding
+                or sequence.path.transfer is not None
                 or sequence.guide is not None
                 or not self.manager.extend(sequence, sequence.num_computed + 1)
             ):
