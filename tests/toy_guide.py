@@ -18,21 +18,24 @@ class ToyGuide:
     answer      the sequence's tokens, prompt included, as it would get them by itself
     allowed     sets of tokens: those that may come anywhere; None: all may
     vocabulary  other tokens are drawn from so many
+    exact       whether the sequence gets exactly these; else it may go its own way, and no draft is right from there
     """
 
     answer: list[int]
     rng: random.Random
     vocabulary: int = 256
     allowed: NDArray[np.uint32] | None = None
+    exact: bool = True
     proposed: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
 
     def propose(self, token_ids: list[int], most: int) -> Proposal:
         """See Guide."""
-        assert self.answer[: len(token_ids)] == token_ids, "a refused draft was left among the tokens"
+        is_known = self.answer[: len(token_ids)] == token_ids
+        assert is_known or not self.exact, "a refused draft was left among the tokens"
         following = self.answer[len(token_ids) :]
         count = min(most, self.rng.randrange(5), len(following))
-        right = self.rng.choice([0, count // 2, count])
+        right = self.rng.choice([0, count // 2, count]) if is_known else 0
         drafts = following[:count]
         for place in range(right, count):
             drafts[place] = (drafts[place] + 1 + self.rng.randrange(self.vocabulary - 1)) % self.vocabulary

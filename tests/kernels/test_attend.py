@@ -179,3 +179,19 @@ def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: tor
     assert read == 5 + 3 + 2 + len(order), "chunks read: every shared one once, and a tail for each row"
     assert relative_rms(outputs[0], expected) < TOLERANCE[dtype]
     assert relative_rms(outputs[0], outputs[1]) < TOLERANCE[dtype]
+
+
+@pytest.mark.alone
+def test_rows_of_one_sequence_see_each_other_however_many_threads_compute_them() -> None:
+    spec = make_spec(Shape(dim=16), 2)
+    chunks = spec.table.take(1, spec.table.open_codec)
+    steps = [[RowSlice(start, 1, chunks) for start in range(60)]]
+    expected = run(ReferenceAttention(spec), spec, steps, 1)[-1]
+    before = runtime.num_threads()
+    runtime.set_num_threads(2)
+    try:
+        for _ in range(20):
+            spec.table.arena.data.fill_(0xFF)
+            assert relative_rms(run(CpuAttention(spec), spec, steps, 1)[-1], expected) < TOLERANCE[torch.float32]
+    finally:
+        runtime.set_num_threads(before)

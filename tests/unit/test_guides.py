@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.engine import Engine
+from quire.engine.outputs import CompletionOutput
 from quire.engine.params import SamplingParams
 from quire.engine.step import Proposal
 
@@ -61,21 +62,47 @@ def guided(
     return drain(engine)
 
 
+def assert_near(one: CompletionOutput, other: CompletionOutput) -> None:
+    """Log-probabilities agree up to the first token that differs. A step of more rows rounds differently, in the last
+    bit; where that moves a number over the border between two codes, the codec makes a thousandth of it.
+    """
+    assert one.logprobs is not None and other.logprobs is not None
+    for place, (mine, its) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+        both = mine.keys() & its.keys()
+        assert len(both) >= 3 and all(
+            mine[token].logprob == pytest.approx(its[token].logprob, abs=0.02) for token in both
+        )
+        if one.token_ids[place] != other.token_ids[place]:
+            break
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("cache", CACHES)
 def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str, seed: int) -> None:
     for number in range(tries(2)):
         rng = random.Random(seed + number)
         prompts = prompts_of(rng)
-        params = [replace(SAMPLING[sampling], max_tokens=rng.randrange(1, 140)) for _ in prompts]
+        is_exact = "cache.codec" not in CACHES[cache]
+        params = [
+            replace(SAMPLING[sampling], max_tokens=rng.randrange(1, 140), logprobs=None if is_exact else 5)
+            for _ in prompts
+        ]
         plain, engine = (make_engine(SHAPE, **CACHES[cache]) for _ in range(2))
         for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             plain.add(str(index), None, prompt, wanted)
         expected = drain(plain)
         answers = [expected[str(index)].outputs[0].token_ids for index in range(len(prompts))]
-        guides = [ToyGuide(prompt + answer, rng) for prompt, answer in zip(prompts, answers, strict=True)]
+        guides = [
+            ToyGuide(prompt + answer, rng, exact=is_exact) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         found = guided(engine, prompts, params, guides)
-        assert [found[str(index)].outputs[0].token_ids for index in range(len(prompts))] == answers
+        for index, answer in enumerate(answers):
+            output = found[str(index)].outputs[0]
+            assert len(output.token_ids) == len(answer)
+            if is_exact:
+                assert output.token_ids == answer
+            else:
+                assert_near(expected[str(index)].outputs[0], output)
         taken, before = engine.stats(), plain.stats()
         assert taken["decode_tokens"] == before["decode_tokens"] and engine.holds_nothing
         drafted = sum(sum(guide.proposed) for guide in guides)

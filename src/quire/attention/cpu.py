@@ -160,7 +160,9 @@ class CpuPlan:
         plan.num_seals = len(layout.seals)
         if ready is not None:
             plan.ready = ready.ctypes.data
-        plan.decode = not plan.num_seals and all(piece.num_rows == 1 for piece in slices)
+        # A row of a decode step is written by whoever attends with it, so no other row may read it.
+        written = layout.write_chunk.tolist()
+        plan.decode = not plan.num_seals and len(written) == len(slices) == len({*written})
         self._room: dict[str, torch.Tensor] = {}  # bytes of the backend that kernels write, by the plan's fields
         if layout.num_staged:
             page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
