@@ -4,6 +4,7 @@ where pages lie nor what is in them; `cache/table.py` does.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,6 @@ class ChunkCounts:
     kinds          uint8 [capacity]; kernel id of the chunk's codec
     sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
                    without one
-    takes          int64 [capacity]; how often the chunk id was taken, or what its row holds changed since: a mirror
-                   sees by it which rows are new
     Raises ConfigError if a page or a sidecar does not fit a slab of the ledger.
     """
 
@@ -88,7 +87,6 @@ class ChunkCounts:
         self.capacity = most if sums is None else RETAINED_ROWS * most
         self.kinds = np.zeros(self.capacity, np.uint8)
         self.sidecars = np.full(self.capacity, -1, np.int32)
-        self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
         of_row = Demand([*self.nothing[:-1], 1])
@@ -98,6 +96,7 @@ class ChunkCounts:
         self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
         of_sums = self.cost(sums) if sums else self.nothing
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
+        self._demand = functools.lru_cache(4096)(self._sum_of_units)
 
     def sizes_of(self, kinds: NDArray[np.uint8]) -> Int32s:
         """Bytes of the pages of some formats by kernel id, int32 [n, L, H]."""
@@ -111,11 +110,7 @@ class ChunkCounts:
         """What some chunks take: sealed ones, open ones of another codec, sidecars, rows of sums, and rows of the table
         for paths that hold pages beside the tree.
         """
-        total = self.nothing
-        for unit, count in zip(self._units, (sealed, open, sidecars, sums, rows), strict=True):
-            if count and unit is not self.nothing:
-                total = total + (unit * count if count != 1 else unit)
-        return total
+        return self._demand(sealed, open, sidecars, sums, rows)
 
     def num_sealed_for(self, num_tokens: int) -> int:
         """Chunks of the sealed codec that a sequence of `num_tokens` tokens needs."""
@@ -151,12 +146,14 @@ class ChunkCounts:
 
     def give(self, chunks: Int32s) -> None:
         """Gives chunks and their sidecars back."""
-        kinds = np.bincount(self.kinds[chunks])
-        for kind in np.flatnonzero(kinds).tolist():
-            self.ledger.count(self._costs[kind] * int(kinds[kind]), -1)
+        if not len(chunks):
+            return
+        kinds = self.kinds[chunks].tolist()
+        for kind in {*kinds}:
+            self.ledger.count(self._costs[kind] * kinds.count(kind), -1)
         if self.sinks is not None:
             self.ledger.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
-        self.sidecars[chunks] = -1
+            self.sidecars[chunks] = -1
         self._free.extend(chunks.tolist())
 
     @property
@@ -217,15 +214,21 @@ class ChunkCounts:
         """Free rows, of a format, that hold nothing."""
         if len(self._free) < count:
             raise CacheFullError(f"all {self.capacity} rows of the chunk table are taken")
-        chunks = np.array([self._free.pop() for _ in range(count)], np.int32)
-        self.kinds[chunks] = kind
-        self.takes[chunks] += 1
+        chunks = np.array(self._free[: -count - 1 : -1], np.int32)
+        del self._free[len(self._free) - count :]
+        self.kinds[chunks if count != 1 else chunks[0]] = kind
         return chunks
 
     def _is_taken(self) -> Bools:
         is_taken = np.ones(self.capacity, bool)
         is_taken[self._free] = False
         return is_taken
+
+    def _sum_of_units(self, *counts: int) -> Demand:
+        total = self.nothing
+        for unit, count in zip(self._units, counts, strict=True):
+            total = total + unit * count
+        return total
 
     def _of_sizes(self, sizes: Int32s, count: Int64s | int = 1) -> Demand:
         """The demand for some pages of each of the sizes, and for no rows."""

@@ -61,8 +61,11 @@ class ChunkKeys:
         """The tokens of chunks [first, end), int32 [n * 64]: a view."""
         have = len(self._tokens)
         if have < end * PAGE_TOKENS:
-            new = np.array(self._token_ids[have : end * PAGE_TOKENS], np.int32)
-            self._tokens = np.concatenate((self._tokens, new)) if have else new
+            if not have:  # without a copy of the list, which touches every token once more
+                self._tokens = np.fromiter(self._token_ids, np.int32, end * PAGE_TOKENS)
+            else:
+                new = np.array(self._token_ids[have : end * PAGE_TOKENS], np.int32)
+                self._tokens = np.concatenate((self._tokens, new))
         return self._tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
 
 

@@ -8,6 +8,7 @@ page is given back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,10 +49,10 @@ class Demand(tuple[int, ...]):
     __slots__ = ()
 
     def __add__(self, other: tuple[int, ...]) -> Demand:  # type: ignore[override]
-        return Demand([a + b for a, b in zip(self, other, strict=True)])
+        return Demand(map(operator.add, self, other))
 
     def __sub__(self, other: tuple[int, ...]) -> Demand:
-        return Demand([a - b for a, b in zip(self, other, strict=True)])
+        return Demand(map(operator.sub, self, other))
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
         return Demand([each * count for each in self])
@@ -122,7 +123,7 @@ class PageCounts:
         assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
         for pages, need in zip(self._classes.values(), needs, strict=False):
-            left -= pages.slabs_for(need)
+            left -= max(pages.num_held, -(-(pages.num_out + need) // pages.pages_per_slab))
         return left >= 0
 
     def count(self, needs: Sequence[int], by: int) -> None:

@@ -114,6 +114,7 @@ class CacheManager:
         if holder.swapped is not None and self._swap_in(holder):
             return Admission(0)
         holder.path = Path()
+        holder.path.free_until, _ = self._events(holder.path)
         self.retention.enter(holder)
         self.room.promise(holder)
         self._match(holder)
@@ -158,7 +159,7 @@ class CacheManager:
             self.fetching.end(path)
         # What it took without sums is of no use.
         self._give_back(path)
-        path.num_stored = path.num_sealed = 0
+        self._settle_shared(holder)
         self._match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
@@ -215,7 +216,8 @@ class CacheManager:
         then holds is sealed.
         """
         count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
-        self._settle_shared(holder)
+        if count:
+            self._settle_shared(holder)
         return count
 
     def _settle_shared(self, holder: Holder) -> None:
@@ -278,6 +280,8 @@ class CacheManager:
         nothing changed, if that would take what others were promised.
         """
         path, table = holder.path, self.table
+        if num_tokens <= path.free_until:
+            return True
         num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
         has_open = path.has_open
         # What its open chunk holds is encoded once it is full, and the next one begins.
@@ -287,9 +291,8 @@ class CacheManager:
         demand += table.demand(num_sealed, wants_open, has_sidecar)
         if not any(demand):
             return True
-        if not self.room.fits(demand, holder):
+        if not self.room.make(demand, holder):
             return False
-        self.eviction.evict_for(lambda: demand)
         if num_sealed:
             sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
             if has_open:
@@ -324,8 +327,7 @@ class CacheManager:
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
         attached = self.retention.seal(holder)
-        if any(attached) and self.room.fits(attached, holder):
-            self.eviction.evict_for(lambda: attached)
+        if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
         self._settle(holder)
 

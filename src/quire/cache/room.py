@@ -56,7 +56,9 @@ class Room:
 
     def promised(self, apart_from: Holder | None = None) -> Demand:
         """What admitted sequences were promised and have not taken."""
-        total = self._promised + self.retention.expected(apart_from)
+        total, expected = self._promised, self.retention.expected(apart_from)
+        if expected is not self.eviction.table.nothing:
+            total += expected
         return total if apart_from is None else total - self.live[apart_from]
 
     def growth(self) -> Demand:
@@ -67,6 +69,17 @@ class Room:
     def fits(self, demand: Demand, apart_from: Holder | None = None) -> bool:
         """Whether a demand fits beside what was promised, after eviction."""
         return self.eviction.fits(demand + self.promised(apart_from))
+
+    def make(self, demand: Demand, apart_from: Holder | None = None) -> bool:
+        """Makes room for a demand by eviction. False, and nothing is evicted, if it does not fit beside what was
+        promised.
+        """
+        beside = demand + self.promised(apart_from)
+        if not self.eviction.table.fits(beside):
+            if not self.eviction.fits(beside):
+                return False
+            self.eviction.evict_for(lambda: demand)
+        return True
 
     def check(self) -> None:
         """Proves that the running sum is what sequences lack now."""

@@ -46,6 +46,8 @@ class ChunkTable(ChunkCounts):
                      that nobody sees
     bases            int32 [capacity]; position of the chunk's first slot where that does not follow from the chunk's
                      place in its path, else -1
+    takes            int64 [capacity]; how often the chunk id was taken, or what its row holds changed since: a mirror
+                     sees by it which rows are new
     num_moved_pages  pages moved so far, to make room in slabs
     """
 
@@ -67,6 +69,7 @@ class ChunkTable(ChunkCounts):
         self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)
+        self.takes = np.zeros(self.capacity, np.int64)
         self.num_moved_pages = 0
 
     @property
@@ -91,6 +94,11 @@ class ChunkTable(ChunkCounts):
             self.sidecars[chunks[0]] = self.ledger.take(1, self.sidecar_bytes)[0]
         if self.masks is not None:
             self.masks[chunks] = ALL_SLOTS
+        return chunks
+
+    def _blank(self, count: int, kind: int) -> Int32s:
+        chunks = super()._blank(count, kind)
+        self.takes[chunks] += 1
         return chunks
 
     def borrow(self, chunks: Int32s) -> Int32s:
@@ -198,7 +206,8 @@ class ChunkTable(ChunkCounts):
         if not len(chunks):
             return
         self._give_pages(*self._pages_of(chunks))
-        self.sidecars[chunks] = -1
+        if self.sinks is not None:
+            self.sidecars[chunks] = -1
         if self.masks is not None:
             self.masks[chunks], self.positions[chunks], self.bases[chunks] = 0, -1, -1
         self._free.extend(chunks.tolist())

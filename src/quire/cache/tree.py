@@ -48,7 +48,7 @@ class Vacated(NamedTuple):
     @property
     def rows(self) -> Int32s:
         """All rows, the attachment last."""
-        return np.concatenate((self.chunks, self.attached))
+        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
 
 
 @dataclass
@@ -95,18 +95,20 @@ class PrefixTree(TreeCounts):
         """
         first, taken, new = path.num_shared, 0, keys.first(end)[path.num_shared :]
         at = path.tip or self._root
-        spare, held = path.chunks[first:end].copy(), [NO_ROWS]
+        held = [NO_ROWS]
         for segment in self._follow(at, new):
             at = segment
             at.computed += 1
             taken += len(at.chunks)
             held.append(at.chunks)
+        spare = NO_ROWS
         if taken:
+            spare = path.chunks[first : first + taken].copy()
             path.replace(first, np.concatenate(held))
         if first + taken < end:
             at = self._add(at, path, keys, path.chunks[first + taken : end].copy())
         path.tip, path.num_shared = at, end
-        return spare[:taken]
+        return spare
 
     def release(self, path: Path) -> None:
         """Undoes the locks of a path. Segments without another lock stay, cached."""
@@ -118,7 +120,8 @@ class PrefixTree(TreeCounts):
                 segment.unread -= ~heads
                 if not segment.unread.any():
                     segment.unread = None
-            assert segment.locks.min() >= 0, "unlocked more often than locked"
+            assert segment.users >= 0, "unlocked more often than locked"
+            assert segment.unread is None or (segment.unread <= segment.users).all(), "unlocked more often than locked"
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
             self._offer(segment)
@@ -253,17 +256,17 @@ class PrefixTree(TreeCounts):
         """
         first = at.end // PAGE_TOKENS
         end = first + len(chunks)
-        new, tokens = keys.first(end)[first:], keys.tokens(first, end).copy()
+        new = keys.first(end)[first:]
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = np.concatenate((at.tokens, tokens)), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            tokens,
+            keys.tokens(first, end),
             new,
             chunks,
             at.end,

@@ -62,22 +62,21 @@ class Sampled(NamedTuple):
     logprobs: Logprobs
 
 
-@dataclass(slots=True)
-class _Work:
-    """What a step does beside the rows of the calendar: slices of active sequences, of one row and of several."""
+class _Rows(NamedTuple):
+    """Rows of an active sequence in a step, and what its guide proposes with them."""
 
-    single: list[tuple[Sequence, Slice]] = field(default_factory=list)
-    tall: list[tuple[Sequence, Slice]] = field(default_factory=list)
+    sequence: Sequence
+    start: int
+    num_rows: int
+    proposal: Proposal | None = None
 
-    def add(self, sequence: Sequence, slices: SequenceOf[Slice]) -> None:
-        """More slices of a sequence."""
-        for piece in slices:
-            (self.single if piece.num_rows == 1 else self.tall).append((sequence, piece))
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
 
-    def drop_preempted(self) -> None:
-        """A sequence may be preempted after its slice was made: its pages are gone."""
-        for found in (self.single, self.tall):
-            found[:] = [pair for pair in found if pair[0].state is State.RUNNING]
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.sequence.token_ids)
 
 
 @dataclass
@@ -154,9 +153,9 @@ class Scheduler:
 
     def next_step(self) -> Step | Wait | None:
         """The next step, with its cache slots taken; None if there is nothing to do. May preempt; admits what fits."""
-        work = self._decide()
-        if self.calendar or work.single or work.tall:
-            return self._compose(work)
+        rows = self._decide()
+        if self.calendar or rows:
+            return self._compose(rows)
         fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
         if not fetching:
             return None
@@ -168,15 +167,15 @@ class Scheduler:
         """
         path = sequence.path
         assert path.transfer is not None
-        work = _Work()
+        rows: list[_Rows] = []
         if _may_follow(sequence):
             self.manager.assume_fetched(sequence)
-            self._add_prompt(work, sequence, self._left(0))
+            self._add_prompt(rows, sequence, self._left(0))
         if sequence.state is not State.RUNNING:  # it had no room, and begins again
             return None
-        if not work.single and not work.tall:
+        if not rows:
             return Wait(path.transfer)
-        step = self._compose(work)
+        step = self._compose(rows)
         step.ready = path.transfer.ready
         return step
 
@@ -235,19 +234,17 @@ class Scheduler:
             done += passed
         if done:
             return done
-        work = self._decide()
-        if not (self.calendar or work.single or work.tall):
+        rows = self._decide()
+        if not (self.calendar or rows):
             return 0
         self._pass_steps(1)
-        for sequence, piece in sorted(work.single + work.tall, key=lambda each: each[0].admitted):
-            if piece.draft != NO_TOKEN:
-                continue
-            end, decided = piece.start + piece.num_rows, None
-            if piece.decides:
+        for each in sorted(rows, key=lambda each: each.sequence.admitted):
+            sequence, end, decided = each.sequence, each.end, None
+            if self.manager.last_rows(sequence, end):
                 assert decide is not None, "nobody says what retention keeps"
                 decided = decide(sequence)
-            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(piece.samples))]
-            self._commit(sequence, end, piece.num_rows, tokens, decided)
+            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
+            self._commit(sequence, end, each.num_rows, tokens, decided)
         return 1
 
     def sequence_of(self, index: int) -> Sequence:
@@ -298,12 +295,12 @@ class Scheduler:
 
     # ---- what a step does ------------------------------------------------------------------------------------------
 
-    def _decide(self) -> _Work:
+    def _decide(self) -> list[_Rows]:
         """Makes room for the rows of active sequences, and admits. Changes everything that a step changes but what is
         computed.
         """
         self._active.update(dict.fromkeys(self.calendar.due()))
-        work = _Work()
+        rows: list[_Rows] = []
         underway: set[bytes] = set()
         num_preempted, num_rows = self.counters.preemptions, 0
         prompts: list[Sequence] = []
@@ -316,13 +313,16 @@ class Scheduler:
             start = sequence.path.num_tokens
             count = min(self._slice_rows(sequence, self._left(num_rows)), 1)
             if count and self._make_room(sequence, start + 1):
-                # Drafts leave a row to every other sequence, and a chunk to prompts.
-                slices = self._row_and_drafts(sequence, self._left(num_rows) - len(self._active) - PAGE_TOKENS)
-                work.add(sequence, slices)
-                num_rows += len(slices)
+                proposal, num_rows = None, num_rows + 1
+                if sequence.guide is not None and start + 1 == len(sequence.token_ids):
+                    # Drafts leave a row to every other sequence, and a chunk to prompts.
+                    left = self._left(num_rows - 1) - len(self._active) - PAGE_TOKENS
+                    proposal = self._proposed(sequence, self._most_drafts(sequence, left))
+                    num_rows += len(proposal.drafts)
+                rows.append(_Rows(sequence, start, 1, proposal))
         for sequence in prompts:
             if sequence.state is State.RUNNING and self._ready(sequence, underway):
-                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+                num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         # A preempted sequence would be admitted straight away into the room that its own pages left.
         while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
             sequence = self.waiting[0]
@@ -332,10 +332,11 @@ class Scheduler:
                 break
             is_ready = not sequence.awaits_scores and sequence.path.transfer is None
             if is_ready and self._ready(sequence, underway):
-                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+                num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         if self.counters.preemptions != num_preempted:
-            work.drop_preempted()
-        return work
+            # A sequence may be preempted after its rows had room: its pages are gone.
+            rows = [each for each in rows if each.sequence.state is State.RUNNING]
+        return rows
 
     def _is_fetching(self, sequence: Sequence) -> bool:
         """Whether chunks of a sequence are under way. What has arrived is computed; if something has not, the sequence
@@ -387,32 +388,25 @@ class Scheduler:
             )
         return True
 
-    def _add_prompt(self, work: _Work, sequence: Sequence, budget: int) -> int:
-        """Adds the next slice of a prompt, in `budget` rows at most; returns its rows."""
+    def _add_prompt(self, rows: list[_Rows], sequence: Sequence, budget: int) -> int:
+        """Adds the next rows of a prompt, `budget` at most; returns how many."""
         count = self._slice_rows(sequence, budget)
         if not count or not self._make_room(sequence, sequence.num_computed + count):
             return 0
-        piece = self._slice(sequence, sequence.num_computed, count)
-        if sequence.guide is not None and piece.samples:
-            _, allowed = self._proposed(sequence, 0)
-            piece.allowed = allowed[0]
-        work.add(sequence, [piece])
+        found = _Rows(sequence, sequence.num_computed, count)
+        if sequence.guide is not None and found.samples:
+            found = found._replace(proposal=self._proposed(sequence, 0))
+        rows.append(found)
         return count
 
-    def _row_and_drafts(self, sequence: Sequence, budget: int) -> list[Slice]:
-        """The next row of a sequence that decodes, and rows of its guide's drafts, `budget` at most."""
-        row = self._row(sequence)
-        if sequence.guide is None or not row.samples:
-            return [row]
-        self._is_changed = True
-        # The row that fills a chunk is no draft's, for the chunk is sealed. Nor is one whose looks are summed up.
+    def _most_drafts(self, sequence: Sequence, budget: int) -> int:
+        """How many drafts may follow the next row of a sequence, `budget` at most."""
+        path = sequence.path
+        if self.manager.looks(sequence, 0) is not None:
+            return 0  # a refused row's looks could not be taken back
+        # The row that fills a chunk is no draft's, for the chunk is sealed.
         left = sequence.max_tokens - sequence.num_generated - 1
-        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget)) if row.profiled is None else 0
-        drafts, allowed = self._proposed(sequence, most)
-        slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
-        for piece, tokens in zip(slices, allowed, strict=True):
-            piece.allowed = tokens
-        return slices
+        return max(0, min(path.next_seal - path.num_tokens - 2, left, budget))
 
     def _proposed(self, sequence: Sequence, most: int) -> Proposal:
         """What the guide of a sequence proposes, in `most` drafts at most; a set of tokens, or None, for each row."""
@@ -421,6 +415,19 @@ class Scheduler:
         assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
         assert len(allowed) in (0, len(drafts) + 1), f"{len(allowed)} sets of tokens after {len(drafts)} drafts"
         return Proposal(drafts, allowed or [None] * (len(drafts) + 1))
+
+    def _as_slices(self, rows: _Rows) -> list[Slice]:
+        """Rows as slices: a slice for each draft."""
+        sequence, start, count, proposal = rows
+        first = self._row(sequence) if count == 1 else self._slice(sequence, start, count)
+        if proposal is None:
+            return [first]
+        self._is_changed = True
+        drafts = enumerate(proposal.drafts, 1)
+        slices = [first, *(replace(first, start=start + place, draft=draft) for place, draft in drafts)]
+        for piece, tokens in zip(slices, proposal.allowed, strict=True):
+            piece.allowed = tokens
+        return slices
 
     def _row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence that decodes: the last one's object, if it moves on in the same chunks."""
@@ -479,27 +486,30 @@ class Scheduler:
 
     # ---- the step as data ------------------------------------------------------------------------------------------
 
-    def _compose(self, work: _Work) -> Step:
+    def _compose(self, work: list[_Rows]) -> Step:
         """The step of all rows, those of the calendar among them."""
-        new = [sequence for sequence, _ in work.single + work.tall if not sequence.is_begun]
-        begun = [self._begin(sequence) for sequence in new]
+        begun = [self._begin(each.sequence) for each in work if not each.sequence.is_begun]
+        singles: list[tuple[Sequence, Slice]] = []
+        tall: list[tuple[Sequence, Slice]] = []
+        for each in work:
+            (singles if each.num_rows == 1 else tall).extend((each.sequence, piece) for piece in self._as_slices(each))
         ended, self._ended = self._ended, []
         for sequence in self._joined:
             if sequence in self.calendar:
                 self._row(sequence)
         self._joined.clear()
         quiet = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar]
-        if not (self._is_changed or work.tall or len(quiet) + len(work.single) != len(self._slices)):
+        if not (self._is_changed or tall or len(quiet) + len(singles) != len(self._slices)):
             self._positions = self._positions + 1
             tokens = np.array(self._sampled, np.int64)
             return Step(self._slices, tokens, self._positions, begun, ended, steady=True)
-        rows = quiet + work.single
+        rows = quiet + singles
         if self.manager.tree is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
             for sequence, piece in rows:
                 piece.shared = self.manager.shared(sequence)
             rows.sort(key=_shared)
-        rows += work.tall
+        rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
         ids: list[int] = []
         positions: list[int] = []
@@ -516,9 +526,7 @@ class Scheduler:
                 positions.extend(range(start, start + piece.num_rows))
         self._positions = np.array(positions, np.int64)
         # A step goes on from one of which every row has yielded a token.
-        self._is_changed = bool(work.tall) or not all(
-            piece.samples and piece.draft == NO_TOKEN for _, piece in work.single
-        )
+        self._is_changed = bool(tall) or not all(piece.samples and piece.draft == NO_TOKEN for _, piece in singles)
         return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
 
     def _quiet_row(self, sequence: Sequence) -> Slice:
@@ -581,11 +589,16 @@ class Scheduler:
         return sampled
 
     def _rest(self, sequence: Sequence) -> None:
-        """Puts an active sequence into the calendar if nothing but a token happens to it in the next step."""
+        """Puts an active sequence into the calendar if nothing but a token happens to it in the next step. A chunk that
+        begins then is taken now, if there is room; not where retention keeps what a sequence holds to a budget.
+        """
         path = sequence.path
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
         if not is_decoding or sequence.guide is not None:
             return
+        if path.free_until <= path.num_tokens:
+            if path.retained is not None or not self.manager.extend(sequence, path.num_tokens + 1):
+                return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
             self._joined.append(sequence)
