@@ -596,9 +596,9 @@ class Scheduler:
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
         if not is_decoding or sequence.guide is not None:
             return
-        if path.free_until <= path.num_tokens:
-            if path.retained is not None or not self.manager.extend(sequence, path.num_tokens + 1):
-                return
+        is_full = path.free_until <= path.num_tokens
+        if is_full and (path.retained is not None or not self.manager.extend(sequence, path.num_tokens + 1)):
+            return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
             self._joined.append(sequence)
