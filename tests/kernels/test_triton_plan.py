@@ -333,7 +333,7 @@ def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
     path = Path()
     path.append(table.take(2, table.open_codec))
     for start in (70, 71):
-        plan = backend.plan([RowSlice(start, 1, path.chunks)], steady=start > 70)
+        plan = backend.plan([RowSlice(start, 1, path.chunks)], [] if start > 70 else None)
     assert backend.plans_built == 1
     page_bytes = table.open_codec.page_bytes
     moved = int(path.chunks[0])
@@ -343,10 +343,10 @@ def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
     table.ledger.give(first, page_bytes)
     table.takes[moved] += 1
     table.num_moved_pages += table.pages_per_chunk
-    plan = backend.plan([RowSlice(72, 1, path.chunks)], steady=True)
+    plan = backend.plan([RowSlice(72, 1, path.chunks)], [])
     assert plan.positions[0] == 72 and backend.plans_built == 2
     assert (backend.mirror.pages[path.chunks].numpy() == table.pages[path.chunks]).all()
-    backend.plan([RowSlice(73, 1, path.chunks)], steady=True)
+    backend.plan([RowSlice(73, 1, path.chunks)], [])
     assert backend.plans_built == 2
 
 

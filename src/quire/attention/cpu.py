@@ -92,13 +92,15 @@ class CpuAttention:
             kind=runtime.DTYPE_IDS[spec.dtype],
         )
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None) -> CpuPlan:
+    def plan(
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
+    ) -> CpuPlan:
         """See AttentionBackend."""
         spec = self.spec
         # With a window chunks leave a row's sight.
-        if steady and self._last is not None and spec.window is None:
-            self._last.advance()
-            return self._last
+        last = self._last
+        if moved is not None and last is not None and spec.window is None and last.advance(slices, moved):
+            return last
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
@@ -233,10 +235,10 @@ class CpuPlan:
         )
         return found
 
-    def advance(self) -> None:
-        """Makes it the plan of its slices one position on."""
-        positions = self._layout.positions
-        positions += 1
+    def advance(self, slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
+        """See Layout.advance."""
+        before, self.slices = self.slices, slices
+        return self._layout.advance(before, slices, moved)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` stores and encodes them."""

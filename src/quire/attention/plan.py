@@ -12,6 +12,7 @@ is a matrix product over the rows, where the private tails, its sequence-first p
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import deque
@@ -80,30 +81,32 @@ class AttentionBackend(Protocol):
     """Computes attention on pages."""
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> AttentionPlan:
         """The plan of one step; rows of the slices stand one after the other. Valid until the next call.
 
         ready   int32 [L], set by others while the step is computed: a layer's pages are read once its number is not 0.
                 None: all may be read
-        steady  the last plan was of the same slices of one row, each one position before, in the same chunks: a backend
-                may move that plan on
+        moved   the last plan was of the same rows, each one position before; these of the slices are in other chunks
+                since, and a backend may move that plan on. None: other rows
         """
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A step as int32 arrays.
 
     positions    [R] of the query rows
     write_chunk  [R] chunk that takes each row's key and value
-    indices      chunk ids, the runs of all pieces one after the other
+    indices      chunk ids, the runs of all pieces one after the other; behind each private run of the first
+                 `num_singles` rows there is room for one chunk more
     pieces       [n, 6]: first row, rows, first index, chunks, position of the first slot, first partial or -1
     merges       [m, 3]: row, first part, parts
     merge_parts  partial rows named by the merges
     num_partials rows of the partial buffers
     seals        [s, 2]: chunk that is full once the step's rows are written, chunk it is encoded into
+    num_singles  rows that are slices of their own, at the beginning of the step
     num_staged   dense chunks beside the cache, for one layer, that the step needs: chunks it fills from their first
                  slot on. Staged chunk i is named ~i wherever a chunk is
     """
@@ -117,6 +120,45 @@ class Layout:
     num_partials: int
     seals: NDArray[np.int32]
     num_staged: int
+    num_singles: int
+
+    def advance(self, before: Sequence[RowSlice], slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
+        """Makes it the layout of its rows one position on, `moved` of which are in other chunks. False, and it is of no
+        use any more, if that takes another layout: one that fills an encoded chunk, or where a run has no room.
+        """
+        positions = self.positions
+        positions += 1
+        if moved and (len(self.seals) or self.num_singles < len(slices)):
+            return False
+        for row in moved:
+            old, new = before[row], slices[row]
+            piece = self.pieces[self._last_pieces[row]]
+            _, _, first, num_chunks, start, _ = piece.tolist()
+            low = start // PAGE_TOKENS - new.num_gone
+            grown = new.start // PAGE_TOKENS + 1 - new.num_gone - low - num_chunks
+            is_same = np.array_equal(old.chunks[:low], new.chunks[:low]) and old.num_gone == new.num_gone
+            if not is_same or not 0 <= grown <= self._spare[row] or new.filled >= 0 or new.profiled is not None:
+                return False
+            self._spare[row] -= grown
+            piece[3] += grown
+            run = self.indices[first : first + num_chunks + grown]
+            run[:] = new.chunks[low : low + len(run)]
+            self.write_chunk[row] = run[-1]
+        return True
+
+    @functools.cached_property
+    def _last_pieces(self) -> NDArray[np.intp]:
+        """The piece that ends with each single row's own chunk."""
+        own = np.flatnonzero((self.pieces[:, 1] == 1) & (self.pieces[:, 0] < self.num_singles))
+        own = own[np.argsort(self.pieces[own, 4], kind="stable")]
+        found = np.empty(self.num_singles, np.intp)
+        found[self.pieces[own, 0]] = own
+        return found
+
+    @functools.cached_property
+    def _spare(self) -> list[int]:
+        """Chunks that each single row's run has room for."""
+        return [1] * self.num_singles
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
@@ -298,8 +340,14 @@ def lay_out(
     order = np.argsort(-cost, kind="stable") if len(blocks) > 1 and cost.max() != cost.min() else None
     if order is not None:
         blocks, cost, runs = blocks[order], cost[order], [runs[i] for i in order]
-    indices = np.concatenate(runs) if runs else np.empty(0, np.int32)
-    blocks[:, 2] = np.cumsum(blocks[:, 3]) - blocks[:, 3]
+    counts = blocks[:, 3]
+    room = counts + ((blocks[:, 1] == 1) & (blocks[:, 0] < len(singles)))
+    blocks[:, 2] = np.cumsum(room) - room
+    indices = np.zeros(room.sum(), np.int32)
+    if runs:
+        indices[np.repeat(blocks[:, 2] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())] = (
+            np.concatenate(runs)
+        )
     limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
     pieces = blocks
     if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
@@ -319,6 +367,7 @@ def lay_out(
         num_partials,
         sources.seals,
         sources.num_staged,
+        len(singles),
     )
 
 

@@ -70,7 +70,7 @@ class ReferenceAttention:
         self.spec = spec
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> ReferencePlan:
         """See AttentionBackend. Every plan is a new one."""
         return ReferencePlan(self.spec, slices, ready)

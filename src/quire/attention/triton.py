@@ -112,14 +112,14 @@ class TritonAttention:
         return self._plan_copies + self.mirror.copies
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> TritonPlan:
         """See AttentionBackend."""
         profiles = any(piece.profiled is not None for piece in slices)
         if self._num_moved != self.spec.table.num_moved_pages:
             # Rows of the mirror may be old, which only a new plan looks for.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
-        if steady and self._last is not None and self.spec.window is None:
+        if moved is not None and not moved and self._last is not None and self.spec.window is None:
             self._last.advance()
             return self._last
         batch_size, common = None, self.launches[1]

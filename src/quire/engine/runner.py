@@ -84,8 +84,10 @@ class LocalRunner:
         self.padded_rows = padded_rows
         self.observer: Observer | None = None
         self._rows: dict[int, SampleRow] = {}
-        # Of the last step: the last row of each slice, and what its tokens are sampled by.
+        # Of the last step: the last row of each slice; of those that sample, the sequences' parameters and tokens, and
+        # what a row's token is sampled by, which is another list where there are drafts.
         self._last_rows: list[int] = []
+        self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
 
     @torch.inference_mode()
@@ -96,14 +98,15 @@ class LocalRunner:
         for sequence_id in step.ended:
             del self._rows[sequence_id]
         slices = step.slices
-        if not step.steady:
+        is_new = step.moved is None
+        if is_new:
             self._last_rows = [end - 1 for end in itertools.accumulate(piece.num_rows for piece in slices)]
         tokens, positions = self._inputs(step)
-        plan = self.attention.plan(slices, step.steady, step.ready)
-        sampling = range(len(slices)) if step.steady else [i for i, piece in enumerate(slices) if piece.samples]
+        plan = self.attention.plan(slices, step.moved, step.ready)
+        sampling = [i for i, piece in enumerate(slices) if piece.samples] if is_new else range(len(slices))
         result = Result()
-        decides = not step.steady and any(piece.decides for piece in slices)
-        scores = not step.steady and any(piece.scores for piece in slices)
+        decides = is_new and any(piece.decides for piece in slices)
+        scores = is_new and any(piece.scores for piece in slices)
         is_decode = len(sampling) == len(slices) == len(step.tokens) and not decides and not scores
         if self.decode is not None and is_decode and step.ready is None:
             logits = self.decode(tokens, positions, plan)
@@ -142,7 +145,8 @@ class LocalRunner:
 
     def _sample(self, step: Step, sampling: Sequence[int], logits: torch.Tensor, result: Result) -> None:
         """Chooses the tokens; of drafts, up to the first that differs from what the row before it yields."""
-        if not step.steady:
+        if step.moved is None:
+            self._histories = [self._rows[step.slices[index].sequence_id] for index in sampling]
             self._sampling = self._sample_rows(step, sampling)
         if step.ready is not None and (step.ready < 0).any():
             result.token_ids = [NO_TOKEN] * len(sampling)  # of keys and values that have not arrived
@@ -151,27 +155,27 @@ class LocalRunner:
         result.token_ids = token_ids = sampled.token_ids.tolist()
         if any(sampled.logprobs):
             result.logprobs = sampled.logprobs
-        refused = set() if step.steady else _refuse(step, sampling, token_ids)
+        refused = _refuse(step, sampling, token_ids) if self._sampling is not self._histories else set()
         for row, reason in sampled.errors.items():
             if row not in refused:
                 result.errors.setdefault(sampling[row], Failure(reason))
-        for index, token_id in zip(sampling, token_ids, strict=True):
+        for history, token_id in zip(self._histories, token_ids, strict=True):
             if token_id != NO_TOKEN:
-                self._rows[step.slices[index].sequence_id].output_ids.append(token_id)
+                history.output_ids.append(token_id)
 
     def _sample_rows(self, step: Step, sampling: Sequence[int]) -> list[SampleRow]:
         """What the tokens of the slices that sample depend on: a draft's on the drafts before it, too."""
-        found = []
+        found = self._histories
         drafts: list[int] = []
-        for index in sampling:
-            piece = step.slices[index]
-            row = self._rows[piece.sequence_id]
+        for place, index in enumerate(sampling):
+            piece, history = step.slices[index], self._histories[place]
             if piece.draft == NO_TOKEN:
-                drafts, row.allowed = [], piece.allowed
-                found.append(row)
-            else:
-                drafts = [*drafts, piece.draft]
-                found.append(row.after(drafts, piece.allowed))
+                drafts, history.allowed = [], piece.allowed
+                continue
+            if found is self._histories:
+                found = list(found)
+            drafts = [*drafts, piece.draft]
+            found[place] = history.after(drafts, piece.allowed)
         return found
 
     def _score(self, step: Step, hidden: torch.Tensor, result: Result) -> None:

@@ -125,8 +125,9 @@ class Scheduler:
     _admitted: int = 0
     _ended: list[int] = field(default_factory=list)
     _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
-    # Of the last step: whose slices it had, and what a steady step after it goes on from.
+    # Of the last step: whose slices it had, and what a step of the same rows after it goes on from.
     _sequences: list[Sequence] = field(default_factory=list)
+    _places: dict[Sequence, int] = field(default_factory=dict)
     _slices: list[Slice] = field(default_factory=list)
     _positions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _sampled: list[int] = field(default_factory=list)
@@ -430,12 +431,11 @@ class Scheduler:
         return slices
 
     def _row(self, sequence: Sequence) -> Slice:
-        """The next row of a sequence that decodes: the last one's object, if it moves on in the same chunks."""
+        """The next row of a sequence: the last one's object, if it moves on in the same chunks."""
         row, last = self._slice(sequence, sequence.path.num_tokens, 1), sequence.slice
         if last is not None and last.goes_on_as(row):
             last.start = row.start
             return last
-        self._is_changed = True
         sequence.slice = row
         return row
 
@@ -489,21 +489,21 @@ class Scheduler:
     def _compose(self, work: list[_Rows]) -> Step:
         """The step of all rows, those of the calendar among them."""
         begun = [self._begin(each.sequence) for each in work if not each.sequence.is_begun]
+        ended, self._ended = self._ended, []
         singles: list[tuple[Sequence, Slice]] = []
         tall: list[tuple[Sequence, Slice]] = []
         for each in work:
             (singles if each.num_rows == 1 else tall).extend((each.sequence, piece) for piece in self._as_slices(each))
-        ended, self._ended = self._ended, []
-        for sequence in self._joined:
-            if sequence in self.calendar:
-                self._row(sequence)
+        joined = [(sequence, self._row(sequence)) for sequence in self._joined if sequence in self.calendar]
         self._joined.clear()
-        quiet = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar]
-        if not (self._is_changed or tall or len(quiet) + len(singles) != len(self._slices)):
-            self._positions = self._positions + 1
-            tokens = np.array(self._sampled, np.int64)
-            return Step(self._slices, tokens, self._positions, begun, ended, steady=True)
-        rows = quiet + singles
+        if not (self._is_changed or tall or len(self.calendar) + len(singles) != len(self._slices)):
+            moved = self._moved(joined + singles)
+            if moved is not None:
+                self._positions = self._positions + 1
+                for piece, start in zip(self._slices, self._positions.tolist(), strict=True):
+                    piece.start = start
+                return Step(self._slices, np.array(self._sampled, np.int64), self._positions, begun, ended, moved)
+        rows = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar] + singles
         if self.manager.tree is not None:
             # Whoever shares stands side by side, so that attention reads what they share once for all of them.
             for sequence, piece in rows:
@@ -511,6 +511,7 @@ class Scheduler:
             rows.sort(key=_shared)
         rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
+        self._places = {sequence: place for place, sequence in enumerate(self._sequences)}
         ids: list[int] = []
         positions: list[int] = []
         for sequence, piece in rows:
@@ -528,6 +529,24 @@ class Scheduler:
         # A step goes on from one of which every row has yielded a token.
         self._is_changed = bool(tall) or not all(piece.samples and piece.draft == NO_TOKEN for _, piece in singles)
         return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
+
+    def _moved(self, rows: list[tuple[Sequence, Slice]]) -> list[int] | None:
+        """Puts new slices in the places of those that their sequences had in the last step. Returns these places; None
+        if a sequence had none, or stands elsewhere now.
+        """
+        found: dict[int, Slice] = {}
+        for sequence, piece in rows:
+            place = self._places.get(sequence)
+            if place is None or not piece.samples:
+                return None
+            if piece is not self._slices[place]:
+                piece.shared, before = self.manager.shared(sequence), self._slices[place].shared
+                if [number for number, _ in piece.shared] != [number for number, _ in before]:
+                    return None
+                found[place] = piece
+        if found:
+            self._slices = [found.get(place, piece) for place, piece in enumerate(self._slices)]
+        return list(found)
 
     def _quiet_row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence of the calendar."""

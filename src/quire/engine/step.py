@@ -89,7 +89,8 @@ class Step:
     positions  int64 [R]
     begun      sequences that no step before had
     ended      sequences that no step after will have
-    steady     the rows are those of the step before, each one token on and in the same chunks
+    moved      the rows are those of the step before, each one token on: these of their slices are new, the others are
+               in the same chunks. None: other rows
     ready      int32 [L]: of chunks that are still under way, 1 once a layer is there, -1 if it will not be; None: all
                are there
     """
@@ -99,7 +100,7 @@ class Step:
     positions: NDArray[np.int64]
     begun: list[Begun] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    steady: bool = False
+    moved: list[int] | None = None
     ready: NDArray[np.int32] | None = None
 
 
