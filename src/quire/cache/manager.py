@@ -19,7 +19,6 @@ import numpy as np
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
-from quire.cache.explain import explain
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
@@ -256,14 +255,6 @@ class CacheManager:
                 for vacated in self.tree.expire(self.lifetime):
                     self.table.give(vacated.rows)
                     self.fetching.store.drop(vacated.keys)
-
-    def explain(self, holder: Holder) -> str:
-        """Why a sequence finds in the cache what it finds, in a sentence."""
-        if self.tree is None:
-            return "cache.share is off"
-        if not holder.reads_cache:
-            return "log-probabilities of the prompt are wanted, so all of it is computed"
-        return explain(self.tree, holder, None if self.retainer is None else self.retainer.limit(holder))
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of the next whole chunk of a prompt, by which two sequences about to compute the same one are told;

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cache.explain import num_same_tokens
 from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
+from quire.engine.explain import num_same_tokens
 
 SHOWN_TOKENS = 320
 """Tokens a prefix is shown with: a copy of all would keep the engine from its next step."""

@@ -26,6 +26,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import Decided
 from quire.engine.calendar import Calendar, imagined_tokens
+from quire.engine.explain import explain
 from quire.engine.outputs import Logprob
 from quire.engine.request import Sequence, State
 from quire.engine.retention_report import summary_of
@@ -385,7 +386,7 @@ class Scheduler:
                 sequence.name,
                 admission.cached_tokens,
                 len(sequence.token_ids),
-                self.manager.explain(sequence),
+                explain(self.manager, sequence),
             )
         return True
 
