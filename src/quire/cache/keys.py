@@ -42,6 +42,7 @@ class ChunkKeys:
         self.namespace = namespace
         self._token_ids = token_ids
         self._tokens = np.empty(0, np.int32)
+        self._num_tokens = 0
         self._keys: list[bytes] = []
 
     def first(self, count: int) -> list[bytes]:
@@ -59,14 +60,16 @@ class ChunkKeys:
 
     def tokens(self, first: int, end: int) -> NDArray[np.int32]:
         """The tokens of chunks [first, end), int32 [n * 64]: a view."""
-        have = len(self._tokens)
-        if have < end * PAGE_TOKENS:
-            if not have:  # without a copy of the list, which touches every token once more
-                self._tokens = np.fromiter(self._token_ids, np.int32, end * PAGE_TOKENS)
+        first, end = first * PAGE_TOKENS, end * PAGE_TOKENS
+        if self._num_tokens < end:
+            if not self._num_tokens:  # without a copy of the list, which touches every token once more
+                self._tokens = np.fromiter(self._token_ids, np.int32, end)
             else:
-                new = np.array(self._token_ids[have : end * PAGE_TOKENS], np.int32)
-                self._tokens = np.concatenate((self._tokens, new))
-        return self._tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
+                if len(self._tokens) < end:
+                    self._tokens = np.resize(self._tokens, 2 * end)
+                self._tokens[self._num_tokens : end] = self._token_ids[self._num_tokens : end]
+            self._num_tokens = end
+        return self._tokens[first:end]
 
 
 def num_common(left: list[bytes], right: list[bytes]) -> int:

@@ -55,7 +55,7 @@ class Demand(tuple[int, ...]):
         return Demand(map(operator.sub, self, other))
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
-        return Demand([each * count for each in self])
+        return Demand(map(count.__mul__, self))
 
 
 @dataclass(slots=True)

@@ -320,7 +320,9 @@ class CacheManager:
         attached = self.retention.seal(holder)
         if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
-        self._settle(holder)
+        path.free_until, path.next_seal = self._events(path)
+        if self.table.encodes or self.retainer is not None:  # else sealing takes and gives nothing
+            self.room.update(holder)
 
     def looks(self, holder: Holder, num_last: int) -> Profiling | None:
         """See Retainer.profiling; None without retention."""

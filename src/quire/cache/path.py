@@ -17,7 +17,7 @@ from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.store import Transfer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Path:
     """What one sequence attends to: the tree from its root to one segment, then chunks of its own, the last of which
     is open.
@@ -103,6 +103,8 @@ class Path:
         """
         found: list[tuple[Segment, Bools | None]] = []
         heads: Bools | None = None
+        if not self.heads:
+            return [(segment, None) for segment in self.segments]
         for segment in reversed(self.segments):
             # A front that was divided off since is read as what is left of it.
             heads = self.heads.get(segment, heads)

@@ -13,7 +13,7 @@ from quire.cache.ledger import PAGE_TOKENS
 NO_ROWS = np.empty(0, np.int32)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Segment:
     """Consecutive sealed chunks, a node of the prefix tree. Its pages are never written again. The tree may divide it
     or, for its only reader, lengthen it.
