@@ -1,5 +1,6 @@
-"""Plans are laid out, and copied to a device, when the tree or a tail changes and not at every step (the lazy context
-copy of ChunkAttention), counted through the real engine for both fast backends at once."""
+"""Plans are laid out, and copied to a device, only when the tree or a tail changes (ChunkAttention's lazy context
+copy). Counted in the real engine for both fast backends.
+"""
 
 from __future__ import annotations
 
