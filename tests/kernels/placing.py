@@ -1,4 +1,4 @@
-"""Encoded pages whose slots have positions of their own, and what a fast backend is held to the reference with."""
+"""Encoded pages whose slots have their own positions, and the comparison of a fast backend with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernels against the reference, over ragged batches."""
+"""The CPU kernels compared with the reference over ragged batches."""
 
 from __future__ import annotations
 

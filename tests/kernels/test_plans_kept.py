@@ -1,6 +1,6 @@
-"""Plans are laid out, and copied to a device, when the tree or a tail changes and not at every step (the lazy context
-copy of ChunkAttention), counted through the real engine for both fast backends at once. The CPU's plan goes on where
-all that happens is that some rows begin a chunk."""
+"""Plans are laid out, and copied to a device, only when the tree or a tail changes (ChunkAttention's lazy context
+copy). The CPU's plan also advances over the ends of chunks. Counted in the real engine for both fast backends.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The Triton kernels compiled for sm_90 without a GPU: they compile, spill nothing, load 16 bytes at a time, and order
-what they must.
+"""The Triton kernels compiled for sm_90 without a GPU: no spills, loads of 16 bytes, and the required memory ordering.
 
 Run with -s to see registers, shared memory and instruction counts.
 """

@@ -1,4 +1,4 @@
-"""The chunk table over pages of several sizes: a model beside it knows what every page holds."""
+"""The chunk table with pages of several sizes, compared with a model that knows the contents of every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger against a dictionary model, and the bytes of the pages it moves."""
+"""The ledger compared with a dictionary model, and the bytes of the pages it moves."""
 
 from __future__ import annotations
 

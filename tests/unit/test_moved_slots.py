@@ -1,4 +1,4 @@
-"""Slots that are moved between pages give the bytes that encoding their tokens in the new places would."""
+"""Moving slots between pages gives the same bytes as encoding their tokens in the new slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix tree against a dictionary of what was published, under every order of joining, growing, leaving and
+"""The prefix tree compared with a dictionary of published chunks, for any order of joining, growing, leaving and
 eviction.
 """
 

@@ -1,9 +1,8 @@
-"""Which pages of an arena are whose: sizes, holders and holds. Knows neither bytes nor tokens, heads or codecs.
+"""The bookkeeping of an arena's pages: sizes, holders and holds. Knows neither bytes nor tokens, heads or codecs.
 
-A page id counts 128-byte units from the start of the arena, so every page starts on a 128-byte boundary and an int32 id
-reaches 256 GiB.
-The arena is divided into equal slabs; a slab holds pages of one size and goes back to the common stock when its last
-page is given back.
+A page id counts 128-byte units from the start of the arena, so every page starts on a 128-byte boundary, and an int32
+id reaches 256 GiB. The arena is divided into equal slabs. A slab holds pages of one size. It becomes free when its last
+page is freed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ PAGE_TOKENS = 64
 """Token slots of a page: ChunkAttention's chunk, and 98 % of copy bandwidth on an H200 against 86 % at 16."""
 
 UNIT = 128
-"""Bytes a page id counts by; every page size is a multiple of it."""
+"""Bytes of a page id's unit. Every page size is a multiple of it."""
 
 MAX_ARENA_BYTES = np.iinfo(np.int32).max * UNIT
-"""What page ids reach: 256 GiB."""
+"""The largest arena that page ids can address: 256 GiB."""
 
 _MOVED_SHARE = 256
 """Compaction empties at least one of 256 slabs at a time. Finding the holders of moved pages scans the chunk table,
@@ -43,7 +42,7 @@ class Move(NamedTuple):
 
 class Demand(tuple[int, ...]):
     """Number of pages of each size class of a ledger, in its order, and last the number of rows of a chunk table.
-    Negative numbers stand for what is given back first.
+    Negative numbers are given back first.
     """
 
     __slots__ = ()
@@ -77,17 +76,17 @@ class _SizeClass:
         return self.num_slabs * self.pages_per_slab - self.num_out
 
     def slabs_for(self, need: int) -> int:
-        """Slabs that the pages out and `need` more take, packed as densely as holds allow."""
+        """Slabs for the pages out and `need` more, packed as densely as holds allow."""
         return max(self.num_held, -(-(self.num_out + need) // self.pages_per_slab))
 
 
 class PageCounts:
-    """How many pages of each size are out of an arena, and how many more fit. Decisions need no more, and a simulator
-    has no more. Pages lie as densely as they can.
+    """The number of pages of each size that are out of an arena, and how many more fit. This is enough for decisions,
+    and all that a simulator has. Pages are packed as densely as possible.
 
     num_bytes   size of the arena; rounded down to whole slabs
     slab_bytes  bytes of a slab; by default a 64th of the arena, between 256 KiB and 4 MiB
-    bytes_out   of all pages that are not free
+    bytes_out   bytes of all pages that are not free
     Raises ConfigError if not even one slab fits.
     """
 
@@ -108,17 +107,17 @@ class PageCounts:
         return list(self._classes)
 
     def size_class(self, page_bytes: int) -> int:
-        """The index of a size in that order; a new one comes last. Raises ConfigError for an impossible size."""
+        """The index of a size in that order. A new size comes last. Raises ConfigError for an impossible size."""
         self._size_class(page_bytes)
         return self.page_sizes.index(page_bytes)
 
     def out(self, page_bytes: int) -> int:
-        """Pages of a size taken and not given back."""
+        """Number of pages of a size that are taken and not given back."""
         return self._size_class(page_bytes).num_out
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether `needs` more pages of each size class fit once pages lie as densely as they can. Ignores what follows
-        the size classes in `needs`.
+        """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. Ignores numbers
+        after the size classes.
         """
         assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
@@ -134,7 +133,7 @@ class PageCounts:
             assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
-        """Proves that what is out fits."""
+        """Proves that the pages that are out fit."""
         assert self.has_room([0] * len(self._classes)), "more pages are out than there is room for"
         bytes_out = sum(pages.num_out * page_bytes for page_bytes, pages in self._classes.items())
         assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
@@ -152,11 +151,11 @@ class PageCounts:
 
 
 class PageLedger(PageCounts):
-    """The pages of one arena, taken and given back. Invariant (`check`): a slab of a size has a page out, and
+    """The pages of one arena, taken and given back. Invariant (`check`): a slab with a page size has a page out, and
     every page out has a holder.
 
-    A page may have several holders. It counts once, and is free when the last of them has given it back. A hold is a
-    holder that copies the page's bytes elsewhere: until its release the page neither moves nor becomes free.
+    A page may have several holders. It counts once, and is free when its last holder has given it back. A hold is a
+    holder that copies the page's bytes elsewhere. Until its release, the page neither moves nor becomes free.
 
     Raises ConfigError for more bytes than ids reach.
     """
@@ -165,15 +164,15 @@ class PageLedger(PageCounts):
         super().__init__(num_bytes, slab_bytes)
         if self.num_bytes > MAX_ARENA_BYTES:
             raise ConfigError(f"a cache holds at most 256 GiB, not {num_bytes} bytes; lower cache.memory")
-        self._page_bytes = np.zeros(self.num_slabs, np.int32)  # of the slab's pages; 0: a free slab
+        self._page_bytes = np.zeros(self.num_slabs, np.int32)  # page size of each slab; 0: a free slab
         self._out = np.zeros(self.num_slabs, np.int32)  # pages taken and not given back
         self._held = np.zeros(self.num_slabs, np.int32)  # pages under a hold
         self._holders = np.zeros((self.num_slabs, 0), np.int16)  # by slab, and page in the slab
-        self._holds = np.zeros((self.num_slabs, 0), np.int16)  # how many of the holders are holds
+        self._holds = np.zeros((self.num_slabs, 0), np.int16)  # holders that are holds
 
     def take(self, count: int, page_bytes: int) -> Int32s:
-        """`count` page ids of a size, int32 [count], in rising order. Raises CacheFullError and takes nothing if they
-        do not fit the free pages of that size and the free slabs.
+        """Takes `count` pages of a size. Returns their ids, int32 [count], ascending. Raises CacheFullError, and takes
+        nothing, if the free pages of this size and the free slabs are too few.
         """
         pages = self._size_class(page_bytes)
         num_slabs = -(-(count - pages.num_free) // pages.pages_per_slab)
@@ -188,7 +187,7 @@ class PageLedger(PageCounts):
         return self._pop(pages, count)
 
     def share(self, ids: Int32s, page_bytes: int) -> None:
-        """Adds a holder to each page, named once. The holder will give it back too."""
+        """Adds a holder, which must give the page back too, to each page. No page may occur twice."""
         at = self._at(ids, page_bytes)
         assert self._holders[at].all(), "a free page cannot be shared"
         self._holders[at] += 1
@@ -198,7 +197,7 @@ class PageLedger(PageCounts):
         return np.asarray(self._holders[self._at(ids, page_bytes)], np.int64)
 
     def hold(self, ids: Int32s, page_bytes: int) -> None:
-        """Each page, named once, stays where it is until `release`: its bytes are under way."""
+        """Holds each page until `release`, because its bytes are being copied. No page may occur twice."""
         self.share(ids, page_bytes)
         self._count_holds(ids, page_bytes, 1)
 
@@ -209,7 +208,7 @@ class PageLedger(PageCounts):
         self.give(ids, page_bytes)
 
     def holds(self, ids: Int32s, page_bytes: int) -> Int64s:
-        """How many of the holders of each page are holds."""
+        """Number of holds of each page."""
         return np.asarray(self._holds[self._at(ids, page_bytes)], np.int64)
 
     def give(self, ids: Int32s, page_bytes: int) -> None:
@@ -231,17 +230,18 @@ class PageLedger(PageCounts):
         self.bytes_out -= len(slabs) * page_bytes
 
     def available(self, page_bytes: int) -> int:
-        """How many pages of a size `take` can give now, none moved."""
+        """Number of pages of a size that `take` can give now, without compaction."""
         pages = self._size_class(page_bytes)
         return pages.num_free + self._num_free_slabs * pages.pages_per_slab
 
     def ids_out(self, page_bytes: int) -> Int32s:
-        """The ids of the pages of a size that are out, int32 [out] in rising order."""
+        """The ids of the pages of a size that are out, int32 [out], ascending."""
         return self._ids_out(page_bytes, np.flatnonzero(self._page_bytes == page_bytes))
 
     def make_room(self, needs: Sequence[int]) -> list[Move]:
-        """Empties the slabs with the fewest bytes out until `take` can give all of the needs, by size class, which fit.
-        Before anything is taken the caller copies the bytes of the moved pages and renames them for their holders.
+        """Empties the slabs with the fewest bytes out until `take` can give all needs, by size class. The needs must
+        fit. Before the caller takes pages, it copies the bytes of moved pages and updates the ids that their holders
+        have.
         """
         assert self.has_room(needs), f"{needs} pages by size class do not fit, however they lie"
         more = [
@@ -250,11 +250,12 @@ class PageLedger(PageCounts):
         wanted = sum(max(0, count) for count in more) - self._num_free_slabs
         if wanted <= 0:
             return []
-        # If slabs are wanted and yet all fits, some sizes have more slabs than their pages and needs take when packed.
-        # So many of each, none with a hold, can be emptied into its others, and together they are enough.
+        # If slabs are missing although the needs fit, some sizes have more slabs than their pages and needs take when
+        # packed. The excess slabs of each size, none with a hold, can be emptied into its others. Together they
+        # suffice.
         count, found = max(wanted, self.num_slabs // _MOVED_SHARE), []
         for page_bytes, missing in zip(self._classes, more, strict=False):
-            # From the end of the arena, where slabs are equally full: pages gather at its start.
+            # Among equally full slabs, those at the end of the arena first, so that pages gather at its start.
             slabs = np.flatnonzero((self._page_bytes == page_bytes) & (self._held == 0))[::-1]
             slabs = slabs[np.argsort(self._out[slabs], kind="stable")[: max(0, min(-missing, count))]]
             found += [(int(self._out[slab]) * page_bytes, page_bytes, int(slab)) for slab in slabs]
@@ -264,11 +265,11 @@ class PageLedger(PageCounts):
         return [self._empty(self._classes[page_bytes], np.array(slabs)) for page_bytes, slabs in emptied.items()]
 
     def slabs_of(self, ids: Int32s) -> Int32s:
-        """The slabs that pages lie in, in the shape of the ids."""
+        """The slabs of pages, in the shape of the ids."""
         return ids // np.int32(self.slab_bytes // UNIT)
 
     def check(self) -> None:
-        """Proves the invariant, and that what is counted twice agrees."""
+        """Proves the invariant, and that duplicate counts agree."""
         free = self._page_bytes == 0
         assert free.sum() == self._num_free_slabs, "a slab is lost, or free and in use"
         assert not self._out[free].any() and not self._holders[free].any(), "a free slab has pages out"
@@ -329,7 +330,7 @@ class PageLedger(PageCounts):
         return self._ids(slabs[at], index, pages.page_bytes)
 
     def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:
-        """Moves what lies in some slabs, without holds, into the others of the class."""
+        """Moves the pages of some slabs, which have no holds, into the other slabs of the class."""
         page_bytes = pages.page_bytes
         before = self._ids_out(page_bytes, slabs)
         after = self._pop(pages, len(before), slabs)

@@ -1,4 +1,4 @@
-"""Masks of pages, column sums and recovery in the interpreter, against the reference."""
+"""Masks of pages, column sums and recovery in the interpreter, compared with the reference."""
 
 from __future__ import annotations
 
