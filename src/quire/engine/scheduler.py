@@ -2,9 +2,9 @@
 
 waiting --admit--> running --commit--> finished
    ^                  |
-   +---- preempt -----+          youngest first; what it generated is replayed when it is admitted again
+   +---- preempt -----+          youngest first; its generated tokens are replayed after the next admission
 
-A running sequence is either active, so that each step looks at it, or in the calendar until something happens to it.
+A running sequence is either active, and every step examines it, or it rests in the calendar until its next event.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Logprobs = dict[int, Logprob] | None
 
 
 def _may_follow(sequence: Sequence) -> bool:
-    """Whether rows of a sequence may go through the model behind chunks that are still under way. Not where sums of
-    columns arrive: they are kept for others, and these rows would add to them.
+    """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive with
+    them: other requests will read these sums, and the rows would add to them.
     """
     path = sequence.path
     first_is_there = path.transfer is not None and path.transfer.done(0)
@@ -55,7 +55,7 @@ def _may_follow(sequence: Sequence) -> bool:
 
 
 class Sampled(NamedTuple):
-    """A token that a sequence got in this step, whether its length ends it with this one, and log-probabilities."""
+    """A token of this step, whether the sequence reaches its length with it, and its log-probabilities."""
 
     sequence: Sequence
     token_id: int
@@ -64,7 +64,7 @@ class Sampled(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of an active sequence in a step, and what its guide proposes with them."""
+    """Rows of an active sequence in a step, and its guide's proposal for them."""
 
     sequence: Sequence
     start: int
@@ -82,8 +82,8 @@ class _Rows(NamedTuple):
 
 @dataclass
 class Counters:
-    """What happened since start. A token of a sequence counts once as prefilled, cached or decoded; computing it again
-    after a preemption counts as replayed.
+    """Counts since start. A token counts once, as prefilled, cached or decoded. Computed again after a preemption, it
+    counts as replayed.
     """
 
     prefill_tokens_computed: int = 0
@@ -95,7 +95,7 @@ class Counters:
 
 
 def check_budget(token_budget: int, max_running: int) -> None:
-    """Raises ConfigError for a budget under which a full batch would never admit anyone."""
+    """Raises ConfigError for a budget under which a full batch never admits a sequence."""
     if token_budget < max_running + PAGE_TOKENS:
         raise ConfigError(
             f"scheduler.token_budget is {token_budget}; with scheduler.max_running {max_running} it must be at least"
@@ -108,9 +108,9 @@ class Scheduler:
     """First come, first served, under a budget of rows per step. Invariant: every sequence is in exactly one of
     waiting, running, neither (finished).
 
-    token_budget  rows of a step at most; decode rows come first, prefill slices take what is left, in whole chunks
-    max_running   sequences in the batch at most
-    max_queue     sequences waiting at most
+    token_budget  most rows of a step; decode rows come first, prefill slices take the rest in whole chunks
+    max_running   most sequences in the batch
+    max_queue     most sequences that wait
     """
 
     manager: CacheManager
@@ -128,7 +128,7 @@ class Scheduler:
     _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
     # Of the last step: whose slices it had, and what a step of the same rows after it goes on from.
     _sequences: list[Sequence] = field(default_factory=list)
-    _places: dict[Sequence, int] = field(default_factory=dict)
+    _indices: dict[Sequence, int] = field(default_factory=dict)
     _slices: list[Slice] = field(default_factory=list)
     _positions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _sampled: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Scheduler:
         return len(self.waiting) + count <= self.max_queue
 
     def next_step(self) -> Step | Wait | None:
-        """The next step, with its cache slots taken; None if there is nothing to do. May preempt; admits what fits."""
+        """The next step, with its cache slots taken; None if there is nothing to do. Preempts and admits."""
         rows = self._decide()
         if self.calendar or rows:
             return self._compose(rows)
@@ -164,8 +164,8 @@ class Scheduler:
         return self._follow_fetch(next(filter(_may_follow, fetching), fetching[0]))
 
     def _follow_fetch(self, sequence: Sequence) -> Step | Wait | None:
-        """What a sequence does whose chunks are under way, when nobody else has anything to do: once the first layer is
-        there, its next rows follow the others through the model.
+        """The step of a sequence with chunks in transfer, when no other sequence has rows. Once the first layer has
+        arrived, the rows after these chunks run layer by layer behind the transfer.
         """
         path = sequence.path
         assert path.transfer is not None
@@ -182,8 +182,8 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, result: Result) -> list[Sampled]:
-        """Takes the tokens of the slices that sample; seals chunks; takes refused drafts back; ends what reached its
-        length. Sequences that ended since the step was made are passed over.
+        """Appends the sampled tokens, seals chunks, takes refused drafts back, and ends sequences that reached their
+        length. Skips sequences that ended since the step was made.
         """
         sampled: list[Sampled] = []
         active: list[tuple[Sequence, Slice, int, Logprobs, Decided | None]] = []
@@ -212,13 +212,13 @@ class Scheduler:
         return sampled
 
     def advance(self, steps: int = 1, decide: Callable[[Sequence], Decided] | None = None) -> int:
-        """Takes steps without a runner, with imagined tokens: at most `steps` in which the whole batch decodes, up to
-        the next one in which anything is admitted, computed of a prompt, ended or preempted; or one of these. Returns
-        how many; 0 if there is nothing to do but wait.
+        """Takes steps without a runner, with imagined tokens. Makes the same decisions as `next_step` and `commit`.
 
-        Every decision is that of `next_step` and `commit`.
+        Takes up to `steps` steps in which the whole batch decodes, and stops before an admission, a prompt's slice, an
+        end or a preemption. If the next step has one of these, takes that step alone. Returns the number of steps; 0
+        if there is nothing to do but wait.
 
-        decide  what retention keeps of a prompt; needed where there is retention
+        decide  answers for retention what it keeps of a prompt; needed only with retention
         """
         steps = self._advance(steps, decide)
         self._is_changed = True
@@ -250,17 +250,17 @@ class Scheduler:
         return 1
 
     def sequence_of(self, index: int) -> Sequence:
-        """Whose rows a slice of the last step has."""
+        """The sequence of a slice of the last step."""
         return self._sequences[index]
 
     @property
     def begun(self) -> set[int]:
-        """The ids of sequences that a runner has to know of, when it has run the last step."""
+        """Ids of the sequences that the runner remembers after the last step."""
         live = {each.sequence_id for each in (*self.running, *self.waiting) if each.is_begun}
         return live | {*self._ended}
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends a sequence wherever it stands and frees what it holds; ending it twice does nothing."""
+        """Ends a sequence in any state and frees its pages. Ending it twice does nothing."""
         if sequence.state is State.RUNNING:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
@@ -271,8 +271,8 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it waits, before all others, to be computed again. So do those that wait
-        for its log-probabilities: what they hold may be what it lacks.
+        """Preempts a running sequence: it loses its pages and waits, before all others, to be computed again. So do the
+        sequences that wait for its log-probabilities, because they may hold the room that it needs.
         """
         if sequence.num_generated == 0:
             for other in sequence.request.sequences[::-1]:
@@ -281,7 +281,7 @@ class Scheduler:
         self._preempt(sequence)
 
     def check(self) -> None:
-        """Proves the invariant, and the manager's. What the calendar's sequences have computed is written down."""
+        """Proves the invariant, and the manager's. Settles the calendar's sequences first."""
         for sequence in self.calendar:
             self.calendar.settle(sequence)
         assert all(sequence.state is State.RUNNING for sequence in self.running), (
@@ -295,11 +295,11 @@ class Scheduler:
         )
         self.manager.check()
 
-    # ---- what a step does ------------------------------------------------------------------------------------------
+    # ---- decisions -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[_Rows]:
-        """Makes room for the rows of active sequences, and admits. Changes everything that a step changes but what is
-        computed.
+        """Admits, preempts and takes slots: all changes of a step except the computed tokens. Returns the rows of
+        active sequences.
         """
         self._active.update(dict.fromkeys(self.calendar.due()))
         rows: list[_Rows] = []
@@ -336,13 +336,13 @@ class Scheduler:
             if is_ready and self._ready(sequence, underway):
                 num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         if self.counters.preemptions != num_preempted:
-            # A sequence may be preempted after its rows had room: its pages are gone.
+            # A sequence may be preempted after its rows got slots.
             rows = [each for each in rows if each.sequence.state is State.RUNNING]
         return rows
 
     def _is_fetching(self, sequence: Sequence) -> bool:
-        """Whether chunks of a sequence are under way. What has arrived is computed; if something has not, the sequence
-        begins again.
+        """Whether chunks of a sequence are in transfer. Ends a transfer that is over: its tokens count as computed, or,
+        if some did not arrive, the sequence starts again.
         """
         transfer, num_found = sequence.path.transfer, len(sequence.path.arriving) * PAGE_TOKENS
         if transfer is None:
@@ -359,17 +359,17 @@ class Scheduler:
         return False
 
     def _left(self, num_rows: int) -> int:
-        """Rows that a step with `num_rows` of active sequences has left."""
+        """Rows left in a step with `num_rows` rows of active sequences."""
         return self.token_budget - len(self.calendar) - num_rows
 
     def _decodes(self, sequence: Sequence) -> bool:
-        """Whether its next row stands first in a step: that of a new token, or of one that is replayed."""
+        """Whether its next row is a decode row: of a new token, or of a replayed one."""
         if self.manager.retainer is not None:
             return sequence.path.is_decided or sequence.num_pending == 1
         return sequence.num_pending == 1
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Admits the first sequence that waits, if there is room."""
+        """Admits the first waiting sequence if it fits."""
         admission = self.manager.admit(sequence)
         if admission is None:
             return False
@@ -391,7 +391,7 @@ class Scheduler:
         return True
 
     def _add_prompt(self, rows: list[_Rows], sequence: Sequence, budget: int) -> int:
-        """Adds the next rows of a prompt, `budget` at most; returns how many."""
+        """Adds the next rows of a prompt, at most `budget`. Returns their number."""
         count = self._slice_rows(sequence, budget)
         if not count or not self._make_room(sequence, sequence.num_computed + count):
             return 0
@@ -402,16 +402,16 @@ class Scheduler:
         return count
 
     def _most_drafts(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts may follow the next row of a sequence, `budget` at most."""
+        """Most drafts after the next row of a sequence, under a budget."""
         path = sequence.path
         if self.manager.looks(sequence, 0) is not None:
-            return 0  # a refused row's looks could not be taken back
-        # The row that fills a chunk is no draft's, for the chunk is sealed.
+            return 0  # the attention of a refused row could not be taken out of the column sums
+        # The row that fills a chunk is not a draft: the chunk is sealed with it.
         left = sequence.max_tokens - sequence.num_generated - 1
         return max(0, min(path.next_seal - path.num_tokens - 2, left, budget))
 
     def _proposed(self, sequence: Sequence, most: int) -> Proposal:
-        """What the guide of a sequence proposes, in `most` drafts at most; a set of tokens, or None, for each row."""
+        """The guide's proposal: at most `most` drafts; a set of allowed tokens, or None, for each row."""
         assert sequence.guide is not None
         drafts, allowed = sequence.guide.propose(sequence.token_ids, most)
         assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
@@ -432,7 +432,7 @@ class Scheduler:
         return slices
 
     def _row(self, sequence: Sequence) -> Slice:
-        """The next row of a sequence: the last one's object, if it moves on in the same chunks."""
+        """The next row of a sequence: the same object as last time while the sequence stays in the same chunks."""
         row, last = self._slice(sequence, sequence.path.num_tokens, 1), sequence.slice
         if last is not None and last.goes_on_as(row):
             last.start = row.start
@@ -458,8 +458,8 @@ class Scheduler:
         )
 
     def _ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
-        """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
-        it will be there for the next.
+        """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
+        the prompt finds it in the next one.
         """
         found = self.manager.match_again(sequence)
         self._count_found(sequence, found)
@@ -476,8 +476,8 @@ class Scheduler:
         return True
 
     def _slice_rows(self, sequence: Sequence, budget: int) -> int:
-        """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows, and
-        together those that retention is decided over.
+        """Rows of the sequence's next slice: all pending ones, or the whole chunks that fit the budget. The rows over
+        which retention decides stay in one slice.
         """
         start, end = sequence.num_computed, self.manager.slice_end(sequence)
         if end - start <= budget:
@@ -488,7 +488,7 @@ class Scheduler:
     # ---- the step as data ------------------------------------------------------------------------------------------
 
     def _compose(self, work: list[_Rows]) -> Step:
-        """The step of all rows, those of the calendar among them."""
+        """The step of all rows, including the calendar's."""
         begun = [self._begin(each.sequence) for each in work if not each.sequence.is_begun]
         ended, self._ended = self._ended, []
         singles: list[tuple[Sequence, Slice]] = []
@@ -506,13 +506,13 @@ class Scheduler:
                 return Step(self._slices, np.array(self._sampled, np.int64), self._positions, begun, ended, moved)
         rows = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar] + singles
         if self.manager.tree is not None:
-            # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+            # Sequences that share chunks become neighbours: attention reads a shared chunk once for all of them.
             for sequence, piece in rows:
                 piece.shared = self.manager.shared(sequence)
             rows.sort(key=_shared)
         rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
-        self._places = {sequence: place for place, sequence in enumerate(self._sequences)}
+        self._indices = {sequence: index for index, sequence in enumerate(self._sequences)}
         ids: list[int] = []
         positions: list[int] = []
         for sequence, piece in rows:
@@ -527,26 +527,26 @@ class Scheduler:
                 ids.extend(sequence.token_ids[start : start + piece.num_rows])
                 positions.extend(range(start, start + piece.num_rows))
         self._positions = np.array(positions, np.int64)
-        # A step goes on from one of which every row has yielded a token.
+        # The next step may advance this one only if every row yields a token.
         self._is_changed = bool(tall) or not all(piece.samples and piece.draft == NO_TOKEN for _, piece in singles)
         return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
 
     def _moved(self, rows: list[tuple[Sequence, Slice]]) -> list[int] | None:
-        """Puts new slices in the places of those that their sequences had in the last step. Returns these places; None
-        if a sequence had none, or stands elsewhere now.
+        """Replaces slices of the last step by new ones of the same sequences. Returns their indices; None if a sequence
+        was not in the last step, or now shares other chunks.
         """
         found: dict[int, Slice] = {}
         for sequence, piece in rows:
-            place = self._places.get(sequence)
-            if place is None or not piece.samples:
+            index = self._indices.get(sequence)
+            if index is None or not piece.samples:
                 return None
-            if piece is not self._slices[place]:
-                piece.shared, before = self.manager.shared(sequence), self._slices[place].shared
+            if piece is not self._slices[index]:
+                piece.shared, before = self.manager.shared(sequence), self._slices[index].shared
                 if [number for number, _ in piece.shared] != [number for number, _ in before]:
                     return None
-                found[place] = piece
+                found[index] = piece
         if found:
-            self._slices = [found.get(place, piece) for place, piece in enumerate(self._slices)]
+            self._slices = [found.get(index, piece) for index, piece in enumerate(self._slices)]
         return list(found)
 
     def _quiet_row(self, sequence: Sequence) -> Slice:
@@ -563,10 +563,10 @@ class Scheduler:
         request = sequence.request
         return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed)
 
-    # ---- what a step has computed ----------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, count: int) -> None:
-        """The sequences of the calendar have taken so many steps."""
+        """Counts steps that the calendar's sequences have taken."""
         self.counters.steps += count
         self.counters.decode_tokens += count * len(self.calendar)
         self.calendar.clock += count
@@ -579,12 +579,12 @@ class Scheduler:
         tokens: Iterable[tuple[int, Logprobs]],
         decided: Decided | None = None,
     ) -> list[Sampled]:
-        """Of an active sequence the tokens before `end` are computed, the last `count` of them in this step; these are
-        sampled.
+        """Commits an active sequence: its tokens before `end` are computed, the last `count` of them in this step, and
+        `tokens` are sampled.
         """
         generated, path = sequence.num_generated, sequence.path
         if path.transfer is not None and self._is_fetching(sequence):
-            return []  # it was computed behind chunks that have not arrived
+            return []  # the rows read chunks that did not arrive
         self._count(sequence, end, count)
         if end < path.next_seal:
             path.num_tokens = end
@@ -609,8 +609,8 @@ class Scheduler:
         return sampled
 
     def _rest(self, sequence: Sequence) -> None:
-        """Puts an active sequence into the calendar if nothing but a token happens to it in the next step. A chunk that
-        begins then is taken now, if there is room; not where retention keeps what a sequence holds to a budget.
+        """Moves an active sequence to the calendar if its next step only adds a token. Takes the next chunk now if it
+        begins in that step and fits; not with retention, whose budget counts chunks that have tokens.
         """
         path = sequence.path
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
@@ -626,8 +626,8 @@ class Scheduler:
             self.calendar.join(sequence, most)
 
     def _skip(self, limit: int) -> int:
-        """Takes decode steps of the whole batch: all at once in which nothing else happens, or one. Returns how many; 0
-        if the next step is of another kind.
+        """Takes decode steps of the whole batch: all steps without events at once, or one step with events. Returns
+        their number; 0 if the next step is not a decode step of the whole batch.
         """
         if self.waiting and len(self.running) < self.max_running and not self.manager.refuses(self.waiting[0]):
             return 0
@@ -661,7 +661,7 @@ class Scheduler:
             new = max(0, new)
             self.counters.replayed_tokens += count - new
         sequence.high_water += new
-        # Generated tokens are first computed one at a time, prompt tokens before any of them.
+        # All prompt tokens are computed before the first generated one.
         if len(sequence.token_ids) > sequence.num_prompt:
             self.counters.decode_tokens += new
         else:
@@ -675,7 +675,7 @@ class Scheduler:
             sequence.num_cached_tokens += found
 
     def _pin(self, sequence: Sequence) -> None:
-        """Keeps the prompt of a sequence that asked for it, now that it is computed."""
+        """Pins the computed prompt of a sequence whose request asked for it."""
         request = sequence.request
         seconds = request.hints.cache_pin
         if not seconds or request.num_pinned_tokens is not None:
@@ -694,7 +694,7 @@ class Scheduler:
             )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
+        """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
         while not self.manager.extend(sequence, num_tokens):
             youngest = max(self.running, key=lambda running: running.sequence_id)
             self.preempt(youngest)
@@ -710,13 +710,13 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _restart(self, sequence: Sequence) -> None:
-        """A running sequence waits, before all others, to be admitted again."""
+        """Moves a running sequence to the head of the queue."""
         self._leave(sequence)
         sequence.state = State.WAITING
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """A running sequence gives back what it holds."""
+        """Takes a sequence out of the batch and frees its pages."""
         self.calendar.leave(sequence)
         self._active.pop(sequence, None)
         self.running.remove(sequence)
