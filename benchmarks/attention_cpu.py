@@ -242,7 +242,7 @@ def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Cal
     ]
     for path in paths if own else []:
         of_head = (chunks - 1, *table.pages.shape[1:])
-        ids = table.ledger.take(math.prod(of_head), POSITION_BYTES)
+        ids = table.ledger.take(np.full(math.prod(of_head), POSITION_BYTES))
         slots = random.integers(context, size=(*of_head, PAGE_TOKENS), dtype=np.int32)
         slots = np.sort(slots.transpose(1, 2, 0, 3).reshape(*of_head[1:], -1), -1)
         images = torch.from_numpy(slots.reshape(*of_head[1:], -1, PAGE_TOKENS).transpose(2, 0, 1, 3).copy())

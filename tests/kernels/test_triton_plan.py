@@ -319,11 +319,11 @@ def test_a_retaken_chunk_is_uploaded_again() -> None:
     assert backend.mirror.refresh(first) == 2 and backend.mirror.refresh(first) == 0
     spec.table.give(first[:1])
     page_bytes = spec.table.open_codec.page_bytes
-    other = spec.table.ledger.take(1, page_bytes)  # so that the pages change with the taker
+    other = spec.table.ledger.take(np.array([page_bytes]))  # so that the pages change with the taker
     again = spec.table.take(1, spec.table.open_codec)
     assert again[0] == first[0]
     assert backend.mirror.refresh(first) == 1
-    spec.table.ledger.give(other, page_bytes)
+    spec.table.ledger.give(other)
     assert (backend.mirror.pages[first].numpy() == spec.table.pages[first]).all()
 
 
@@ -337,10 +337,10 @@ def test_moved_pages_are_uploaded_though_the_step_only_moves_on() -> None:
     assert backend.plans_built == 1
     page_bytes = table.open_codec.page_bytes
     moved = int(path.chunks[0])
-    table.ledger.give(table.pages[moved].reshape(-1), page_bytes)
-    first = table.ledger.take(1, page_bytes)  # so that the pages are others
-    table.pages[moved] = table.ledger.take(table.pages_per_chunk, page_bytes).reshape(table.pages[moved].shape)
-    table.ledger.give(first, page_bytes)
+    table.ledger.give(table.pages[moved].reshape(-1))
+    first = table.ledger.take(np.array([page_bytes]))  # so that the pages are others
+    table.pages[moved] = table.ledger.take(np.full(table.pages[moved].shape, page_bytes))
+    table.ledger.give(first)
     table.takes[moved] += 1
     table.num_moved_pages += table.pages_per_chunk
     plan = backend.plan([RowSlice(72, 1, path.chunks)], [])

@@ -53,7 +53,9 @@ class Pages:
         self.ledger = PageLedger(8 * slab, slab)
         self.arena = Arena(8 * slab)
         self.arena.data.fill_(0xFF)
-        self.ids = np.stack([self.ledger.take(num_pages, int(size)) for size in self.sizes.flat]).reshape(L, H, -1)
+        for size in self.sizes.flat:
+            self.ledger.size_class(int(size))
+        self.ids = np.stack([self.ledger.take(np.full(num_pages, size)) for size in self.sizes.flat]).reshape(L, H, -1)
         for layer, head in np.ndindex(L, H):
             self.store(self.arena, layer, head)
 

@@ -111,7 +111,7 @@ class Pages:
 
     def release(self) -> None:
         """Ends the hold: the bytes are copied, or not needed."""
-        self._table.release(self._held)
+        self._table.ledger.release(self._held)
 
     def _extent(self, layer: int) -> bytes:
         table, run = self._table, self.run

@@ -92,7 +92,7 @@ class Transfer:
         """Ends the transfer: later extents are ignored, and the hold on pages ends. Returns whether all has arrived."""
         with self._lock:
             self._is_closed = True
-            self._table.release(self._held)
+            self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
     def _fail(self, error: QuireError) -> None:

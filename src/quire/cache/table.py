@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,9 +87,9 @@ class ChunkTable(ChunkCounts):
         """
         self._make_room(demand)
         chunks = self._blank(count, codec.kernel_id)
-        self.pages[chunks] = self._take_pages(np.broadcast_to(self.page_sizes(codec), (count, *self.shape)))
+        self.pages[chunks] = self.ledger.take(np.broadcast_to(self.page_sizes(codec), (count, *self.shape)))
         if sidecar:
-            self.sidecars[chunks[0]] = self.ledger.take(1, self.sidecar_bytes)[0]
+            self.sidecars[chunks[0]] = self.ledger.take(np.array(self.sidecar_bytes))
         if self.masks is not None:
             self.masks[chunks] = ALL_SLOTS
         return chunks
@@ -102,9 +102,7 @@ class ChunkTable(ChunkCounts):
     def borrow(self, chunks: Int32s) -> Int32s:
         """Takes rows that share the pages and sidecars of other chunks, int32 [n]."""
         assert self.masks is not None
-        ids, sizes = self._pages_of(chunks)
-        for page_bytes, at in self._by_size(sizes):
-            self.ledger.share(ids[at], page_bytes)
+        self.ledger.share(self._pages_of(chunks))
         rows = self._blank(len(chunks), 0)
         assert (self.positions[chunks] < 0).all(), "pages with positions of their own belong to one path"
         for of in (self.pages, self.masks, self.sidecars, self.kinds):
@@ -127,9 +125,8 @@ class ChunkTable(ChunkCounts):
     def drop(self, places: Places) -> None:
         """Gives back the pages at some places."""
         assert self.masks is not None and self.masks[places].all(), "a page is dropped that is not there"
-        self._give_pages(self.pages[places], self._sizes_of(places))
         positions = self.positions[places]
-        self.ledger.give(positions[positions >= 0], POSITIONS_BYTES)
+        self.ledger.give(np.append(self.pages[places], positions[positions >= 0]))
         self.masks[places], self.positions[places] = 0, -1
         self.takes[places[0]] += 1
 
@@ -138,10 +135,9 @@ class ChunkTable(ChunkCounts):
         sizes = self._sizes_of(places)
         after = self._new_pages(sizes)
         before = self.pages[places]
-        for page_bytes, at in self._by_size(sizes):
-            if self._arena is not None:
-                self._arena.copy(before[at], after[at], page_bytes)
-            self.ledger.give(before[at], page_bytes)
+        for page_bytes in {*sizes.tolist()} if self._arena is not None else ():
+            self.arena.copy(before[sizes == page_bytes], after[sizes == page_bytes], page_bytes)
+        self.ledger.give(before)
         self.pages[places] = after
         self.takes[places[0]] += 1
 
@@ -159,11 +155,7 @@ class ChunkTable(ChunkCounts):
 
     def is_shared(self, places: Places) -> Bools:
         """Whether another row holds the page at a place too, bool [n]."""
-        ids = self.pages[places]
-        found = np.zeros(len(ids), bool)
-        for page_bytes, at in self._by_size(self._sizes_of(places)):
-            found[at] = self.ledger.holders(ids[at], page_bytes) > 1
-        return found
+        return np.greater(self.ledger.holders(self.pages[places]), 1)
 
     def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
         """Takes a row with pages of a format where masks, uint64 [L, H], are not 0, and pages for positions where
@@ -184,26 +176,19 @@ class ChunkTable(ChunkCounts):
         """The visible slots of each page, uint64 [n, L, H]."""
         return np.full((len(chunks), *self.shape), ALL_SLOTS) if self.masks is None else self.masks[chunks]
 
-    def hold(self, chunks: Int32s) -> dict[int, Int32s]:
-        """Puts a hold on the pages, sidecars and positions of chunks. Until `release` they do not move, and outlive the
-        chunks. Returns their ids by size.
+    def hold(self, chunks: Int32s) -> Int32s:
+        """Puts a hold on the pages, sidecars and positions of chunks. Until the ledger's `release` they do not move,
+        and outlive the chunks. Returns their ids.
         """
-        ids, sizes = self._pages_of(chunks)
-        held = {page_bytes: ids[at] for page_bytes, at in self._by_size(sizes)}
-        for page_bytes, each in held.items():
-            self.ledger.hold(each, page_bytes)
-        return held
-
-    def release(self, held: dict[int, Int32s]) -> None:
-        """Ends a hold."""
-        for page_bytes, ids in held.items():
-            self.ledger.release(ids, page_bytes)
+        ids = self._pages_of(chunks)
+        self.ledger.hold(ids)
+        return ids
 
     def give(self, chunks: Int32s) -> None:
         """Gives chunks back, with their pages and sidecars."""
         if not len(chunks):
             return
-        self._give_pages(*self._pages_of(chunks))
+        self.ledger.give(self._pages_of(chunks))
         if self.sinks is not None:
             self.sidecars[chunks] = -1
         if self.masks is not None:
@@ -216,27 +201,22 @@ class ChunkTable(ChunkCounts):
         return int(pages) + POSITIONS_BYTES * int((self.positions[chunks] >= 0).sum())
 
     def _check_pages(self) -> None:
-        held, sizes = self._pages_of(np.flatnonzero(self._is_taken()).astype(np.int32))
-        for page_bytes in self.ledger.page_sizes:
-            ids, holders = np.unique(held[sizes == page_bytes], return_counts=True)
-            out = self.ledger.ids_out(page_bytes)
-            # Pages that only holds keep belong to no row.
-            out = out[self.ledger.holders(out, page_bytes) > self.ledger.holds(out, page_bytes)]
-            assert np.array_equal(ids, out), (
-                f"chunks hold {len(ids)} pages of {page_bytes} bytes that are not the {self.ledger.out(page_bytes)} out"
-            )
-            if len(ids):
-                counted = self.ledger.holders(ids, page_bytes) - self.ledger.holds(ids, page_bytes)
-                assert np.array_equal(holders, counted), "holders are counted wrongly"
+        chunks = np.flatnonzero(self._is_taken()).astype(np.int32)
+        held = self._is_held(chunks)
+        sizes = self._sizes[self.kinds[chunks]][held]
+        assert np.array_equal(self.ledger.page_bytes(self.pages[chunks][held]), sizes), "a page has another size"
+        ids, holders = np.unique(self._pages_of(chunks), return_counts=True)
+        out = self.ledger.ids_out()
+        # Pages that only holds keep belong to no row.
+        of_rows = self.ledger.holders(out) - self.ledger.holds(out)
+        assert np.array_equal(ids, out[of_rows > 0]), f"chunks hold {len(ids)} pages that are not the {len(out)} out"
+        assert np.array_equal(holders, of_rows[of_rows > 0]), "holders are counted wrongly"
 
-    def _pages_of(self, chunks: Int32s) -> tuple[Int32s, Int32s]:
-        """The page ids of chunks, sidecars and positions among them, and their sizes, int32 [n] each."""
-        held, sidecars, positions = self._is_held(chunks), self.sidecars[chunks], self.positions[chunks]
-        beside = (sidecars[sidecars >= 0], self.sidecar_bytes), (positions[positions >= 0], POSITIONS_BYTES)
-        return (
-            np.concatenate((self.pages[chunks][held], *(ids for ids, _ in beside))),
-            np.concatenate((self._sizes[self.kinds[chunks]][held], *(np.full(len(ids), size) for ids, size in beside))),
-        )
+    def _pages_of(self, chunks: Int32s) -> Int32s:
+        """The page ids of chunks, with those of sidecars and positions."""
+        sidecars, positions = self.sidecars[chunks], self.positions[chunks]
+        pages = self.pages[chunks][self._is_held(chunks)]
+        return np.concatenate((pages, sidecars[sidecars >= 0], positions[positions >= 0]))
 
     def _follow(self, before: Int32s, after: Int32s) -> None:
         """Puts the new ids of moved pages into the rows that hold them."""
@@ -277,24 +257,7 @@ class ChunkTable(ChunkCounts):
         if not self.fits(demand):
             raise CacheFullError(f"{len(sizes)} pages do not fit in {self.ledger.num_bytes} bytes (cache.memory)")
         self._make_room(demand)
-        return self._take_pages(sizes)
-
-    def _take_pages(self, sizes: NDArray[Any]) -> Int32s:
-        ids = np.empty(sizes.shape, np.int32)
-        for page_bytes, at in self._by_size(sizes):
-            ids[at] = self.ledger.take(int(at.sum()), page_bytes)
-        return ids
-
-    def _give_pages(self, ids: Int32s, sizes: NDArray[Any]) -> None:
-        for page_bytes, at in self._by_size(sizes):
-            self.ledger.give(ids[at], page_bytes)
-
-    def _by_size(self, sizes: NDArray[Any]) -> Iterator[tuple[int, Bools]]:
-        """The size classes of some sizes, and where each occurs."""
-        for page_bytes in self.ledger.page_sizes:
-            at = sizes == page_bytes
-            if at.any():
-                yield page_bytes, at
+        return self.ledger.take(sizes)
 
     def _sizes_of(self, places: Places) -> Int32s:
         """Bytes of the pages at some places."""
