@@ -166,7 +166,7 @@ def profile_arguments(
     pointer = POINTERS[str(dtype).removeprefix("torch.")]
     arguments: dict[str, Any] = dict.fromkeys(("q", "queries", "kept_queries", "arena"), pointer)
     arguments |= dict.fromkeys(("lse", "kept_lse", "cos", "sin", "sums", "out"), "*fp32")
-    arguments |= dict.fromkeys(("kept_places", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
+    arguments |= dict.fromkeys(("kept_indices", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
     arguments |= dict.fromkeys(("masks", "kept", "local"), "*i64") | {"q_stride": "i32:16"}
     codes = dict.fromkeys(("slot_positions", "bases", "heads", "pairs"), "*i32") | {"key_books": "*fp32"}
     arguments |= codes | PAGE_POINTERS

@@ -49,14 +49,14 @@ _HEADER = 32
 class _Kept:
     """The last rows of a slice, which `recovered` reads again.
 
-    first_place     index of the first row among all kept rows of the step
+    first_index     index of the first row among all kept rows of the step
     count           number of rows
     first_position  position of the first row
     chunks          int32 [n, KEPT_INTS], the chunks that the rows see, as in `kernels.profile`
     first_start     position of the first slot of the first chunk
     """
 
-    first_place: int
+    first_index: int
     count: int
     first_position: int
     chunks: NDArray[np.int32]
@@ -120,8 +120,8 @@ class ProfileMemory:
         if self.tables is None:
             return (None,) * 8
         tables, mirror, spec = self.tables, self.mirror, self.spec
-        places = mirror.positions, mirror.bases, mirror.sidecars
-        return *places, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
+        positions = mirror.positions, mirror.bases, mirror.sidecars
+        return *positions, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
 
 
 def page_id_of(room: Tensor, table: ChunkTable) -> int:
@@ -146,24 +146,24 @@ class StepProfile:
     ) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, kept_places, self._kept, kept_chunks = _columns_of(slices, own, spec)
+        columns, kept_indices, self._kept, kept_chunks = _columns_of(slices, own, spec)
         is_single = columns[:, 1] == 1
         named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
         memory.mirror.refresh(named[named >= 0])
         self.num_kept = sum(kept.count for kept in self._kept.values())
         self._num_singles = int(is_single.sum())
         self._num_tall = len(columns) - self._num_singles
-        at_places = _HEADER + columns.size
+        at_indices = _HEADER + columns.size
         host = torch.empty(
-            at_places + len(kept_places) * (self.num_kept > 0),
+            at_indices + len(kept_indices) * (self.num_kept > 0),
             dtype=torch.int32,
             pin_memory=memory.device.type == "cuda",
         )
         ints: NDArray[np.int32] = host.numpy()
         ints[0] = self._num_singles
-        ints[_HEADER:at_places] = np.concatenate((columns[is_single], columns[~is_single])).reshape(-1)
+        ints[_HEADER:at_indices] = np.concatenate((columns[is_single], columns[~is_single])).reshape(-1)
         if self.num_kept:
-            ints[at_places:] = kept_places
+            ints[at_indices:] = kept_indices
         if batch_size is None or self.num_kept:
             device = torch.empty(len(host), dtype=torch.int32, device=memory.device)
         else:
@@ -172,12 +172,12 @@ class StepProfile:
         self._num_columns = device[:1]
         self._singles = device[_HEADER:]
         self._tall = device[_HEADER + COLUMN_INTS * self._num_singles :]
-        self._kept_places = device[at_places:] if self.num_kept else None
+        self._kept_indices = device[at_indices:] if self.num_kept else None
         heads = spec.num_kv_heads * spec.group_size
         self.lse, self._queries = memory.lse, memory.queries
         if batch_size is None:
-            self.lse = memory.room("lse", len(kept_places) * heads, torch.float32)
-            self._queries = memory.room("queries", len(kept_places) * heads * spec.head_dim, spec.dtype)
+            self.lse = memory.room("lse", len(kept_indices) * heads, torch.float32)
+            self._queries = memory.room("queries", len(kept_indices) * heads * spec.head_dim, spec.dtype)
         count = spec.num_layers * heads * self.num_kept
         self._kept_queries = memory.room("kept_queries", count * spec.head_dim, spec.dtype) if count else None
         self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
@@ -210,7 +210,7 @@ class StepProfile:
         sizes = page_sizes(spec)
         heads = spec.num_kv_heads
         place_queries[(heads, triton.cdiv(len(q) * spec.group_size, PLACE_ROWS))](
-            q, self._queries, self.lse, self._kept_places, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
+            q, self._queries, self.lse, self._kept_indices, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
             positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.group_size, D=spec.head_dim,
             DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.head_dim),
             ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
@@ -246,7 +246,7 @@ class StepProfile:
         )
         recover[(math.prod(shape), len(rows.chunks))](
             self._kept_queries, self._kept_lse, *memory.pages, *memory.encoded, chunks, words, nearest, out,
-            self._kept_page, self._num_pages, self.num_kept, rows.first_place, rows.count, rows.first_position,
+            self._kept_page, self._num_pages, self.num_kept, rows.first_index, rows.count, rows.first_position,
             rows.first_start, kept.shape[2], **self._options(memory.launch),
         )  # fmt: skip
         return (out.double().sum(-1) / (spec.group_size * rows.count)).cpu().numpy()
@@ -278,14 +278,14 @@ class _StepColumns(NamedTuple):
     """The columns that a step's profiled slices see.
 
     columns      int32 [n, COLUMN_INTS]
-    kept_places  int32 [R], for every row its index among the kept rows, or -1
+    kept_indices  int32 [R], for every row its index among the kept rows, or -1
     kept         slice -> its kept rows
     kept_chunks  int32, named as in `Sources`: chunks that the kept rows saw as computed, and that exist so only in this
                  step
     """
 
     columns: NDArray[np.int32]
-    kept_places: NDArray[np.int32]
+    kept_indices: NDArray[np.int32]
     kept: dict[int, _Kept]
     kept_chunks: NDArray[np.int32]
 
@@ -328,7 +328,7 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
         # Rows of a chunk that the step fills see it as computed; if not strict, all rows of the slice do.
         filled = columns[at, 2] != columns[at, 3]
         columns[at, 7] = np.where(filled & spec.strict, columns[at, 5] + PAGE_TOKENS, _ALWAYS)
-    places = np.full(int(counts.sum()), -1, np.int32)
+    kept_indices = np.full(int(counts.sum()), -1, np.int32)
     kept: dict[int, _Kept] = {}
     kept_chunks: list[int] = []
     num_kept = 0
@@ -336,7 +336,7 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
         piece = slices[number]
         if piece.profiled is not None and (last_rows := piece.profiled.last_rows):
             after = int(first_rows[number]) + piece.num_rows
-            places[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
+            kept_indices[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
             position = piece.start + piece.num_rows - last_rows
             seen = columns[ends[index] - lengths[index] : ends[index]][:, [2, 3, 7]].copy()
             # Chunks that are encoded by now. As computed, they exist for one layer at a time.
@@ -346,4 +346,4 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
             kept_chunks += names
             kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_gone) * PAGE_TOKENS)
             num_kept += last_rows
-    return _StepColumns(columns, places, kept, np.array(kept_chunks, np.int32))
+    return _StepColumns(columns, kept_indices, kept, np.array(kept_chunks, np.int32))

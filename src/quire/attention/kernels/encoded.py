@@ -24,11 +24,11 @@ import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, join, leave, load_rotated, piece_of, sum_partials
 from quire.attention.kernels.tiles import (
-    dealt,
-    gathered,
+    deinterleaved,
     group_keys,
     group_values,
     in_value_order,
+    interleaved,
     nuq_keys,
     nuq_values,
 )
@@ -152,7 +152,7 @@ def attend_encoded(
 ):  # fmt: skip
     """Grid [H, n]."""
     HALF: tl.constexpr = D // 2
-    DEALT: tl.constexpr = max(1, DP // 32)
+    NUM_RUNS: tl.constexpr = max(1, DP // 32)
     TYPE: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(0)
     first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, own_ids, num_own = (
@@ -259,7 +259,7 @@ def attend_encoded(
                 first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
             first, second, token = first.to(TYPE), second.to(TYPE), slots
             if KIND == NUQ:
-                first, second = dealt(first, HP, 2), dealt(second, HP, 2)
+                first, second = interleaved(first, HP, 2), interleaved(second, HP, 2)
                 token = slots % 2 * (P // 2) + slots // 2
             score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
             score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
@@ -277,13 +277,13 @@ def attend_encoded(
                     D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
                 )  # fmt: skip
                 even_weight, odd_weight = in_value_order(weight, ROWS, P)
-                acc = tl.dot(even_weight, dealt(even.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
-                acc = tl.dot(odd_weight, dealt(odd.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
+                acc = tl.dot(even_weight, interleaved(even.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
+                acc = tl.dot(odd_weight, interleaved(odd.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
             else:
                 values = group_values(halves, octets, current, D, HALF, DP, P)
                 acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
     if KIND == NUQ:
-        acc = gathered(acc, ROWS, DEALT)
+        acc = deinterleaved(acc, ROWS, NUM_RUNS)
 
     if APPEND:
         # The piece with its row's own chunk adds the new token.

@@ -44,7 +44,7 @@ def place_queries(
     q,             # [R, H * G, D], rows q_stride apart
     queries,       # [H, R, G, D], out: rotated and scaled as for the scores of attention
     lse,           # f32 [R, H, G], base 2
-    kept_places,   # i32 [R], a row's index among the kept rows, or -1; or None: no row is kept
+    kept_indices,  # i32 [R], a row's index among the kept rows, or -1; or None: no row is kept
     kept_queries,  # [L, H, kept rows, G, D], out; or None likewise
     kept_lse,      # f32 [L, H, kept rows, G], out; or None likewise
     cos, sin,      # f32 [positions, D / 2]; ROTATE only
@@ -66,10 +66,10 @@ def place_queries(
     query = load_rotated(q, row * q_stride + (head * G + m % G) * D, valid, cos, sin, position, D, DP, ROTATE)
     query = (query * SCALE).to(q.dtype.element_ty)
     tl.store(queries + (head * num_rows * G + m)[:, None] * D + d[None, :], query, mask=stored)
-    if kept_places is not None:
-        place = tl.load(kept_places + row, mask=valid, other=-1).to(tl.int64)
-        kept = place >= 0
-        to = ((layer.to(tl.int64) * H + head) * num_kept + place) * G + m % G
+    if kept_indices is not None:
+        index = tl.load(kept_indices + row, mask=valid, other=-1).to(tl.int64)
+        kept = index >= 0
+        to = ((layer.to(tl.int64) * H + head) * num_kept + index) * G + m % G
         tl.store(kept_queries + to[:, None] * D + d[None, :], query, mask=stored & kept[:, None])
         limit = tl.load(lse + (row * H + head) * G + m % G, mask=kept, other=0.0)
         tl.store(kept_lse + to, limit, mask=kept)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def places(
+def book_indices(
     fours, twos, ones,    # i32, words of a line. Each half holds parts of four codes: fours in all bits, twos in the
                           # lower eight, ones in the lower four
     PARTS: tl.constexpr,  # which of the three exist: a sum of 4, 2 and 1
@@ -55,7 +55,7 @@ def nuq_keys(
         ones = ones >> (pair % 4 * 4)[:, None]
     # A thread has two of the page's four quarters, the even or the odd ones.
     odd = tl.arange(0, 2)[None, :, None]
-    at = places(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
+    at = book_indices(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
     at = tl.reshape(at[:, None, :, :] >> (tl.arange(0, 2) * 8)[None, :, None, None], (HP, P))
     first = tl.gather(first_book, at & 31, 1)
     second = tl.gather(second_book, at >> 16 & 31, 1)
@@ -97,7 +97,7 @@ def nuq_values(
         ones = ones >> (eighth % 4 * 4)[:, None]
     # Slots 8 e + 2 m and the next: m before e, so that a thread has all codes of a word.
     m = tl.arange(0, 4)[:, None, None]
-    evens, odds = places(fours, twos, ones, PARTS), places(fours >> 4, twos >> 2, ones >> 1, PARTS)
+    evens, odds = book_indices(fours, twos, ones, PARTS), book_indices(fours >> 4, twos >> 2, ones >> 1, PARTS)
     at = tl.where(m % 2 == 0, evens[None, :, :], odds[None, :, :]) >> m // 2 * 8
     at = tl.reshape(at, (P // 2, DP))
     even = tl.gather(book, at & 31, 1)
@@ -118,25 +118,25 @@ def nuq_values(
 
 
 @triton.jit
-def dealt(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
-    """Interleaves HANDS runs of C columns, [ROWS, HANDS * C]: the first column of each run, the second of each, ...
+def interleaved(x, ROWS: tl.constexpr, NUM_RUNS: tl.constexpr):
+    """Interleaves runs of C columns, [ROWS, NUM_RUNS * C]: the first column of each run, the second of each, ...
 
     A thread that looks up columns has every 32nd of them. Interleaving makes these neighbours, to be stored at once.
     """
-    C: tl.constexpr = x.shape[1] // HANDS
-    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, HANDS, C)), (0, 2, 1)), (ROWS, HANDS * C))
+    C: tl.constexpr = x.shape[1] // NUM_RUNS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, NUM_RUNS, C)), (0, 2, 1)), (ROWS, NUM_RUNS * C))
 
 
 @triton.jit
-def gathered(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
-    """The inverse of `dealt`."""
-    C: tl.constexpr = x.shape[1] // HANDS
-    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, HANDS)), (0, 2, 1)), (ROWS, HANDS * C))
+def deinterleaved(x, ROWS: tl.constexpr, NUM_RUNS: tl.constexpr):
+    """The inverse of `interleaved`."""
+    C: tl.constexpr = x.shape[1] // NUM_RUNS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, NUM_RUNS)), (0, 2, 1)), (ROWS, NUM_RUNS * C))
 
 
 @triton.jit
 def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
-    """Splits columns [ROWS, P], token slots interleaved from two runs (see `dealt`), into even and odd slots, [ROWS,
+    """Splits columns [ROWS, P], token slots as `interleaved` orders two runs, into even and odd slots, [ROWS,
     P / 2] each, in the token order of `nuq_values`.
     """
     # From slots 8 e + 2 m + i, upper and lower half of the page interleaved, to the order m, e, i.
