@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,11 +84,12 @@ class ChunkTable(ChunkCounts):
         """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
         enqueued on the current stream.
         """
-        self._make_room(demand)
+        sizes = np.broadcast_to(self.page_sizes(codec), (count, *self.shape))
+        ids = self._new_pages(np.append(sizes, [self.sidecar_bytes] * sidecar).astype(np.int32, copy=False))
         chunks = self._blank(count, codec.kernel_id)
-        self.pages[chunks] = self.ledger.take(np.broadcast_to(self.page_sizes(codec), (count, *self.shape)))
+        self.pages[chunks] = ids[: sizes.size].reshape(sizes.shape)
         if sidecar:
-            self.sidecars[chunks[0]] = self.ledger.take(np.array(self.sidecar_bytes))
+            self.sidecars[chunks[0]] = ids[-1]
         if self.masks is not None:
             self.masks[chunks] = ALL_SLOTS
         return chunks
@@ -243,20 +243,18 @@ class ChunkTable(ChunkCounts):
         )
         self.num_moved_pages += len(before)
 
-    def _make_room(self, needs: Sequence[int]) -> None:
-        moves = self.ledger.make_room(needs)
-        if moves:
-            if self._arena is not None:
-                for page_bytes, before, after in moves:
-                    self._arena.copy(before, after, page_bytes)
-            self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
-
     def _new_pages(self, sizes: NDArray[Any]) -> Int32s:
         """Takes one page of each size. Raises CacheFullError if they do not all fit. May move pages."""
-        demand = self._of_sizes(sizes)
-        if not self.fits(demand):
-            raise CacheFullError(f"{len(sizes)} pages do not fit in {self.ledger.num_bytes} bytes (cache.memory)")
-        self._make_room(demand)
+        try:
+            return self.ledger.take(sizes)
+        except CacheFullError:
+            demand = self._of_sizes(sizes)
+            if not self.ledger.has_room(demand):
+                raise
+        for page_bytes, before, after in (moves := self.ledger.make_room(demand)):
+            if self._arena is not None:
+                self._arena.copy(before, after, page_bytes)
+        self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
         return self.ledger.take(sizes)
 
     def _sizes_of(self, places: Places) -> Int32s:
