@@ -33,10 +33,8 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
-from quire.cache.codecs import Codec
+from quire.cache.codecs import CODECS, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 from quire.config import EngineConfig
@@ -224,10 +222,11 @@ def sealed_codecs() -> dict[str, Codec]:
     config = EngineConfig.from_options({"cache.codec": "nuq4", "runtime.threads": runtime.num_threads()})
     calibration = calibration_for(resolve_model("smollm2"), config)
     assert calibration is not None
-    codecs: dict[str, Codec] = {
-        name: NuqCodec(name, tables) for name, tables in sorted(calibration.tables.items(), reverse=True)
+    return {
+        name: load(row.place).of(CodecInputs(name, SMOLLM2_HEADS[2], calibration.tables.get(name)))
+        for name, row in CODECS.items()
+        if "cpu" in row.cases
     }
-    return codecs | {"g4": GroupCodec(SMOLLM2_HEADS[2])}
 
 
 def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Callable[[int], object]:

@@ -36,6 +36,7 @@ from common import append_record, arguments, commit, format_table, hardware, har
 
 from quire import SamplingParams
 from quire.attention.nuq import NuqHeads
+from quire.cache.codecs import CODECS
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import format_bytes, parse_bytes
@@ -58,7 +59,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
-    parser.add_argument("--codecs", default="dense,nuq4,nuq3,nuq2,g4", help="the first is the baseline")
+    parser.add_argument("--codecs", default=",".join(CODECS), help="the first is the baseline")
     parser.add_argument("--batches", default="8,16", help="sequences that decode together")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--memory", default="1GiB", help="arena of the capacity runs")

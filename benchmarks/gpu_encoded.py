@@ -28,10 +28,9 @@ from quire.attention.plan import AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
-from quire.cache.codecs import Codec
+from quire.cache.codecs import CODECS, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec, NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqTables
 from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 
@@ -86,11 +85,12 @@ def make_tables(layers: int, bits: int, mixed: bool) -> NuqTables:
 
 
 def codec_of(name: str, layers: int) -> Codec:
-    """nuq4, nuq3, nuq2, one of these with " mixed", or g4."""
-    if name == "g4":
-        return GroupCodec(DIM)
+    """A codec of the registry; with " mixed" behind its name, of several widths."""
     plain, _, mixed = name.partition(" ")
-    return NuqCodec(plain, make_tables(layers, int(plain[-1]), bool(mixed)))
+    row = CODECS[plain]
+    tables = make_tables(layers, row.bits, bool(mixed)) if row.is_calibrated else None
+    codec: Codec = load(row.place).of(CodecInputs(plain, DIM, tables))
+    return codec
 
 
 def encoded_spec(codec: Codec, batch: int, context: int, layers: int) -> AttentionSpec:

@@ -49,7 +49,7 @@ from quire.attention.reference import rotate
 from quire.calibrate import CalibrationSettings
 from quire.calibrate.fit import KINDS, LayerFit, fit_layer
 from quire.calibrate.samples import GradientOps, LayerSamples, gather
-from quire.calibrate.settings import WINDOW_TOKENS
+from quire.calibrate.settings import CODEC_OF, WINDOW_TOKENS
 from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write
 from quire.config import EngineConfig
@@ -67,7 +67,7 @@ from quire.models.weights import open_model
 
 BENCHMARK = "kv_ablation"
 CONTEXT = 2048
-WIDTHS = (4, 3, 2)
+WIDTHS = tuple(sorted(CODEC_OF, reverse=True))
 PARTS = ("keys", "values", "key_grads", "value_grads")
 
 
@@ -214,7 +214,7 @@ class Samples:
         tables, report = {}, {}
         for bits in WIDTHS:
             made = make_tables(fits, bits, slots, kinds=variant.kinds, spends=variant.spends)
-            tables[f"nuq{bits}"], report[f"nuq{bits}"] = made
+            tables[CODEC_OF[bits]], report[CODEC_OF[bits]] = made
         settings = {"variant": str(variant), "text": self.text_id, "outlier_slots": slots}
         return Calibration(self.model_id, tables, settings, report)
 
@@ -264,7 +264,7 @@ class Ablation:
             self._samples.calibration(variant).save(file)
             cache = {"calibration": file, "outlier_slots": variant.fits.slots, "sink_tokens": variant.sinks}
             options = {f"cache.{name}": value for name, value in cache.items()}
-            engines = self._engines([f"nuq{bits}" for bits in widths], options)
+            engines = self._engines([CODEC_OF[bits] for bits in widths], options)
             for bits, engine in zip(widths, engines, strict=True):
                 self._ask(name, bits, engine)
 
@@ -283,7 +283,7 @@ class Ablation:
             how: dict[str, Any] = {"kinds": variant.kinds, "spends": variant.spends}
             stored = per_token(keys, samples.fits(fits), bits, fits.slots, **how)
         else:
-            stored = per_channel(samples.calibration(variant).tables[f"nuq{bits}"])
+            stored = per_channel(samples.calibration(variant).tables[CODEC_OF[bits]])
         plan = SimulatedPlan(samples.shape, CONTEXT - 1, stored, rotated=fits.rotated, sinks=variant.sinks)
         self._keep(
             name, bits, [simulated_loss(self._dense.runner.model, window, plan) for window in self._windows], None

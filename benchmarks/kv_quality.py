@@ -42,6 +42,9 @@ from common import ROOT, append_record, commit, format_table, hardware, hardware
 from contest import say
 from turns import Worker, WorkerError
 
+from quire.cache.codecs import CODECS as REGISTRY
+from quire.cache.codecs import DENSE
+
 HERE = Path(__file__).resolve().parent
 BENCHMARK = "kv_quality"
 CONTEXT = 2048
@@ -77,8 +80,8 @@ PEERS = {
     "llamacpp": Peer("llama.cpp", "run_llamacpp.py", None, "models/bf16.gguf", programs="llamacpp/bin"),
     "openvino": Peer("OpenVINO", "run_openvino.py", "openvino/bin/python", "models/openvino"),
 }
-QUIRE, DENSE = "quire", "dense"
-CODECS = {DENSE: 16, "nuq4": 4, "g4": 4, "nuq3": 3, "nuq2": 2}
+QUIRE = "quire"
+CODECS = {name: row.bits for name, row in REGISTRY.items()}
 TITLES = {QUIRE: "Quire"} | {name: peer.title for name, peer in PEERS.items()}
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-# A module may import its own layer and those before it.
+# A module may import its own layer and those before it. A package is a layer; a dotted name is one module of its own
+# layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
-    "version", "errors", "interrupt", "collecting", "folders", "habits", "arguments", "options", "config", "kernels",
-    "models", "cache", "attention", "engine", "calibrate", "check", "load", "llm", "async_llm", "evaluation",
-    "server", "cli", "__main__",
+    "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
+    "config", "kernels", "models", "cache", "attention", "engine", "calibrate", "check", "load", "llm", "async_llm",
+    "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -55,9 +56,11 @@ NEVER = {
     "engine/scheduler.py": ("torch", "time", "datetime"),
 }
 
-# Modules that must not load these packages, even indirectly: a simulator runs them without a model.
+# Packages that some modules must not load, even indirectly: a simulator runs the control plane without a model, and
+# every command loads the configuration.
 WITHOUT = ("torch", "tokenizers", "transformers")
 CONTROL = ("engine/scheduler.py", "engine/request.py", "cache/manager.py", "cache/tree.py")
+LIGHT = ("config.py", "cache/codecs/__init__.py")
 
 # Whose modules import each other in no circle, not even for types.
 ACYCLIC = ("cache",)
@@ -139,10 +142,10 @@ def _circles_from(name: str, targets: dict[str, list[str]], way: list[str], done
         done.add(name)
 
 
-def loaded(modules: Sequence[str]) -> list[str]:
-    """The packages of WITHOUT that a new process loads when it imports some modules of quire."""
+def loaded(modules: Sequence[str], packages: Sequence[str] = WITHOUT) -> list[str]:
+    """The ones of some packages that a new process loads when it imports some modules of quire."""
     names = [".".join(["quire", *Path(module).with_suffix("").parts]) for module in modules]
-    code = f"import sys, {', '.join(names)}; print(*(name for name in {WITHOUT!r} if name in sys.modules))"
+    code = f"import sys, {', '.join(names)}; print(*(name for name in {packages!r} if name in sys.modules))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
@@ -154,13 +157,13 @@ def _fault(module: Path, found: Import) -> str | None:
         return f"{top} is imported when the module is; import it inside the function that needs it"
     if top != "quire":
         return None
-    own = module.parts[0].removesuffix(".py")
+    own = _layer(module.with_suffix("").parts)
     if own == "__init__":
         immediate = found.is_immediate and rest[:1] != ["version"]
         return (
             f"quire/__init__.py imports {found.name} at once; public names are loaded when used" if immediate else None
         )
-    target = rest[0] if rest else "__init__"
+    target = _layer(rest) if rest else "__init__"
     if target == "__version__":
         return "import __version__ from quire.version"
     if target not in LAYERS or own not in LAYERS:
@@ -169,6 +172,12 @@ def _fault(module: Path, found: Import) -> str | None:
     if LAYERS.index(target) > LAYERS.index(own):
         return f"quire.{own} imports quire.{target}, which lies above it"
     return None
+
+
+def _layer(parts: Sequence[str]) -> str:
+    """The layer of a module: the one that is named as it is, or its package."""
+    name = ".".join(parts).removesuffix(".__init__")
+    return name if name in LAYERS else parts[0]
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -181,6 +190,7 @@ def main() -> None:
     found = [*offences(root), *circles(root)]
     if len(sys.argv) == 1:
         found += [f"{module} loads {name}" for module in CONTROL for name in loaded([module])]
+        found += [f"{module} loads {name}" for module in LIGHT for name in loaded([module], ("torch", "numpy"))]
     print("\n".join(found) or "imports point downwards")
     sys.exit(bool(found))
 

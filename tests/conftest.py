@@ -152,6 +152,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture
+def toy_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the row of a codec that only tests have into the registry."""
+    from quire.cache.codecs import CODECS
+    from tests.codecs import TOY
+
+    monkeypatch.setitem(CODECS, TOY.name, TOY)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of texts, traces and tokenizers outside the repository: $QUIRE_DATA, or shared/data beside it."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from quire.cache.codecs import DENSE
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
@@ -151,7 +152,7 @@ def measure(
     page_bytes = DenseCodec(shape.head_dim, torch_dtype(config.model.dtype)).page_bytes
     chunks = (-(-len(tokens) // PAGE_TOKENS) + SPARE_CHUNKS) * 5 // 4
     memory = chunks * page_bytes * shape.num_layers * shape.num_kv_heads
-    dense = CacheConfig(codec="dense", memory=memory, share=False)
+    dense = CacheConfig(codec=DENSE, memory=memory, share=False)
     encoded = replace(config.cache, memory=memory, share=False, lifetime=None, pin=None, strict=True)
     hidden = []
     for cache, tables in ((dense, None), (encoded, calibration)):

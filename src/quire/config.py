@@ -14,8 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from quire import options as _options
 from quire.arguments import Arguments
+from quire.cache.codecs import CODECS, DENSE
 from quire.errors import ConfigError
-from quire.options import AtLeast, Bytes, Count, Group, format_bytes, nearest, parse_bytes
+from quire.options import AtLeast, Bytes, Count, Group, OneOf, format_bytes, nearest, parse_bytes
 
 __all__ = [
     "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig", "SchedulerConfig",
@@ -54,9 +55,8 @@ class CacheConfig(Group):
 
     key: ClassVar[str] = "cache"
 
-    codec: Literal["dense", "nuq4", "nuq3", "nuq2", "g4"] = "dense"
-    """Format of sealed pages. dense: keys and values in `model.dtype`. nuq4, nuq3, nuq2: non-uniform codes of 4, 3 and
-    2 bits on average, calibrated for the model. g4: 4 bits in groups of 64, without calibration."""
+    codec: Annotated[str, OneOf(CODECS)] = DENSE
+    """Format of sealed pages."""
     calibration: str | None = None
     """File made by `quire calibrate` for this model. none: the earlier calibration with the same settings; if there is
     none yet, Quire calibrates first."""
@@ -85,7 +85,7 @@ class CacheConfig(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.strict and self.codec == "dense":
+        if not self.strict and self.codec == DENSE:
             raise ConfigError("cache.strict is false, which has no effect on dense pages; leave it true")
         if self.pin is not None and not self.share:
             raise ConfigError("cache.pin needs prefix sharing, but cache.share is false; set it true")
@@ -94,12 +94,18 @@ class CacheConfig(Group):
         if self.sink_tokens > 64:
             raise ConfigError(f"cache.sink_tokens is {self.sink_tokens}; it must be at most 64, the tokens of a chunk")
         if self.calibration is not None and not self.is_calibrated:
-            raise ConfigError(f"cache.calibration is for the nuq codecs, but cache.codec is {self.codec}")
+            calibrated = ", ".join(name for name, row in CODECS.items() if row.is_calibrated)
+            raise ConfigError(f"cache.calibration is for {calibrated}, but cache.codec is {self.codec}")
 
     @property
     def is_calibrated(self) -> bool:
         """Whether the codec needs a calibration."""
-        return self.codec.startswith("nuq")
+        return CODECS[self.codec].is_calibrated
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens of every sequence that stay exact."""
+        return self.sink_tokens if CODECS[self.codec].has_sinks else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ keys of a file or of Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from quire.cache.codecs import CODECS, DENSE
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ def _no(text: str) -> Habit:
     return Habit((), text)
 
 
+def _codecs() -> str:
+    encoded = [row for name, row in CODECS.items() if name != DENSE]
+    bits = sorted({row.bits for row in encoded}, reverse=True)
+    return f"{_listed([row.name for row in encoded])} store keys and values in {_listed(bits)} bits"
+
+
+def _listed(values: Sequence[object]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _all(names: str, habit: Habit) -> dict[str, Habit]:
     return dict.fromkeys(names.split(), habit)
 
@@ -45,7 +58,7 @@ HABITS: dict[str, Habit] = {
     **_all("quantization q", _is("model.weights", "a GGUF file stays packed; g4 packs other weights")),
     **_all(
         "kv-cache-dtype cache-type-k ctk cache-type-v ctv",
-        _is("cache.codec", "nuq4, nuq3, nuq2 and g4 store keys and values in 4, 3 and 2 bits"),
+        _is("cache.codec", _codecs()),
     ),
     **_all(
         "gpu-memory-utilization mem-fraction-static kv-cache-memory-bytes kv-cache-memory",

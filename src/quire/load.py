@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
@@ -80,7 +81,7 @@ def load_engine(
         shape = checkpoint.shape
     name = resolved.model.name or model
     model_id = fingerprint(path)
-    if resolved.cache.check and resolved.cache.codec != "dense":
+    if resolved.cache.check and resolved.cache.codec != DENSE:
         _ask(unwanted)
         check_codec(engine_model, tokenizer, resolved, model_id, calibration)
     retain = resolved.retain

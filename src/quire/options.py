@@ -22,7 +22,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from quire.arguments import Arguments
 from quire.errors import ConfigError
@@ -34,6 +34,23 @@ class AtLeast:
     """Annotation of a number: the smallest valid value."""
 
     least: float
+
+
+class Explained(Protocol):
+    """The meaning of a word of `OneOf`.
+
+    about  one sentence
+    """
+
+    @property
+    def about(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Annotation of a text: the valid words. They are read at each use, so words added later are valid too."""
+
+    words: Mapping[str, Explained]
 
 
 Bytes = Annotated[int, "bytes"]
@@ -49,17 +66,24 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its key, type, default and documentation."""
+    """One setting: its key, type, default and docstring."""
 
     key: str
     hint: Any
     default: Any
-    doc: str
+    text: str
 
     @property
     def name(self) -> str:
         """The field's name: the key without its group."""
         return self.key.partition(".")[2]
+
+    @property
+    def doc(self) -> str:
+        """The documentation: the docstring, and for a setting with `OneOf` the meaning of each word."""
+        marks = getattr(self.hint, "__metadata__", ())
+        words = marks[0].words if marks and isinstance(marks[0], OneOf) else {}
+        return " ".join([self.text, *(f"{word}: {each.about}." for word, each in words.items())])
 
     def convert(self, value: Any) -> Any:
         """Converts a value from text, Python or TOML to the setting's type. Raises ConfigError."""
@@ -309,9 +333,9 @@ def _convert_one(hint: Any, value: Any) -> Any:
     if hint == Bytes and (is_text or type(value) is int):
         return parse_bytes(value)
     if kind is Annotated and hint != Bytes:
-        number, (mark,) = _convert_one(hint.__origin__, value), hint.__metadata__
-        if number >= mark.least:
-            return number
+        plain, (mark,) = _convert_one(hint.__origin__, value), hint.__metadata__
+        if plain in mark.words if isinstance(mark, OneOf) else plain >= mark.least:
+            return plain
     if kind is bool and (type(value) is bool or (is_text and value.lower() in _BOOLS)):
         return value if type(value) is bool else _BOOLS[value.lower()]
     if kind is str and isinstance(value, (str, Path)):
@@ -331,6 +355,8 @@ def _terms(hint: Any, in_words: bool) -> list[str]:
             terms += typing.get_args(kind)
         elif kind == Bytes:
             terms.append("a size such as 512MiB or 1.5GiB" if in_words else "SIZE")
+        elif typing.get_origin(kind) is Annotated and isinstance(kind.__metadata__[0], OneOf):
+            terms += kind.__metadata__[0].words
         elif typing.get_origin(kind) is Annotated:
             terms.append(
                 _terms(kind.__origin__, in_words)[0]

@@ -15,15 +15,16 @@ from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
+from quire.cache.codecs import CODECS as REGISTRY
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import SLOT_BYTES, NuqCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 
+from ..codecs import build
 from ..nuq_tables import random_tables, tables_of
 from .harness import Shape, make_spec, relative_rms, run
 from .sharing import MakeBackend, forest
@@ -32,15 +33,12 @@ CODECS: dict[str, Callable[[Shape], Codec]] = {
     # Every head and layer, and every four pairs of channels, as they happen to be.
     "mixed": lambda shape: NuqCodec("nuq3", random_tables(shape.layers, shape.heads, shape.dim, 0, reach=1.0)),
     **{
-        f"nuq{bits}": lambda shape, bits=bits: NuqCodec(
-            f"nuq{bits}",
-            random_tables(
-                shape.layers, shape.heads, shape.dim, bits, key_bits=[bits], value_bits=[bits], slots=[1], reach=1.0
-            ),
+        name: lambda shape, name=name: build(
+            name, (shape.layers, shape.heads, shape.dim), seed=REGISTRY[name].bits, key_bias=key_bias(shape)
         )
-        for bits in (4, 3, 2)
+        for name, row in REGISTRY.items()
+        if row.cases
     },
-    "g4": lambda shape: GroupCodec(shape.dim, key_bias(shape)),
 }
 
 
@@ -68,10 +66,10 @@ def encoded_spec(
     sums: bool = False,
 ) -> AttentionSpec:
     """A poisoned arena with room for so many tokens, most of them encoded, and with column sums beside them or none.
-    Group codes have no sinks.
+    Codecs without sinks have none.
     """
     open_codec = DenseCodec(shape.dim, shape.dtype)
-    sinks = sinks if isinstance(codec, NuqCodec) else 0
+    sinks = sinks if REGISTRY[codec.name].has_sinks else 0
     exact = Sinks(sinks, shape.layers, shape.heads, shape.dim, shape.dtype) if sinks else None
     largest = max(int(np.max(codec.page_bytes)), open_codec.page_bytes, exact.sidecar_bytes if exact else 0)
     sums_bytes = SumsCodec.page_bytes if sums else 0
@@ -268,7 +266,7 @@ def check_ties(make: MakeBackend, count: int, seed: int, device: str = "cpu") ->
     k, v, q = (x.view(PAGE_TOKENS, 1, 16).to(device) for x in (k, v, q))
     plan.write(0, k, v)
     plan.attend(0, q)
-    image, layout = sealed_bytes(spec, piece.chunks), codec.layouts[0][0]
+    image, layout = sealed_bytes(spec, piece.chunks), codec.heads[0][0].layout
     for which, start in enumerate((layout.key_slots, layout.value_slots)):
         first = is_costly[which].nonzero()[:, 1].split(is_costly[which].sum(-1).tolist())
         expected = torch.stack([channels[:count] for channels in first], 1)

@@ -46,7 +46,7 @@ def decoded(codec: NuqCodec, pages: torch.Tensor, layer: int = 0, head: int = 0)
 def check(codec: NuqCodec, k: torch.Tensor, v: torch.Tensor, layer: int = 0, head: int = 0) -> None:
     expected = codec.encode(layer, head, k, v)
     actual = encoded(codec, k, v, layer, head)
-    layout = codec.layouts[layer][head]
+    layout = codec.heads[layer][head].layout
     bounds = {
         "key codes": 0,
         **{name: getattr(layout, name) for name in ("key_slots", "values", "ranges", "value_slots", "end")},

@@ -138,13 +138,12 @@ def test_tokens_that_change_places_are_attended_to_as_before(dtype: torch.dtype,
     moves = []
     for layer, head in np.ndindex(spec.num_layers, spec.num_kv_heads):
         order = rows.random.permutation(count * PAGE_TOKENS)  # of slots of the new pages: which old one
-        at = np.arange(len(order))
-        (fro, slots), (to, new_slots) = np.divmod(order, PAGE_TOKENS), np.divmod(at, PAGE_TOKENS)
-        pages = (spec.table.pages[chunks[index], layer, head] for chunks, index in ((old, fro), (new, to)))
-        moves.append([np.full_like(at, layer), np.full_like(at, head), next(pages), slots, next(pages), new_slots])
+        at, slots = np.divmod((order, np.arange(len(order))), PAGE_TOKENS)
+        pages = spec.table.pages[np.stack((old[at[0]], new[at[1]])), layer, head]
+        moves.append([np.full_like(order, layer), np.full_like(order, head), pages, slots])
         for index, chunk in enumerate(new.tolist()):
             rows.place(chunk, layer, head, order[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
-    columns = (np.concatenate(column).astype(np.int32) for column in zip(*moves, strict=True))
+    columns = (np.concatenate(column, -1) for column in zip(*moves, strict=True))
     spec.table.sealed_codec.move(spec.table.arena.data, Moves(*columns))
     after = replace(before, chunks=np.append(new, before.chunks[-1:]))
     for backend in (ReferenceAttention(spec), CpuAttention(spec)):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of, nominal_page_bytes
+from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of
 from quire.calibrate import fit as fit_module
 from quire.calibrate.fit import KINDS, Book, LayerFit, as_stored, even_tables, fit_layer, padded
 from quire.calibrate.samples import LayerSamples
 from quire.calibrate.spend import even, page_step, spend
 from quire.calibrate.tables import make_tables
+from quire.engine.calibration import check_tables
 
 HEADS, CHANNELS, TOKENS = 2, 32, 512
 
@@ -186,7 +187,7 @@ def costs(layers: int = 4, seed: int = 0, channels: int = 64, heads: int = 3) ->
 def test_bits_are_spent_within_the_budget_and_better_than_evenly(channels: int, bits: int, slots: int) -> None:
     keys, values = costs(channels=channels)
     chosen, plain = spend(keys, values, bits, slots), even(keys, values, bits, slots)
-    assert (plain.page_bytes == nominal_page_bytes(channels, bits, slots)).all()
+    assert (plain.page_bytes == NuqCodec.nominal_page_bytes(channels, bits, slots)).all()
     assert int(chosen.page_bytes.sum()) <= int(plain.page_bytes.sum())
     assert int(chosen.page_bytes.sum()) > 0.97 * int(plain.page_bytes.sum()), "bytes are left over"
     assert (chosen.page_bytes % page_step(channels) == 0).all()
@@ -238,7 +239,7 @@ def test_tables_take_the_kind_that_costs_least_and_the_bits_that_were_spent() ->
     assert report["held_out_cost"]["chosen"] < report["held_out_cost"]["same bits everywhere"]
     assert sum(report["key_books"].values()) == len(fits)
     mean = float(codec.page_bytes.mean())
-    assert mean <= nominal_page_bytes(CHANNELS, 3, 1)
+    assert mean <= NuqCodec.nominal_page_bytes(CHANNELS, 3, 1)
     assert report["bits_per_element"] == pytest.approx(mean * 8 / (2 * 64 * CHANNELS))
 
     tables, report = make_tables(fits, 3, 1, kinds=("uniform",), spends=False)
@@ -253,7 +254,7 @@ def test_tables_of_one_width_are_what_pages_need() -> None:
     keys, values = torch.randn(2, 32, 8).sort(-1).values, torch.randn(2, 4).sort(-1).values
     tables = even_tables(Book(keys, keys), torch.ones(2, 32), 2, Book(values, values), 0)
     assert isinstance(tables, NuqTables)
-    tables.check(1, 2, 32)
+    check_tables(tables, 1, 2, 32)
     assert (tables.key_bits == 3).all() and (tables.value_bits == 2).all()
     torch.testing.assert_close(tables.key_edges[0, ..., :7], (keys[..., 1:] + keys[..., :-1]) / 2)
     assert (tables.key_edges[0, ..., 7:] == torch.inf).all()

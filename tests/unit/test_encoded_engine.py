@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache.codecs import CODECS, DENSE
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import resolve
@@ -17,6 +18,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
 from quire.models.shape import ModelShape
 from tests import engines
+from tests.codecs import EVERY, options_of, row_of
 from tests.effort import combine, examples
 from tests.engines import chunk_bytes, drain, generate
 from tests.tiny_models import tiny_shape
@@ -65,7 +67,7 @@ SHAPES = [shape(), tiny_shape("opt", head_dim=16, hidden_size=64)]
 """One that rotates, and one that does not."""
 
 
-@combine(codec=["nuq4", "nuq3", "nuq2"], of=SHAPES, sinks=[0, 1, 5])
+@combine(codec=[name for name, row in CODECS.items() if row.has_sinks], of=SHAPES, sinks=[0, 1, 5])
 def test_the_cpu_backend_is_the_reference(codec: str, of: ModelShape, sinks: int) -> None:
     prompt = ids(300, 1)
     found = [
@@ -299,10 +301,13 @@ def test_a_request_as_long_as_the_cache_runs() -> None:
     assert len(answer) == 10
 
 
-@pytest.mark.parametrize("codec", ["nuq3", "g4", "dense"])
-@pytest.mark.parametrize("sinks", [0, 1, 64])
+@pytest.mark.usefixtures("toy_codec")
+@pytest.mark.parametrize(
+    ("codec", "sinks"),
+    [(codec, sinks) for codec in (DENSE, *EVERY) for sinks in ([0, 1, 64] if row_of(codec).has_sinks else [0])],
+)
 def test_a_cache_too_small_is_refused_with_one_that_is_not(codec: str, sinks: int) -> None:
-    options = {"cache.codec": codec, **({} if codec == "dense" else {"cache.sink_tokens": sinks})}
+    options = {**options_of(codec), "cache.sink_tokens": sinks}
     with pytest.raises(ConfigError, match=r"cache\.memory") as refused:
         make_engine(**options, **{"cache.memory": 2 * chunk_bytes(shape()) // 3})
     enough = str(refused.value).rpartition(" ")[2]

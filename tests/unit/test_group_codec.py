@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,10 +114,11 @@ def test_bits_of_a_number() -> None:
 
 @pytest.mark.parametrize("dim", [15, 65, 258])
 def test_head_sizes_it_cannot_store_are_refused(dim: int) -> None:
+    shape = replace(tiny_shape("opt"), head_dim=dim)
     with pytest.raises(
-        ConfigError, match=f"g4 stores heads of an even size up to 256, not {dim}; use cache.codec dense"
+        ConfigError, match=f"g4 stores heads whose size is a multiple of 2 up to 256, not {dim}; use cache.codec dense"
     ):
-        GroupCodec(dim)
+        resolve(EngineConfig.from_options({"cache.codec": "g4", "runtime.device": "cpu"}), shape)
 
 
 PROMPT = [index * 37 % 256 for index in range(318)]

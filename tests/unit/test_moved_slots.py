@@ -17,6 +17,7 @@ from quire.cache.codecs.slots import Moves
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from tests.effort import examples
 
+from ..codecs import EVERY, build
 from ..kernels.pages import KINDS, LEVELS, use_level, vectors
 from ..nuq_tables import random_tables
 
@@ -30,6 +31,7 @@ CODECS: dict[str, Codec] = {
            f"nuq{bits}", random_tables(L, H, 64, bits, key_bits=[bits], value_bits=[bits], slots=[slots]))
        for bits, slots in ((4, 1), (3, 1), (2, 1), (3, 0), (2, 2))},
     **{f"mixed {dim}": NuqCodec("nuq3", random_tables(L, H, dim, dim)) for dim in (16, 48, 80, 128)},
+    **{f"{name} of the registry": build(name, (L, H, 64)) for name in EVERY},
 }  # fmt: skip
 
 
@@ -68,11 +70,10 @@ class Pages:
         where = [torch.from_numpy(array.astype(np.int64)) for array in (moves.layers, moves.heads)]
         index = np.zeros(self.ledger.num_bytes // UNIT, np.int64)
         index[self.ids] = np.arange(self.ids.shape[-1])
-        fro, to = (torch.from_numpy(index[pages]) for pages in (moves.from_pages, moves.to_pages))
+        fro, to = (torch.from_numpy(index[pages]) for pages in moves.pages)
         tokens = self.tokens.permute(0, 1, 3, 4, 2, 5).clone()
-        tokens[*where, to, torch.from_numpy(moves.to_slots).long()] = tokens[
-            *where, fro, torch.from_numpy(moves.from_slots).long()
-        ]
+        old, new = torch.from_numpy(moves.slots).long()
+        tokens[*where, to, new] = tokens[*where, fro, old]
         self.tokens = tokens.permute(0, 1, 4, 2, 3, 5).contiguous()
         arena = Arena(self.ledger.num_bytes)
         arena.data.copy_(self.arena.data)
@@ -88,18 +89,10 @@ def random_moves(pages: Pages, seed: int, share: float) -> Moves:
     for layer, head in np.ndindex(L, H):
         order = random.permutation(pages.ids.shape[-1] * PAGE_TOKENS)
         count = max(1, int(share * len(order)))
-        to, fro = order[:count], random.choice(order[count:], count)
-        ids = pages.ids[layer, head]
-        places = (ids[fro // PAGE_TOKENS], fro % PAGE_TOKENS, ids[to // PAGE_TOKENS], to % PAGE_TOKENS)
-        found.append([np.full(count, layer), np.full(count, head), *places])
+        at, slots = np.divmod((random.choice(order[count:], count), order[:count]), PAGE_TOKENS)
+        found.append([np.full(count, layer), np.full(count, head), pages.ids[layer, head][at], slots])
     order = random.permutation(sum(len(part[0]) for part in found))
-    return Moves(*(np.concatenate(column)[order].astype(np.int32) for column in zip(*found, strict=True)))
-
-
-def move_in_torch(codec: Codec, arena: torch.Tensor, moves: Moves) -> None:
-    slots = codec.slots  # type: ignore[attr-defined]
-    which = np.zeros(len(moves), np.int32) if slots.of is None else slots.of[moves.layers, moves.heads]
-    slots.move_in_torch(arena, which, (moves.from_pages, moves.from_slots, moves.to_pages, moves.to_slots))
+    return Moves(*(np.concatenate(column, -1)[..., order].astype(np.int32) for column in zip(*found, strict=True)))
 
 
 def check(codec: Codec, num_pages: int, share: float, seed: int) -> None:
@@ -108,7 +101,7 @@ def check(codec: Codec, num_pages: int, share: float, seed: int) -> None:
     before, plain = pages.arena.data.clone(), pages.arena.data.clone()
     expected = pages.moved(moves)
     codec.move(pages.arena.data, moves)
-    move_in_torch(codec, plain, moves)
+    codec.move_in_torch(plain, moves)  # type: ignore[attr-defined]
     assert not torch.equal(before, expected)
     for name, arena in (("torch", plain), ("C++", pages.arena.data)):
         differ = (arena != expected).nonzero()[:, 0].tolist()
@@ -164,8 +157,7 @@ def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
     pages = Pages(codec, 2, seed)
     for fro, to in ((0, 63), (63, 0), (17, 34), (48, 15)):
         one, other = pages.ids[1, 0]
-        places = [np.array([place], np.int32) for place in (1, 0, one, fro, other, to)]
-        codec.move(pages.arena.data, Moves(*places))
+        codec.move(pages.arena.data, Moves(*map(np.array, ([1], [0], [[one], [other]], [[fro], [to]]))))
         k, v = codec.decode(1, 0, pages.arena.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
         assert torch.equal(k[0, fro], k[1, to]) and torch.equal(v[0, fro], v[1, to])
 
@@ -173,7 +165,7 @@ def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
 def test_no_moves_do_nothing() -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
     before = pages.arena.data.clone()
-    pages.codec.move(pages.arena.data, Moves(*np.zeros((6, 0), np.int32)))
+    pages.codec.move(pages.arena.data, Moves(*np.zeros((2, 0), np.int32), *np.zeros((2, 2, 0), np.int32)))
     assert torch.equal(before, pages.arena.data)
 
 
@@ -182,4 +174,4 @@ def test_a_slot_past_the_page_is_a_mistake(slot: int) -> None:
     pages = Pages(CODECS["g4 64"], 2, 0)
     one, other = pages.ids[0, 0]
     with pytest.raises(AssertionError, match="slots past a page"):
-        pages.codec.move(pages.arena.data, Moves(*np.array([[0], [0], [one], [3], [other], [slot]], np.int32)))
+        pages.codec.move(pages.arena.data, Moves(*map(np.array, ([0], [0], [[one], [other]], [[3], [slot]]))))

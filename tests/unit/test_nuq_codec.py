@@ -11,13 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.attention.reference import rotate
-from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of, nominal_page_bytes
+from quire.cache.codecs.nuq import NuqCodec, NuqTables, layout_of
 from quire.cache.ledger import PAGE_TOKENS
+from quire.config import EngineConfig
+from quire.engine.build import resolve
+from quire.engine.calibration import check_tables
 from quire.errors import ConfigError
 from tests.effort import examples
 
 from ..kernels.pages import DTYPES, KINDS, vectors
 from ..nuq_tables import random_tables, tables_of, uniform_book
+from ..tiny_models import tiny_shape
 
 TWO_BITS = (-1.0, -1 / 3, 1 / 3, 1.0)
 """Uniform centroids over a range."""
@@ -127,8 +131,9 @@ def test_an_outlier_is_taken_out_before_the_range_is_found() -> None:
     v = page_of([[0.1, -0.2, 0.3] * 5 + [8.0]])
     page = NuqCodec("nuq2", tables_of(torch.zeros(16, 2), TWO_BITS, value_slots=1))
     image = page.encode(0, 0, torch.zeros_like(v)[None], v[None])
-    codes = page._unpack_values(0, 0, image[:, page.layouts[0][0].values : page.layouts[0][0].ranges])[0]
-    assert codes[0].tolist() == [2, 0, 3] * 5 + [3], "the outlier has the top code, and what is missing in its slot"
+    head = page.heads[0][0]
+    codes = head.value_lines.unpack(image[:, head.layout.values : head.layout.ranges])[0]
+    assert codes[:16].tolist() == [2, 0, 3] * 5 + [3], "the outlier has the top code, and what is missing in its slot"
     values = page.decode(0, 0, image)[1][0]
     assert values[0, 15] == pytest.approx(8.0, abs=4e-3)
     # Decoded over the range itself this would be (0.1333, -0.2, 0.3); fitted to its codes it is nearer on the whole.
@@ -185,7 +190,7 @@ def test_sizes_of_pages() -> None:
     """Key lines, slots, value lines, ranges: bits per number at head sizes 64 and 128, as the pool counts them."""
     assert layout_of(64, 8 * 3, 1, 3, 1).end == 24 * 64 + 192 + 24 * 64 + 256 + 192
     found = {
-        (dim, bits): nominal_page_bytes(dim, bits, 1) * 8 / (2 * PAGE_TOKENS * dim)
+        (dim, bits): NuqCodec.nominal_page_bytes(dim, bits, 1) * 8 / (2 * PAGE_TOKENS * dim)
         for dim in (64, 128)
         for bits in (4, 3, 2)
     }
@@ -196,10 +201,11 @@ def test_sizes_of_pages() -> None:
     assert (codec.page_bytes % 128 == 0).all() and codec.page_bytes.dtype == np.int32
 
 
-@pytest.mark.parametrize("dim", [8, 24, 72, 272])
-def test_head_sizes_it_cannot_store_are_refused(dim: int) -> None:
-    with pytest.raises(ConfigError, match=f"multiple of 16 up to 256, not {dim}; use cache.codec dense"):
-        NuqCodec("nuq3", tables_of(torch.zeros(dim, 2)))
+@pytest.mark.parametrize(("dim", "nearest"), [(8, "g4"), (24, "g4"), (72, "g4"), (272, "dense")])
+def test_head_sizes_it_cannot_store_are_refused(dim: int, nearest: str) -> None:
+    shape = dataclasses.replace(tiny_shape("opt"), head_dim=dim)
+    with pytest.raises(ConfigError, match=f"multiple of 16 up to 256, not {dim}; use cache.codec {nearest}"):
+        resolve(EngineConfig.from_options({"cache.codec": "nuq3", "runtime.device": "cpu"}), shape)
 
 
 def broken(tables: NuqTables, name: str) -> NuqTables:
@@ -216,7 +222,7 @@ def broken(tables: NuqTables, name: str) -> NuqTables:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NuqTables)])
 def test_unsound_tables_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"the calibration's {field} holds what cannot be; calibrate again"):
-        NuqCodec("nuq3", broken(random_tables(2, 2, 32, 0), field))
+        check_tables(broken(random_tables(2, 2, 32, 0), field), 2, 2, 32)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NuqTables)])
@@ -224,4 +230,4 @@ def test_tables_of_another_shape_are_refused(field: str) -> None:
     tables = random_tables(2, 2, 32, 0)
     other = dataclasses.replace(tables, **{field: getattr(tables, field)[:1]})
     with pytest.raises(ConfigError, match=f"the calibration's {field} is .* needs"):
-        other.check(2, 2, 32)
+        check_tables(other, 2, 2, 32)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.codecs.packing import LANES, LINE_BYTES, num_lines, pack, parts, unpack
+from quire.cache.codecs.packing import LANES, Lines, parts
 from tests.effort import examples
 
 WIDTHS = [1, 2, 3, 4, 5]
 PART_WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1]}
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [n, F, 32] of one width as lines."""
+    numbers = np.arange(codes[0].numel(), dtype=np.int32).reshape(1, -1, LANES)
+    return Lines(numbers, [bits]).pack(codes.flatten(1))
+
+
+def unpack(lines: torch.Tensor, fields: int, bits: int) -> torch.Tensor:
+    numbers = np.arange(fields * LANES, dtype=np.int32).reshape(1, -1, LANES)
+    return Lines(numbers, [bits]).unpack(lines).view(-1, fields, LANES)
 
 
 def place_of_bit(fields: int, bits: int, field: int, lane: int, bit: int) -> int:
@@ -65,7 +77,7 @@ def test_lines_are_those_of_the_bit_by_bit_packer(bits: int, fields: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (2, fields, LANES), generator=generator, dtype=torch.uint8)
     lines = pack(codes, bits)
-    assert lines.shape == (2, num_lines(fields, bits) * LINE_BYTES)
+    assert lines.shape == (2, fields * LANES * bits // 8)
     assert [bytes(page.tolist()) for page in lines] == [packed_bit_by_bit(page, bits) for page in codes]
     assert torch.equal(unpack(lines, fields, bits), codes.long())
 
@@ -91,7 +103,23 @@ def test_worked_lines() -> None:
     assert words[2, 0] == 1 << 1 and words[2, 31] == 1 << 15
 
 
+@examples(20)
+@given(widths=st.lists(st.integers(0, 5), min_size=1, max_size=6), fields=st.sampled_from([16, 32]), seed=st.integers())
+def test_blocks_lie_one_behind_the_other_whatever_numbers_they_hold(widths: list[int], fields: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    numbers = torch.randperm(len(widths) * fields * LANES, generator=generator, dtype=torch.int32)
+    numbers = numbers.view(-1, fields, LANES)
+    of_block = [torch.randint(0, 1 << bits, (fields, LANES), generator=generator) for bits in widths]
+    codes = torch.empty(1, numbers.numel(), dtype=torch.int64)
+    for places, block in zip(numbers, of_block, strict=True):
+        codes[0, places] = block
+    lines = Lines(numbers.numpy(), widths)
+    expected = [packed_bit_by_bit(block, bits) for block, bits in zip(of_block, widths, strict=True) if bits]
+    assert bytes(lines.pack(codes)[0].tolist()) == b"".join(expected)
+    assert torch.equal(lines.unpack(lines.pack(codes)), codes)
+
+
 def test_codes_of_no_bits_take_no_lines() -> None:
     codes = torch.zeros(3, 16, LANES, dtype=torch.uint8)
-    assert pack(codes, 0).shape == (3, 0) and num_lines(16, 0) == 0
+    assert pack(codes, 0).shape == (3, 0)
     assert torch.equal(unpack(pack(codes, 0), 16, 0), codes.long())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.cache.codecs import CODECS as REGISTRY
 from quire.cache.codecs import Codec
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
@@ -197,4 +198,5 @@ def test_a_stored_page_is_read_as_the_documentation_says(name: str) -> None:
 
 def test_every_codec_has_an_image() -> None:
     assert set(stored()) == set(CODECS)
+    assert {name.partition(" ")[0] for name in CODECS} == set(REGISTRY)
     assert len({*map(len, stored().values())}) > 1

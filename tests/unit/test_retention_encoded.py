@@ -13,11 +13,12 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.llm import gather
 from tests import engines
+from tests.codecs import ENCODING, row_of
 from tests.effort import EFFORT, whole
 from tests.engines import drain, generate
 from tests.tiny_models import tiny_shape
 
-CODECS = ["g4", "nuq3"]
+CODECS = whole(sorted(ENCODING, key=lambda name: name not in ("g4", "nuq3")), 2)
 RULES = pytest.mark.parametrize(
     "rule", [{}, {"retain.threshold": "off", "retain.budget": 0.5}], ids=["threshold", "budget"]
 )
@@ -29,7 +30,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 def make_engine(codec: str, chunks: int = 300, **options: object) -> Engine:
-    shape = tiny_shape(max_context=1024, head_dim=16 if codec == "g4" else 64)
+    shape = tiny_shape(max_context=1024, head_dim=64 if row_of(codec).is_calibrated else 16)
     settings = {"cache.codec": codec, "retain.threshold": 0.4, "retain.profile_rows": 32, "cache.share": True}
     return engines.make_engine(shape, chunks=chunks, **{**settings, **options})
 

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache.codecs import DENSE
 from quire.cache.keys import ChunkKeys
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
 from quire.engine.retention_report import report_of
+from tests.codecs import ENCODING, EVERY, row_of
 from tests.effort import tries
 from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
 from tests.retention_oracle import SPECIAL, Rules
@@ -43,13 +45,14 @@ def drawn_head(rng: random.Random) -> Head:
 
 
 def drawn_bench(
-    rng: random.Random, backend: str, budget: float | None = None, codec: str = "dense", **options: Any
+    rng: random.Random, backend: str, budget: float | None = None, codec: str = DENSE, **options: Any
 ) -> Bench:
-    dims = {} if codec == "dense" else {"head_dim": 64 if codec == "nuq3" else 16}
+    row = row_of(codec)
+    dims = {} if codec == DENSE else {"head_dim": 64 if row.is_calibrated else 16}
     shape = tiny_shape(rng.choice(["llama", "llama", "qwen3", "smollm"]), **dims)
     heads = [[drawn_head(rng) for _ in range(shape.num_kv_heads)] for _ in range(shape.num_layers)]
     members = rng.sample(MEMBERS, rng.randint(1, 4)) if rng.random() < 0.4 else MEMBERS
-    if codec == "nuq3":  # whose exact first tokens are special
+    if row.has_sinks:  # whose exact first tokens are special
         members = ("special", *(member for member in members if member != "special"))
     rules = Rules(
         threshold=rng.choice([0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0, 1.1]),
@@ -117,10 +120,12 @@ def test_what_a_budget_keeps_is_what_the_oracle_keeps(number: int) -> None:
     run_drawn_case(rng, drawn_bench(rng, "cpu" if number % 5 else "reference", budget))
 
 
-@pytest.mark.parametrize("number", range(3000, 3000 + tries(6)))
+@pytest.mark.usefixtures("toy_codec")
+@pytest.mark.parametrize("number", range(3000, 3000 + tries(7)))
 def test_encoded_pages_keep_and_answer_like_the_oracle(number: int) -> None:
-    rng, codec = random.Random(number), ("g4", "nuq3")[number % 2]
-    run_drawn_case(rng, drawn_bench(rng, "cpu" if number % 4 else "reference", codec=codec))
+    rng, codec = random.Random(number), EVERY[number % len(EVERY)]
+    backend = "cpu" if number % 4 and codec in ENCODING else "reference"
+    run_drawn_case(rng, drawn_bench(rng, backend, codec=codec))
 
 
 SHAPE = tiny_shape()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.cache.arena import Arena
+from quire.cache.codecs import DENSE
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PageLedger
@@ -23,6 +24,7 @@ from quire.cache.store import Transfer
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
 
+from ..codecs import TOY
 from ..engines import GREEDY, drain, generate, make_engine
 from ..toy_store import ToyStore
 from .test_stores import SHAPE, VOCABULARY, with_store
@@ -209,8 +211,11 @@ def test_the_header_of_an_extent_is_that_of_the_page_format() -> None:
     assert ALL_SLOTS == 2**64 - 1
 
 
-@pytest.mark.parametrize("codec", ["dense", "nuq3"])
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.usefixtures("toy_codec")
+@pytest.mark.parametrize(
+    ("codec", "backend"),
+    [(codec, backend) for codec in (DENSE, "nuq3") for backend in ("cpu", "reference")] + [(TOY.name, "reference")],
+)
 def test_a_sequence_with_gaps_goes_on_in_another_engine(codec: str, backend: str, seed: int) -> None:
     """Its pages are pulled from one arena into another, at other places, and its tokens are those it would have had."""
     rng = random.Random(seed)

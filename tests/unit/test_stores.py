@@ -16,7 +16,8 @@ from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.llm import gather
 
-from ..effort import tries
+from ..codecs import EVERY, TOY, options_of
+from ..effort import tries, whole
 from ..engines import GREEDY, drain, generate, make_engine
 from ..tiny_models import tiny_shape
 from ..toy_store import ToyStore
@@ -24,20 +25,30 @@ from ..toy_store import ToyStore
 VOCABULARY = 256
 SHAPE = tiny_shape(head_dim=16)
 
+RETAINED = {"retain.threshold": 0.9, "retain.profile_rows": 32}
+SOME = whole(sorted(EVERY, key=lambda name: name not in ("g4", "nuq3", TOY.name)), 3)
+"""Codecs that a quick run tries."""
+
 CACHES: dict[str, dict[str, Any]] = {
     "dense": {},
     "reference": {"attention.backend": "reference"},
-    "g4": {"cache.codec": "g4"},
-    "nuq3": {"cache.codec": "nuq3", "cache.sink_tokens": 3},
-    "retained": {"retain.threshold": 0.9, "retain.profile_rows": 32},
+    **{name: {**options_of(name), "cache.sink_tokens": 3} for name in SOME},
+    "retained": RETAINED,
     "ranked": {"retain.budget": 0.5, "retain.profile_rows": 32},
-    "retained nuq3": {"retain.threshold": 0.9, "retain.profile_rows": 32, "cache.codec": "nuq3"},
-    "retained reference": {"retain.threshold": 0.9, "retain.profile_rows": 32, "attention.backend": "reference"},
+    **{f"retained {name}": RETAINED | options_of(name) for name in ("nuq3", TOY.name)},
+    "retained reference": {**RETAINED, "attention.backend": "reference"},
 }
 
-
-CHUNKS = {"g4": 4, "nuq3": 4, "retained nuq3": 5, "retained": 14, "retained reference": 14, "ranked": 14}
+CHUNKS = {
+    **dict.fromkeys(SOME, 4),
+    "retained nuq3": 5,
+    **dict.fromkeys(("retained", "retained reference", "ranked"), 14),
+}
 """Of dense pages in the arena: what a few prompts take."""
+
+SLOW = {name for name, options in CACHES.items() if options.get("attention.backend") == "reference"}
+
+pytestmark = pytest.mark.usefixtures("toy_codec")
 
 
 def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
@@ -68,13 +79,13 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
 def test_what_was_evicted_is_fetched_and_answers_as_if_it_had_been_computed(
     cache: str, failing: float, seed: int
 ) -> None:
-    for number in range(1 if "reference" in cache else tries(2)):
+    for number in range(1 if cache in SLOW else tries(2)):
         rng = random.Random(seed + number)
         store = ToyStore(seed + number, delay=0.002, failing=failing, refusing=0.1)
         engine = with_store(store, CHUNKS.get(cache, 12), **CACHES[cache])
         prompts = prompts_of(rng, 5)
         # Each is asked again when others have taken its place, some of them at once.
-        for batch in range(3 if "reference" in cache else 6):
+        for batch in range(3 if cache in SLOW else 6):
             asked = rng.sample(prompts, 3)
             answers = generate(engine, asked, replace(GREEDY, max_tokens=rng.randrange(1, 90)))
             alone = [
@@ -86,7 +97,7 @@ def test_what_was_evicted_is_fetched_and_answers_as_if_it_had_been_computed(
             engine.scheduler.manager.eviction.evict(rng.randrange(6, 20))
             engine.check()
         store.settle()
-        assert store.num_put > 0 and (store.num_got > 0 or "reference" in cache), "nothing moved"
+        assert store.num_put > 0 and (store.num_got > 0 or cache in SLOW), "nothing moved"
         assert (store.num_failed > 0) <= (failing > 0)
         assert not engine.scheduler.manager.fetching.arriving
 
@@ -178,16 +189,16 @@ def test_somebody_else_goes_on_while_chunks_are_under_way(seed: int) -> None:
     assert running.sequences[0].token_ids[64:] == expected[0]
 
 
-@pytest.mark.parametrize("cache", ["retained", "ranked", "retained nuq3", "retained reference"])
+@pytest.mark.parametrize("cache", ["retained", "ranked", "retained nuq3", "retained byte", "retained reference"])
 @pytest.mark.parametrize("failing", [0.0, 0.5])
 def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_same_tokens(
     cache: str, failing: float, seed: int
 ) -> None:
     options = {**CACHES[cache], **({} if cache == "ranked" else {"retain.threshold": 0.5})}
-    for number in range(1 if "reference" in cache else tries(2)):
+    for number in range(1 if cache in SLOW else tries(2)):
         rng = random.Random(seed + number)
         prompts = [[rng.randrange(VOCABULARY) for _ in range(130 + 7 * index)] for index in range(4)]
-        params = replace(GREEDY, max_tokens=150)
+        params = replace(GREEDY, max_tokens=90 if cache in SLOW else 150)
         roomy = [generate(make_engine(SHAPE, **options), [prompt], params)[0] for prompt in prompts]
         store = ToyStore(seed + number, delay=0.002, failing=failing)
         engine = with_store(store, chunks=40, **options)

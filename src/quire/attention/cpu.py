@@ -11,18 +11,16 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from quire.attention.columns import profiled_columns
-from quire.attention.nuq import NuqHeads
 from quire.attention.plan import AttentionSpec, Layout, lay_out
 from quire.attention.rows import RowSlice
-from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import NuqCodec
+from quire.cache.codecs import CODECS, load
 from quire.cache.ledger import PAGE_TOKENS
 from quire.kernels import runtime
 from quire.kernels.memory import Carver
 
 _POINTERS = (
     "arena", "table", "kinds", "masks", "cos", "sin", "positions", "write_chunk", "indices", "pieces", "merges",
-    "merge_parts", "partial_o", "partial_lse", "k", "v", "reads", "heads", "key_bias", "turns", "angles", "sidecars",
+    "merge_parts", "partial_o", "partial_lse", "k", "v", "reads", "codec", "turns", "angles", "sidecars",
     "slot_positions", "bases", "seals", "ready", "lse", "scored_rows", "scores", "profiled_rows", "profiles", "columns",
     "kept_chunks", "queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged",
 )  # fmt: skip
@@ -60,8 +58,8 @@ class CpuAttention:
         # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
         table = spec.table
-        self._heads = NuqHeads(table.sealed_codec) if isinstance(table.sealed_codec, NuqCodec) else None
-        self._key_bias = table.sealed_codec.key_bias if isinstance(table.sealed_codec, GroupCodec) else None
+        place = CODECS[table.sealed_codec.name].cases["cpu"] if table.encodes else ""
+        self._codec = load(place)(table.sealed_codec) if place else None
         self._turns = _turns(spec) if table.encodes else None
         self._angles = _angles(spec) if table.encodes and spec.dtype == torch.bfloat16 else None
         self._room: dict[str, torch.Tensor] = {}
@@ -73,8 +71,7 @@ class CpuAttention:
             sidecars=table.sidecars.ctypes.data,
             slot_positions=table.positions.ctypes.data,
             bases=table.bases.ctypes.data,
-            heads=self._heads.address if self._heads is not None else None,
-            key_bias=self._key_bias.data_ptr() if self._key_bias is not None else None,
+            codec=self._codec.address if self._codec is not None else None,
             turns=self._turns.data_ptr() if self._turns is not None else None,
             angles=self._angles.data_ptr() if self._angles is not None else None,
             sinks=table.sinks.num_tokens if table.sinks is not None else 0,

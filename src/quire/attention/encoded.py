@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quire.cache.codecs import Codec
+from quire.cache.codecs import CODECS, Codec, load
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import BLOCK_PAIRS, NUM_BOOK, NuqCodec
 from quire.cache.codecs.packing import LINE_BYTES
@@ -14,9 +17,12 @@ _LINE_WORDS = LINE_BYTES // 4
 _PARTS = (4, 2, 1)
 
 
+@dataclass
 class EncodedTables:
     """What `kernels.encoded` and `kernels.encode` know of the codec of sealed chunks.
 
+    kernel_id    of the codec
+    pairs_padded HP, half of the head size rounded up to a power of two
     heads        int32 [L, H, HEAD_INTS]: slots, and where the parts of a page begin
     pairs        int32 [L, H, 4, HP]: of each pair in stored order, its number, and where its upper four bits, its two
                  bits and its lowest bit begin, in words from the page's start; -1 where its width has no such part
@@ -33,6 +39,8 @@ class EncodedTables:
     `books`, float32 [L, H, D], and `read_keys`, float32 [L, H, 2, HP], the two halves apart.
     """
 
+    kernel_id: int
+    pairs_padded: int
     heads: Tensor | None = None
     pairs: Tensor | None = None
     read_keys: Tensor | None = None
@@ -42,73 +50,90 @@ class EncodedTables:
     weight: Tensor | None = None
     value_edges: Tensor | None = None
     value_books: Tensor | None = None
-    key_parts = value_parts = key_slots = value_slots = 0
+    key_parts: int = 0
+    value_parts: int = 0
+    key_slots: int = 0
+    value_slots: int = 0
 
-    def __init__(self, codec: Codec, head_dim: int, device: torch.device) -> None:
-        self.kernel_id = codec.kernel_id
-        self.pairs_padded = max(16, 1 << (head_dim // 2 - 1).bit_length())
-        if isinstance(codec, GroupCodec):
-            if codec.key_bias is not None:
-                halves = codec.key_bias.unflatten(-1, (2, head_dim // 2))
-                padding = (0, self.pairs_padded - head_dim // 2)
-                self.read_keys = torch.nn.functional.pad(halves, padding).contiguous().to(device)
-                self.books = codec.key_bias.to(device)
-            return
-        assert isinstance(codec, NuqCodec), f"the triton backend does not read {codec.name} pages"
-        tables = codec.tables
-        self.heads = torch.tensor(
-            [
-                [
-                    [
-                        int(tables.key_slots[layer, head]), layout.key_slots, layout.values, layout.ranges,
-                        int(tables.value_slots[layer, head]), layout.value_slots, int(tables.value_bits[layer, head]),
-                        layout.end,
-                    ]
-                    for head, layout in enumerate(heads)
-                ]
-                for layer, heads in enumerate(codec.layouts)
-            ],
-            dtype=torch.int32, device=device,
-        )  # fmt: skip
-        self.pairs = self._pairs(codec).to(device)
-        order = tables.key_order.long()
-        ordered = torch.cat((order, order + head_dim // 2), -1)
-        # In stored order, the two channels of every pair apart.
-        books = tables.key_books.gather(-2, ordered[..., None].expand(*ordered.shape, NUM_BOOK))
-        bits = tables.key_bits.long().repeat_interleave(BLOCK_PAIRS, -1)
-        by_place = _by_place(books, torch.cat((bits, bits), -1)).unflatten(-2, (2, head_dim // 2))
-        padded = self.pairs_padded - head_dim // 2
-        self.read_keys = torch.nn.functional.pad(by_place, (0, 0, 0, padded)).contiguous().to(device)
-        self.read_values = _by_place(tables.value_books, tables.value_bits.long()).to(device)
-        self.edges = torch.nn.functional.pad(tables.key_edges, (0, 1), value=torch.inf).contiguous().to(device)
-        self.books, self.weight = tables.key_books.contiguous().to(device), tables.key_weight.contiguous().to(device)
-        # An infinite edge counts for no value, whatever multiplies it: as zeros they make no NaN, and a width bounds
-        # those that count.
-        finite = tables.value_edges.masked_fill(tables.value_edges.isinf(), 0)
-        self.value_edges = torch.nn.functional.pad(finite, (0, 1)).contiguous().to(device)
-        self.value_books = tables.value_books.contiguous().to(device)
-        self.key_parts = sum(part for part in _PARTS if (tables.key_bits & part).any())
-        self.value_parts = sum(part for part in _PARTS if (tables.value_bits & part).any())
-        self.key_slots, self.value_slots = int(tables.key_slots.max()), int(tables.value_slots.max())
 
-    def _pairs(self, codec: NuqCodec) -> Tensor:
-        tables = codec.tables
-        num_layers, num_heads, half = tables.key_order.shape
-        bits = tables.key_bits.long()
-        first_line = bits.cumsum(-1) - bits  # of each block
-        found = torch.full((num_layers, num_heads, 4, self.pairs_padded), -1, dtype=torch.int32)
-        found[:, :, 0, half:] = 0
-        found[:, :, 0, :half] = tables.key_order.int()
-        place = torch.arange(half) % BLOCK_PAIRS
-        block = torch.arange(half) // BLOCK_PAIRS
-        line = first_line[..., block]
-        for column, part in enumerate(_PARTS, 1):
-            # Sixteen fields in `part` lines: a pair has four of them.
-            at = (line + place * part // BLOCK_PAIRS) * _LINE_WORDS
-            has = (bits[..., block] & part) > 0
-            found[:, :, column, :half] = torch.where(has, at, -1).int()
-            line = line + (bits[..., block] & part)
-        return found.contiguous()
+def encoded_tables(codec: Codec, head_dim: int, device: torch.device) -> EncodedTables:
+    """Builds the tables of a codec with the function that its row names; a codec without tables needs no function."""
+    place = CODECS[codec.name].cases["triton"]
+    if not place:
+        return EncodedTables(codec.kernel_id, _padded(head_dim))
+    tables: EncodedTables = load(place)(codec, device)
+    return tables
+
+
+def group_tables(codec: GroupCodec, device: torch.device) -> EncodedTables:
+    """The tables of group codes."""
+    found = EncodedTables(codec.kernel_id, _padded(codec.head_dim))
+    if codec.key_bias is not None:
+        halves = codec.key_bias.unflatten(-1, (2, -1))
+        found.read_keys = pad(halves, (0, found.pairs_padded - halves.shape[-1])).contiguous().to(device)
+        found.books = codec.key_bias.to(device)
+    return found
+
+
+def nuq_tables(codec: NuqCodec, device: torch.device) -> EncodedTables:
+    """The tables of non-uniform codes."""
+    tables, half, pairs_padded = codec.tables, codec.head_dim // 2, _padded(codec.head_dim)
+    layouts = torch.tensor([[head.layout for head in heads] for heads in codec.heads], dtype=torch.int32)
+    at_key_slots, at_values, at_ranges, at_value_slots, end = layouts.unbind(-1)
+    columns = (
+        tables.key_slots, at_key_slots, at_values, at_ranges, tables.value_slots, at_value_slots, tables.value_bits,
+        end,
+    )  # fmt: skip
+    order = tables.key_order.long()
+    ordered = torch.cat((order, order + half), -1)
+    # In stored order, the two channels of every pair apart.
+    books = tables.key_books.gather(-2, ordered[..., None].expand(*ordered.shape, NUM_BOOK))
+    bits = tables.key_bits.long().repeat_interleave(BLOCK_PAIRS, -1)
+    by_place = _by_place(books, torch.cat((bits, bits), -1)).unflatten(-2, (2, half))
+    # An infinite edge counts for no value, whatever multiplies it: as zeros they make no NaN, and a width bounds those
+    # that count.
+    finite = tables.value_edges.masked_fill(tables.value_edges.isinf(), 0)
+    return EncodedTables(
+        codec.kernel_id,
+        pairs_padded,
+        heads=torch.stack([column.int() for column in columns], -1).to(device),
+        pairs=_pairs(codec, pairs_padded).to(device),
+        read_keys=pad(by_place, (0, 0, 0, pairs_padded - half)).contiguous().to(device),
+        read_values=_by_place(tables.value_books, tables.value_bits.long()).to(device),
+        edges=pad(tables.key_edges, (0, 1), value=torch.inf).contiguous().to(device),
+        books=tables.key_books.contiguous().to(device),
+        weight=tables.key_weight.contiguous().to(device),
+        value_edges=pad(finite, (0, 1)).contiguous().to(device),
+        value_books=tables.value_books.contiguous().to(device),
+        key_parts=sum(part for part in _PARTS if (tables.key_bits & part).any()),
+        value_parts=sum(part for part in _PARTS if (tables.value_bits & part).any()),
+        key_slots=int(tables.key_slots.max()),
+        value_slots=int(tables.value_slots.max()),
+    )
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim // 2 - 1).bit_length())
+
+
+def _pairs(codec: NuqCodec, pairs_padded: int) -> Tensor:
+    tables = codec.tables
+    num_layers, num_heads, half = tables.key_order.shape
+    bits = tables.key_bits.long()
+    first_line = bits.cumsum(-1) - bits  # of each block
+    found = torch.full((num_layers, num_heads, 4, pairs_padded), -1, dtype=torch.int32)
+    found[:, :, 0, half:] = 0
+    found[:, :, 0, :half] = tables.key_order.int()
+    place = torch.arange(half) % BLOCK_PAIRS
+    block = torch.arange(half) // BLOCK_PAIRS
+    line = first_line[..., block]
+    for column, part in enumerate(_PARTS, 1):
+        # Sixteen fields in `part` lines: a pair has four of them.
+        at = (line + place * part // BLOCK_PAIRS) * _LINE_WORDS
+        has = (bits[..., block] & part) > 0
+        found[:, :, column, :half] = torch.where(has, at, -1).int()
+        line = line + (bits[..., block] & part)
+    return found.contiguous()
 
 
 def _by_place(books: Tensor, bits: Tensor) -> Tensor:

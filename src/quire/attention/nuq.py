@@ -49,7 +49,7 @@ class NuqHeads:
             layer, kv_head = divmod(index, num_heads)
             for name, tensor in self._tensors.items():
                 setattr(head, name, tensor[layer, kv_head].data_ptr())
-            layout = codec.layouts[layer][kv_head]
+            layout = codec.heads[layer][kv_head].layout
             head.key_slots = int(tables.key_slots[layer, kv_head])
             head.value_bits = int(tables.value_bits[layer, kv_head])
             head.value_slots = int(tables.value_slots[layer, kv_head])

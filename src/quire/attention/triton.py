@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.attention.encoded import EncodedTables
+from quire.attention.encoded import encoded_tables
 from quire.attention.kernels.launch import common_launch, encoded_launches, launches
 from quire.attention.kernels.layout import MAX_PARTIALS, Tiles, lay_out
 from quire.attention.plan import AttentionSpec
@@ -65,7 +65,7 @@ class TritonAttention:
         self.spec = spec
         self.device = device
         self.batch_sizes = BATCH_SIZES
-        self.tables = EncodedTables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
+        self.tables = encoded_tables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
         choose = encoded_launches if table.encodes else launches
         self.launches = choose(spec.dtype, spec.group_size, spec.head_dim)
         # The interpreter runs without a GPU. Eight processors are enough there to split and merge.

@@ -22,6 +22,7 @@ from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice, wait_for
 from quire.attention.triton_profile import StepProfile, page_sizes
+from quire.cache.codecs import group, nuq
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -190,19 +191,22 @@ class TritonPlan:
         assert tables is not None
         grid = (spec.num_kv_heads, self._num_seals, num_layers)
         words, halves, octets = backend.views
-        if tables.heads is None:
-            encode_groups[grid](
-                backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.books, first_layer,
-                **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
-            return
-        encode_nuq[grid](
-            backend.arena, words, halves, octets, mirror.pages, mirror.sidecars, self._seals, self._staged_id,
-            tables.heads, tables.pairs, tables.edges, tables.books, tables.weight, tables.value_edges,
-            tables.value_books, first_layer,
-            HP=tables.pairs_padded, SINKS=sinks.num_tokens if sinks is not None else 0,
-            **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        match tables.kernel_id:
+            case group.KERNEL_ID:
+                encode_groups[grid](
+                    backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.books,
+                    first_layer, **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
+            case nuq.KERNEL_ID:
+                encode_nuq[grid](
+                    backend.arena, words, halves, octets, mirror.pages, mirror.sidecars, self._seals, self._staged_id,
+                    tables.heads, tables.pairs, tables.edges, tables.books, tables.weight, tables.value_edges,
+                    tables.value_books, first_layer,
+                    HP=tables.pairs_padded, SINKS=sinks.num_tokens if sinks is not None else 0,
+                    **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
+            case other:
+                raise AssertionError(f"no kernel encodes pages of kernel id {other}")
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of un-rotated queries [R, H * G, D], rows strided -> [R, H * G * D]."""

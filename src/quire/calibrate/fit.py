@@ -209,7 +209,7 @@ def _ranges(book: Tensor, values: Tensor, slots: int) -> tuple[Tensor, Tensor, T
     s, z = torch.empty(count, heads), torch.empty(count, heads)
     inner = torch.ones_like(values)
     for head, images in enumerate(_encoded(codec, torch.zeros_like(values), values)):
-        layout = codec.layouts[0][head]
+        layout = codec.heads[0][head].layout
         ranges = images[:, layout.ranges : layout.value_slots].contiguous().view(torch.float16).float()
         s[:, head] = ranges[:, :PAGE_TOKENS].reshape(-1)[:count]
         z[:, head] = ranges[:, PAGE_TOKENS:].reshape(-1)[:count]

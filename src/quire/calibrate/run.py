@@ -21,11 +21,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from quire.cache.codecs.nuq import NuqCodec, NuqTables
-from quire.calibrate.fit import Book, LayerFit, even_tables, fit_layer
+from quire.cache.codecs import CODECS
+from quire.cache.codecs.nuq import NuqTables
+from quire.calibrate.fit import LayerFit, fit_layer
 from quire.calibrate.progress import WAITING
 from quire.calibrate.samples import GradientOps, SampleStore
-from quire.calibrate.settings import ALGORITHM, WINDOW_TOKENS, CalibrationSettings, folder
+from quire.calibrate.settings import ALGORITHM, CODEC_OF, WINDOW_TOKENS, CalibrationSettings, folder
 from quire.calibrate.tables import make_tables
 from quire.calibrate.text import cut, write
 from quire.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -160,9 +161,8 @@ def _check(settings: CalibrationSettings, shape: ModelShape) -> None:
         raise ConfigError(
             f"windows of {tokens} tokens leave too few after the first {settings.skipped}; raise --window"
         )
-    # Tries one layer, to report an error before a minute of work, not after.
-    keys, values = torch.zeros(shape.num_kv_heads, shape.head_dim, 1), torch.zeros(shape.num_kv_heads, 2)
-    NuqCodec("nuq", even_tables(Book(keys, keys), keys[..., 0], 0, Book(values, values), 0))
+    # An error is reported before a minute of work, not after.
+    CODECS[CODEC_OF[settings.bits[0]]].check(shape.head_dim)
 
 
 def _device_and_dtype(config: EngineConfig, shape: ModelShape) -> tuple[torch.device, torch.dtype]:
@@ -255,7 +255,7 @@ def _fit(
         torch.set_num_threads(threads)
     tables, report = {}, {}
     for bits in sorted(settings.bits):
-        codec = f"nuq{bits}"
+        codec = CODEC_OF[bits]
         tables[codec], report[codec] = make_tables(
             fits, bits, settings.outlier_slots, kinds=settings.kinds, spends=settings.spends
         )

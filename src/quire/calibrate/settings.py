@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.cache.codecs import CODECS
 from quire.cache.codecs.nuq import MAX_SLOTS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate.fit import KINDS
@@ -15,8 +16,10 @@ from quire.models.embedded import cache_folder
 ALGORITHM = 1
 """Version of the algorithm; raised when the same settings give other tables."""
 
-WIDTHS = (2, 3, 4)
-"""Bit widths of the nuq codecs."""
+CODEC_OF = {row.bits: row.name for row in CODECS.values() if row.is_calibrated}
+"""The calibrated codec of each bit width."""
+
+WIDTHS = tuple(sorted(CODEC_OF))
 
 WINDOW_TOKENS = 1024
 HELD_OUT = 4

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
+from quire.cache.codecs import CODECS
 from quire.cli import shared
 from quire.config import CacheConfig, EngineConfig, options_from
 from quire.errors import ConfigError
@@ -41,7 +42,8 @@ def add_arguments(parser: Arguments) -> None:
     group.add_argument(
         "--text", type=Path, metavar="FILE", help="text to read (default: the model writes a text itself)"
     )
-    add("--bits", "bit widths to make tables for (default: 2,3,4)", type=_numbers, metavar="N,...")
+    widths = ",".join(str(row.bits) for row in reversed(CODECS.values()) if row.is_calibrated)
+    add("--bits", f"bit widths to make tables for (default: {widths})", type=_numbers, metavar="N,...")
     add(
         "--outlier-slots",
         "number of elements per vector stored exactly (default: cache.outlier_slots)",

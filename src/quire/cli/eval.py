@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
+from quire.cache.codecs import CODECS, DENSE
 from quire.cli import shared
 from quire.config import options_from
 from quire.errors import ConfigError
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         # Some settings are valid for some codecs only. The configuration is checked with the codec that accepts the
         # most settings: a calibrated one, else any codec but dense. The dense reference drops settings not meant for
         # it.
-        fullest = sorted(args.codecs, key=lambda name: (not name.startswith("nuq"), name == "dense"))
-        vars(args)["cache.codec"] = fullest[0]
+        calibrated = [name for name, row in CODECS.items() if row.is_calibrated]
+        vars(args)["cache.codec"] = min(args.codecs, key=lambda name: (name not in calibrated, name == DENSE))
     if shared.printed_config(args):
         return 0
     options = options_from(args, shared.ENGINE_SECTIONS)

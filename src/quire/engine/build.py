@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.reference import ReferenceAttention
 from quire.cache.arena import Arena
-from quire.cache.codecs import Codec
+from quire.cache.codecs import CODECS, DENSE, Codec, CodecInputs, load
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.group import GroupCodec
-from quire.cache.codecs.nuq import NuqCodec, check_head_dim, nominal_page_bytes
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import MAX_ARENA_BYTES, PAGE_TOKENS, UNIT, PageLedger
 from quire.cache.manager import CacheManager
@@ -30,7 +28,7 @@ from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
-from quire.engine.calibration import Calibration
+from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
 from quire.engine.runner import Decode, LocalRunner
@@ -123,7 +121,7 @@ def resolve(
     available = available_memory(device)
     wanted = config.cache.memory
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
-    sealed, sinks = _sealed(config, shape, torch_dtype(dtype), calibration)
+    sealed, sinks = _sealed(config, shape, torch_dtype(dtype), calibration, backend)
     layers_heads = shape.num_layers, shape.num_kv_heads
     open_pages = page_counts(codec.page_bytes, *layers_heads)
     pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
@@ -180,19 +178,19 @@ def resolve(
 
 
 def _sealed(
-    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None
+    config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
 ) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
-    """Bytes of the pages of sealed chunks, None where these stay dense, and which tokens stay exact beside them."""
-    cache = config.cache
-    if cache.codec == "dense":
+    """Bytes of the pages of sealed chunks, None where these stay dense, and which tokens stay exact beside them.
+
+    Raises ConfigError for a codec that does not store heads of this size, or that the backend has no case of.
+    """
+    row = CODECS[config.cache.codec]
+    if not row.place:
         return None, None
-    if not cache.is_calibrated:
-        return _codec(config, shape, calibration, None).page_bytes, None
-    check_head_dim(cache.codec, shape.head_dim)
-    if calibration is None:
-        sizes_of: int | NDArray[np.int32] = nominal_page_bytes(
-            shape.head_dim, int(cache.codec[-1]), cache.outlier_slots
-        )
+    row.check(shape.head_dim, backend)
+    if row.is_calibrated and calibration is None:
+        slots = config.cache.outlier_slots
+        sizes_of: int | NDArray[np.int32] = load(row.place).nominal_page_bytes(shape.head_dim, row.bits, slots)
     else:
         sizes_of = _codec(config, shape, calibration, None).page_bytes
     return sizes_of, _sinks(config, shape, dtype)
@@ -202,16 +200,21 @@ def _codec(
     config: EngineConfig, shape: ModelShape, calibration: Calibration | None, key_bias: torch.Tensor | None
 ) -> Codec:
     """The codec of sealed pages; key_bias: the model's, None where only sizes matter."""
+    row = CODECS[config.cache.codec]
+    tables = _checked(config, shape, calibration).tables[row.name] if row.is_calibrated else None
+    codec: Codec = load(row.place).of(CodecInputs(row.name, shape.head_dim, tables, key_bias))
+    return codec
+
+
+def _checked(config: EngineConfig, shape: ModelShape, calibration: Calibration | None) -> Calibration:
+    """The calibration. Raises ConfigError for none, and for one without sound tables of the codec for the model."""
     cache = config.cache
-    if not cache.is_calibrated:
-        # A calibrated codec has a range for every channel: a constant costs it nothing.
-        return GroupCodec(shape.head_dim, key_bias)
     if calibration is None:
         raise ConfigError(f"cache.codec {cache.codec} needs a calibration; make one with quire calibrate MODEL")
     if cache.codec not in calibration.tables:
         raise ConfigError(
             f"the calibration is for {', '.join(calibration.tables)}, not for {cache.codec}; make one with"
-            f" quire calibrate MODEL --bits {cache.codec[-1]}"
+            f" quire calibrate MODEL --bits {CODECS[cache.codec].bits}"
         )
     slots = calibration.settings.get("outlier_slots")
     if slots != cache.outlier_slots:
@@ -219,15 +222,14 @@ def _codec(
             f"the calibration was made with cache.outlier_slots {slots}, not {cache.outlier_slots}; make one with"
             f" quire calibrate MODEL --outlier-slots {cache.outlier_slots}"
         )
-    tables = calibration.tables[cache.codec]
-    tables.check(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return NuqCodec(cache.codec, tables)
+    check_tables(calibration.tables[cache.codec], shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    return calibration
 
 
 def _sinks(config: EngineConfig, shape: ModelShape, dtype: torch.dtype) -> Sinks | None:
-    if not config.cache.is_calibrated or not config.cache.sink_tokens:
+    if not config.cache.num_sinks:
         return None
-    return Sinks(config.cache.sink_tokens, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    return Sinks(config.cache.num_sinks, shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
 
 
 def _enough(arena_of: Callable[[int], Capacity], memory: int) -> str:
@@ -292,7 +294,7 @@ def assemble(
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
     ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
-    sealed = () if config.cache.codec == "dense" else (_codec(config, shape, calibration, model.key_bias),)
+    sealed = () if config.cache.codec == DENSE else (_codec(config, shape, calibration, model.key_bias),)
     retention = _retention(config, tokenizer)
     table = ChunkTable(
         ledger,
@@ -362,12 +364,11 @@ def _context_limit(fits: Sizes, shape: ModelShape) -> str:
 def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibration: Calibration | None) -> Namespace:
     """What the bytes of pages depend on besides tokens. config is resolved; the others are as of `assemble`."""
     cache = config.cache
-    has_sinks = cache.is_calibrated and cache.sink_tokens > 0
     return Namespace(
         model=model_id,
         dtype=config.model.dtype,
         weights=config.model.weights,
-        codec=f"{cache.codec} sinks {cache.sink_tokens}" if has_sinks else cache.codec,
+        codec=f"{cache.codec} sinks {cache.num_sinks}" if cache.num_sinks else cache.codec,
         calibration=calibration.hash if calibration is not None else "",
         strict=cache.strict,
         rope=repr(shape.rope),
@@ -380,7 +381,7 @@ def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, toke
     if not retain.is_on:
         return
     chained = retain.threshold != "off"
-    if chained and config.cache.is_calibrated and config.cache.sink_tokens and retain.members[0] != "special":
+    if chained and config.cache.num_sinks and retain.members[0] != "special":
         raise ConfigError(
             f"retain.chain begins with {retain.members[0]}; with cache.sink_tokens it must begin with special, which"
             " holds them"
@@ -408,7 +409,7 @@ def _retention(config: EngineConfig, tokenizer: Tokenizer) -> Retention | None:
     chain = RANKED
     if retain.threshold != "off":
         chain = Chain(retain.threshold, retain.frequent, retain.local, retain.members)
-    first = max(1, config.cache.sink_tokens if config.cache.is_calibrated else 0)
+    first = max(1, config.cache.num_sinks)
     return Retention(chain, marks.special, marks.punctuation, retain.profile_rows, first, budget)
 
 

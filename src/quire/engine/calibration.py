@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from quire.cache.codecs.nuq import NuqTables
+from quire.cache.codecs.nuq import BLOCK_PAIRS, MAX_SLOTS, NUM_BOOK, NuqTables
+from quire.cache.codecs.packing import MAX_BITS
 from quire.errors import ConfigError
 
 FORMAT = "1"
@@ -104,3 +105,36 @@ class Calibration:
             for codec, tables in self.tables.items()
             for field in fields(tables)
         }
+
+
+def check_tables(tables: NuqTables, num_layers: int, num_heads: int, head_dim: int) -> None:
+    """Raises ConfigError unless the tables are those of a model of this shape, and sound."""
+    pairs, infinite, most = head_dim // 2, torch.inf, torch.finfo(torch.float32).max
+    # Of each, what follows [L, H], and the least and the largest number.
+    wanted: dict[str, tuple[tuple[int, ...], float, float]] = {
+        "key_order": ((pairs,), 0, pairs - 1),
+        "key_bits": ((pairs // BLOCK_PAIRS,), 0, MAX_BITS),
+        "key_edges": ((head_dim, NUM_BOOK - 1), -infinite, infinite),
+        "key_books": ((head_dim, NUM_BOOK), -most, most),
+        "key_weight": ((head_dim,), 0.0, most),
+        "key_slots": ((), 0, MAX_SLOTS),
+        "value_bits": ((), 1, MAX_BITS),
+        "value_edges": ((NUM_BOOK - 1,), -infinite, infinite),
+        "value_books": ((NUM_BOOK,), -most, most),
+        "value_slots": ((), 0, MAX_SLOTS),
+    }
+    for name, (rest, low, high) in wanted.items():
+        found, shape = getattr(tables, name), (num_layers, num_heads, *rest)
+        dtype = torch.float32 if isinstance(low, float) else torch.uint8
+        if found.shape != shape or found.dtype != dtype:
+            raise ConfigError(
+                f"the calibration's {name} is {found.dtype} {list(found.shape)}, and a model with {num_layers}"
+                f" layers, {num_heads} kv heads and head size {head_dim} needs {dtype} {list(shape)}"
+            )
+        sound = (found >= low).all() & (found <= high).all()
+        if name.endswith("edges"):
+            sound &= (found[..., 1:] >= found[..., :-1]).all()
+        if name == "key_order":
+            sound &= (found.sort(-1).values.diff() == 1).all()
+        if not sound:
+            raise ConfigError(f"the calibration's {name} holds what cannot be; calibrate again")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quire.cache.codecs import CODECS, DENSE
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import CacheConfig, EngineConfig, format_bytes
 from quire.engine.build import assemble, resolve
@@ -18,7 +19,7 @@ from quire.models.resolve import resolve_model
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
 
-REFERENCE = "dense"
+REFERENCE = DENSE
 """The codec with which the others are compared."""
 
 SPARE_CHUNKS = 8
@@ -101,7 +102,7 @@ def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path |
         return {config.cache.codec: config}
     found = {}
     for name in dict.fromkeys(codecs):
-        uncalibrated = {} if name.startswith("nuq") else {"cache.calibration": None}
+        uncalibrated = {} if name not in CODECS or CODECS[name].is_calibrated else {"cache.calibration": None}
         if name != REFERENCE:
             found[name] = EngineConfig.from_options(options | {"cache.codec": name} | uncalibrated, config_file)
     plain = _dense(next(iter(found.values()))) if found else EngineConfig.from_options(options, config_file)
@@ -111,7 +112,7 @@ def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path |
 def _dense(config: EngineConfig) -> EngineConfig:
     """The same options with dense pages; drops settings that only other codecs have."""
     cache = config.cache
-    plain = CacheConfig(codec="dense", memory=cache.memory, share=cache.share, lifetime=cache.lifetime)
+    plain = CacheConfig(codec=DENSE, memory=cache.memory, share=cache.share, lifetime=cache.lifetime)
     return dataclasses.replace(config, cache=plain)
 
 

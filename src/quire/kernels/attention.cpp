@@ -108,9 +108,8 @@ void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
         std::memcpy(sinks + bytes, v, bytes);
     }
     uint8_t* image = image_of(plan, layer, head, seal.chunk);
-    const Kind kind = static_cast<Kind>(plan.kind);
-    if (plan.kinds[seal.chunk] == GROUP) encode_groups(D, kind, k, v, D, key_bias_of(plan, layer, head), image);
-    else encode_page(plan.heads[layer * plan.H + head], D, kind, k, v, D, sinks ? plan.sinks : 0, image);
+    const int kind = plan.kinds[seal.chunk];
+    encode(kind, tables_of(plan, kind, layer, head), D, static_cast<Kind>(plan.kind), k, v, sinks ? plan.sinks : 0, image);
 }
 
 // An item's scratch in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and the
@@ -210,8 +209,8 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     const auto score = [&](const uint32_t* turns, auto by) {
         constexpr Turn BY = decltype(by)::value;
         nuq_scores<COUNT, BY>(plan, page, turns, item.query, item.steps, item.scores, ahead);
-        const uint8_t* slots = page.image + page.head->at_key_slots;
-        for (int i = 0; i < page.head->key_slots; i++)
+        const uint8_t* slots = page.image + nuq_head(page).at_key_slots;
+        for (int i = 0; i < nuq_head(page).key_slots; i++)
             score_key_slot<COUNT, BY>(slots + i * SLOT_BYTES, turns, plan.D, item.turned, item.scores);
     };
     const Turns turns = turns_of(plan, page, 0, item.own);
@@ -224,8 +223,8 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
     soften<MathBf16, P, true, true, COUNT>(item.scores, item.probabilities, item.top, item.total, item.factor, item.scale, item.offset, item.shift);
     nuq_sums<COUNT>(plan, page, item.probabilities, item.acc, item.columns, item.factor, ahead);
     scale_late(item.late, item.columns, item.factor);
-    for (int i = 0; i < page.head->value_slots; i++)
-        add_late(page.image + page.head->at_value_slots + i * SLOT_BYTES, item.scores, item.columns, item.late);
+    for (int i = 0; i < nuq_head(page).value_slots; i++)
+        add_late(page.image + nuq_head(page).at_value_slots + i * SLOT_BYTES, item.scores, item.columns, item.late);
 }
 #endif
 

@@ -70,8 +70,8 @@ QUIRE_STRUCT(Plan,
     (const void*, k)                     // [R, H, D] of the current layer, with row strides in elements
     (const void*, v)
     (int32_t*, reads)                    // [C, H], or null: every layer adds 1 for each page it reads
-    (const NuqHead*, heads)              // [L, H] if sealed chunks have non-uniform codes, or null
-    (const float*, key_bias)             // [L, H, D], subtracted from keys before they are stored in group codes, or null
+    (const void*, codec)                 // tables of the sealed codec (codecs.h), or null: NuqHead [L, H] of non-uniform codes, or
+                                         // float [L, H, D] of group codes, subtracted from keys before they are stored
     (const uint32_t*, turns)             // bf16 pairs [D/2, 2, 64] for each pair of channels and slot: (cos, -sin), then (sin, cos);
                                          // null: sealed chunks stay dense, and stored keys are rotated
     (const uint32_t*, angles)            // bf16 pairs (cos, sin) [positions, D/2] if bf16 keys are rotated on read, else null

@@ -3,7 +3,6 @@
 // A key panel holds pairs of channels that rotation mixes, j and j + D/2, where two bf16 share an element; so do queries. An encoded page's value
 // panel holds its centroids: each slot's scale goes into the probabilities, and its offset into one sum a row.
 #pragma once
-#include <type_traits>
 #include "panels.h"
 
 namespace quire {
@@ -199,7 +198,7 @@ inline void add_value_slot(const uint8_t* slot, const uint8_t* scales, uint32_t*
 // K of an encoded page -> out [D/2, P] of bf16 pairs, rotated.
 template <Turn BY>
 void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* out, int ld, Prefetcher& ahead) {
-    const NuqHead& head = *page.head;
+    const NuqHead& head = nuq_head(page);
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
     for (int block = 0; block < half / BLOCK_PAIRS; block++) {
@@ -219,14 +218,14 @@ void nuq_keys(const Plan& plan, const Page& page, const Turns& turns, uint32_t* 
 
 // Scale and offset [P] of the values of an encoded page.
 inline void load_ranges(const Page& page, float* scale, float* offset) {
-    const auto* ranges = reinterpret_cast<const __m256i*>(page.image + page.head->at_ranges);
+    const auto* ranges = reinterpret_cast<const __m256i*>(page.image + nuq_head(page).at_ranges);
     for (int i = 0; i < P / VL; i++) store(scale + i * VL, halves(_mm256_loadu_si256(ranges + i)));
     for (int i = 0; i < P / VL; i++) store(offset + i * VL, halves(_mm256_loadu_si256(ranges + P / VL + i)));
 }
 
 // V of an encoded page -> centroids, out [P / 2, columns] of pairs of slots; scale and offset [P] of each slot.
 inline void nuq_values(const Plan& plan, const Page& page, uint32_t* out, int columns, float* scale, float* offset, Prefetcher& ahead) {
-    const NuqHead& head = *page.head;
+    const NuqHead& head = nuq_head(page);
     const lanes lookup = load_lanes(head.value_lookup);
     const uint8_t* lines = page.image + head.at_values;
     const uint8_t* ranges = page.image + head.at_ranges;
@@ -297,9 +296,9 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
         const Turns turns = turns_of(plan, page, start, own);
         if (page.kind != NUQ) {
             const bf16* k = reinterpret_cast<const bf16*>(page.image);
-            if (page.kind == GROUP) {
+            if (is_encoded(page.kind)) {
                 bf16* decoded = reinterpret_cast<bf16*>(buffer);
-                decode_groups<bf16>(D, page.image, page.bias, decoded, nullptr);
+                decode<bf16>(page, D, decoded, nullptr);
                 k = decoded;
             }
             with_turn(turns.by, [&](auto by) { plain_keys<decltype(by)::value>(k, D, turns, page.valid, keys, ld, ahead); });
@@ -308,8 +307,8 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
         with_turn(turns.by, [&](auto by) {
             constexpr Turn BY = decltype(by)::value;
             nuq_keys<BY>(plan, page, turns, keys, ld, ahead);
-            const uint8_t* slots = page.image + page.head->at_key_slots;
-            for (int i = 0; i < page.head->key_slots; i++) add_key_slot<BY>(slots + i * SLOT_BYTES, turns, half, keys, ld);
+            const uint8_t* slots = page.image + nuq_head(page).at_key_slots;
+            for (int i = 0; i < nuq_head(page).key_slots; i++) add_key_slot<BY>(slots + i * SLOT_BYTES, turns, half, keys, ld);
         });
         // They are at the start of a sequence: start is 0, or the page's own, or they have the positions they had.
         for (int t = 0; sinks && t < plan.sinks; t++)
@@ -322,9 +321,8 @@ void turned_keys(const Plan& plan, const Page& page, int start, uint32_t* keys, 
 #endif
     if constexpr (Math::PAIR == 1) {
         float *turned_rows = buffer, *k = buffer + P * D;
-        if (page.kind == NUQ || page.kind == GROUP) {
-            if (page.kind == GROUP) decode_groups<float>(D, page.image, page.bias, k, nullptr);
-            else decode_page(*page.head, D, page.image, k, nullptr);
+        if (is_encoded(page.kind)) {
+            decode<float>(page, D, k, nullptr);
             for (int i = 0; sinks && i < plan.sinks * D; i++) k[i] = widen(sinks[i]);
             turn_rows(plan, k, page.positions, start, P, turned_rows);
         } else {
@@ -344,9 +342,9 @@ bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* v
     if constexpr (Math::PAIR == 2) {
         if (page.kind != NUQ) {
             const bf16* v = reinterpret_cast<const bf16*>(page.image) + P * D;
-            if (page.kind == GROUP) {
+            if (is_encoded(page.kind)) {
                 bf16* decoded = reinterpret_cast<bf16*>(buffer);
-                decode_groups<bf16>(D, page.image, nullptr, nullptr, decoded);
+                decode<bf16>(page, D, nullptr, decoded);
                 v = decoded;
             }
             values_bf16(v, D, columns, page.valid, values, ahead);
@@ -361,9 +359,8 @@ bool encoded_values(const Plan& plan, const Page& page, int columns, uint32_t* v
     }
 #endif
     if constexpr (Math::PAIR == 1) {
-        if (page.kind == NUQ || page.kind == GROUP) {
-            if (page.kind == GROUP) decode_groups<float>(D, page.image, nullptr, nullptr, buffer);
-            else decode_page(*page.head, D, page.image, nullptr, buffer);
+        if (is_encoded(page.kind)) {
+            decode<float>(page, D, nullptr, buffer);
             for (int i = 0; page.sinks && i < plan.sinks * D; i++) buffer[i] = widen(sinks[i]);
             values_f32(buffer, D, columns, P, values, ahead);
         } else {

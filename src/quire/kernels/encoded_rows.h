@@ -44,7 +44,7 @@ __attribute__((always_inline)) inline void block_scores(const NuqHead& head, int
 // Scores [ROWS, P] of queries [ROWS, steps], bf16 pairs turned to where the turns begin, with the keys of an encoded page, its slots apart.
 template <int ROWS, Turn BY>
 void nuq_scores(const Plan& plan, const Page& page, const uint32_t* turns, const uint32_t* query, int steps, float* scores, Prefetcher& ahead) {
-    const NuqHead& head = *page.head;
+    const NuqHead& head = nuq_head(page);
     const int half = plan.D / 2;
     const uint8_t* lines = page.image;
     vf acc[ROWS][P / VL];
@@ -133,7 +133,7 @@ inline void scaled_sums(int bits, const uint8_t* lines, lanes lookup, const uint
 // the values' scales in them.
 template <int ROWS>
 void nuq_sums(const Plan& plan, const Page& page, const uint32_t* probabilities, float* sums, int columns, const float* factor, Prefetcher& ahead) {
-    const NuqHead& head = *page.head;
+    const NuqHead& head = nuq_head(page);
     const lanes lookup = load_lanes(head.value_lookup);
     const uint8_t* lines = page.image + head.at_values;
     const int bits = head.value_bits, group = 2 * LINE * bits;

@@ -1,28 +1,11 @@
 // The two scratch panels an item makes of each page, in the shape the inner product wants. What a codec supplies is here.
 #pragma once
-#include "attention.h"
-#include "group.h"
+#include "codecs.h"
 #include "product.h"
 
 namespace quire {
 
-constexpr int P = PAGE;           // page tokens
-constexpr int UNIT = 128;         // bytes a page id counts by
 constexpr uint64_t ALL_SLOTS = ~0ull;
-
-// A page a thread will read: its image, its format, how many of its first slots are written, and which are seen; the position of its first slot, or
-// those of all slots if they are not consecutive, else null. Of an encoded page also what its head is made with, and the exact rows T [2, sinks, D]
-// of its first slots or null.
-struct Page {
-    const uint8_t* image;
-    int kind, valid;
-    uint64_t mask;
-    int base;
-    const int32_t* positions;
-    const NuqHead* head;
-    const uint8_t* sinks;
-    const float* bias;
-};
 
 // Which slots of a chunk's page are seen; 0 if it has none.
 inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
@@ -33,11 +16,6 @@ inline uint64_t mask_of(const Plan& plan, int layer, int head, int32_t chunk) {
 inline uint8_t* image_of(const Plan& plan, int layer, int head, int32_t chunk) {
     if (chunk < 0) return plan.staged + (static_cast<int64_t>(~chunk) * plan.H + head) * plan.dense_page;
     return plan.arena + static_cast<int64_t>(plan.table[(static_cast<int64_t>(chunk) * plan.L + layer) * plan.H + head]) * UNIT;
-}
-
-// What a head's keys are stored less in group codes, [D], or null.
-inline const float* key_bias_of(const Plan& plan, int layer, int head) {
-    return plan.key_bias ? plan.key_bias + (static_cast<int64_t>(layer) * plan.H + head) * plan.D : nullptr;
 }
 
 // The exact first rows of a chunk, or null.
@@ -52,12 +30,7 @@ inline Page page_at(const Plan& plan, int layer, int head, int32_t chunk, int wr
     const uint64_t mask = mask_of(plan, layer, head, chunk);
     const int used = mask ? P - __builtin_clzll(mask) : 0;
     Page page{image_of(plan, layer, head, chunk), chunk < 0 ? plan.kind : plan.kinds[chunk], written < used ? written : used, mask};
-    if (page.kind == NUQ) {
-        page.head = plan.heads + layer * plan.H + head;
-        page.sinks = sinks_of(plan, layer, head, chunk);
-    } else if (page.kind == GROUP) {
-        page.bias = key_bias_of(plan, layer, head);
-    }
+    if (is_encoded(page.kind)) page.tables = tables_of(plan, page.kind, layer, head), page.sinks = sinks_of(plan, layer, head, chunk);
     return page;
 }
 
@@ -80,13 +53,9 @@ inline void count_read(const Plan& plan, int head, int32_t chunk) {
 
 // The written keys (which = 0) or values (1) of a page.
 inline Prefetcher prefetch(const Page& page, int D, int which) {
-    if (page.kind == NUQ) {
-        const uint8_t* middle = page.image + page.head->at_values;
-        return which ? Prefetcher{middle, page.image + page.head->page_bytes, 2} : Prefetcher{page.image, middle, 2};
-    }
-    if (page.kind == GROUP) {
-        const GroupLayout at = group_layout(D);
-        return which ? Prefetcher{page.image + at.values, page.image + at.page_bytes, 2} : Prefetcher{page.image, page.image + at.values, 2};
+    if (is_encoded(page.kind)) {
+        const Extent at = extent_of(page, D);
+        return which ? Prefetcher{page.image + at.values, page.image + at.end, 2} : Prefetcher{page.image, page.image + at.values, 2};
     }
     const int row = D * (page.kind == DENSE_F32 ? 4 : 2);
     const uint8_t* at = page.image + which * P * row;

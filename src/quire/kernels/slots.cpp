@@ -4,7 +4,7 @@
 namespace quire {
 namespace {
 
-enum PartKind : int32_t { RUN, KEY_LINE, VALUE_LINES };
+enum PartKind : int32_t { RUN, KEY_LINES, VALUE_LINES };
 
 // Of the pages of one layout, where each slot has some of its bits.
 struct Part {
@@ -28,13 +28,16 @@ inline void move_run(const Part& part, const uint8_t* from, int from_slot, uint8
     }
 }
 
-inline void move_key(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+inline void move_keys(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
     constexpr uint32_t MASKS[5] = {0, 0x11111111, 0x03030303, 0, 0x000f000f};   // every fourth field of both lanes
-    uint32_t source, old;
-    std::memcpy(&source, from + part.start + 4 * (from_slot % 16), 4);
-    std::memcpy(&old, to + part.start + 4 * (to_slot % 16), 4);
-    old = with_codes(old, source, MASKS[part.size], part.size * (from_slot / 16), part.size * (to_slot / 16));
-    std::memcpy(to + part.start + 4 * (to_slot % 16), &old, 4);
+    from += part.start + 4 * (from_slot % 16), to += part.start + 4 * (to_slot % 16);
+    for (int line = 0; line < part.size; line++, from += 64, to += 64) {
+        uint32_t source, old;
+        std::memcpy(&source, from, 4);
+        std::memcpy(&old, to, 4);
+        old = with_codes(old, source, MASKS[part.size], part.size * (from_slot / 16), part.size * (to_slot / 16));
+        std::memcpy(to, &old, 4);
+    }
 }
 
 inline void move_values(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
@@ -51,21 +54,23 @@ inline void move_values(const Part& part, const uint8_t* from, int from_slot, ui
 
 using namespace quire;
 
-// parts: those of all layouts, firsts: where each layout's begin; which: the layout of each of n moves. A page is named by its first byte / 128.
-QUIRE_API void quire_move_slots(uint8_t* arena, const void* parts, const int32_t* firsts, const int32_t* which, const int32_t* from_pages,
-                                const int32_t* from_slots, const int32_t* to_pages, const int32_t* to_slots, int64_t n) {
+// parts: those of all layouts, firsts: where each layout's begin; which: the layout of each of n moves;
+// pages and slots [2, n]: those that are read, then those that are written. A page is named by its first byte / 128.
+QUIRE_API void quire_move_slots(uint8_t* arena, const void* parts, const int32_t* firsts, const int32_t* which, const int32_t* pages,
+                                const int32_t* slots, int64_t n) {
+    const int32_t *to_pages = pages + n, *to_slots = slots + n;
     // Slots of a page share words, so each page is written by one thread; one that is read beside it has other bits there.
     const int64_t shares = n < 1024 ? 1 : 4 * sharing_threads();
     parallel_for(shares, 1, [&](int64_t share) {
         for (int64_t i = 0; i < n; i++) {
             if (shares > 1 && static_cast<int64_t>((static_cast<uint32_t>(to_pages[i]) * 2654435761u) >> 16) * shares >> 16 != share) continue;
-            const uint8_t* from = arena + static_cast<int64_t>(from_pages[i]) * 128;
+            const uint8_t* from = arena + static_cast<int64_t>(pages[i]) * 128;
             uint8_t* to = arena + static_cast<int64_t>(to_pages[i]) * 128;
             const Part* part = static_cast<const Part*>(parts) + firsts[which[i]];
             for (const Part* end = static_cast<const Part*>(parts) + firsts[which[i] + 1]; part < end; part++) {
-                if (part->kind == RUN) move_run(*part, from, from_slots[i], to, to_slots[i]);
-                else if (part->kind == KEY_LINE) move_key(*part, from, from_slots[i], to, to_slots[i]);
-                else move_values(*part, from, from_slots[i], to, to_slots[i]);
+                if (part->kind == RUN) move_run(*part, from, slots[i], to, to_slots[i]);
+                else if (part->kind == KEY_LINES) move_keys(*part, from, slots[i], to, to_slots[i]);
+                else move_values(*part, from, slots[i], to, to_slots[i]);
             }
         }
     });

@@ -24,18 +24,16 @@ import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, join, leave, load_rotated, piece_of, sum_partials
 from quire.attention.kernels.tiles import (
+    NUQ,
+    decoded_keys,
+    decoded_values,
     deinterleaved,
-    group_keys,
-    group_values,
     in_value_order,
     interleaved,
     nuq_keys,
     nuq_values,
 )
 from quire.attention.kernels.write import dense_page
-
-NUQ: tl.constexpr = tl.constexpr(3)
-"""Kernel id of the non-uniform codec; other encoded pages are group codes."""
 
 KEY_SLOTS, AT_KEY_SLOTS, AT_VALUES, AT_RANGES, VALUE_SLOTS, AT_VALUE_SLOTS, VALUE_BITS, END = (
     tl.constexpr(column) for column in range(8)
@@ -237,7 +235,7 @@ def attend_encoded(
                     at_key_slots, HALF, HP, P, KEY_PARTS, MOST_KEY_SLOTS,
                 )  # fmt: skip
             else:
-                first, second = group_keys(halves, octets, current, head_bias, D, HALF, HP, P)
+                first, second = decoded_keys(KIND, halves, octets, current, head_bias, D, HALF, HP, P)
             first_q, second_q = first_query, second_query
             if ROTATE:
                 base = page_start
@@ -280,7 +278,7 @@ def attend_encoded(
                 acc = tl.dot(even_weight, interleaved(even.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
                 acc = tl.dot(odd_weight, interleaved(odd.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
             else:
-                values = group_values(halves, octets, current, D, HALF, DP, P)
+                values = decoded_values(KIND, halves, octets, current, D, HALF, DP, P)
                 acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
     if KIND == NUQ:
         acc = deinterleaved(acc, ROWS, NUM_RUNS)

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, load_rotated
-from quire.attention.kernels.encoded import AT_KEY_SLOTS, HEAD_INTS, KEY_SLOTS, NUQ, turned, turns_of
-from quire.attention.kernels.tiles import group_keys, nuq_keys
+from quire.attention.kernels.encoded import AT_KEY_SLOTS, HEAD_INTS, KEY_SLOTS, turned, turns_of
+from quire.attention.kernels.tiles import NUQ, decoded_keys, nuq_keys
 from quire.attention.kernels.write import dense_page
 
 COLUMN_INTS: tl.constexpr = tl.constexpr(8)
@@ -147,7 +147,7 @@ def encoded_keys(
         head_bias = None
         if key_books is not None:
             head_bias = key_books + layer_head * (2 * HP)
-        first, second = group_keys(halves, octets, page, head_bias, D, HALF, HP, P)
+        first, second = decoded_keys(KIND, halves, octets, page, head_bias, D, HALF, HP, P)
     slots = tl.arange(0, P)
     is_pair = (pair < HALF)[:, None]
     if SINKS:

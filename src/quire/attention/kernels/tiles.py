@@ -8,6 +8,10 @@ possible, because the compiler lays out the operands of products by their narrow
 import triton
 import triton.language as tl
 
+NUQ: tl.constexpr = tl.constexpr(3)
+GROUP: tl.constexpr = tl.constexpr(4)
+"""Kernel ids of codecs, as in kernels/common.h."""
+
 
 @triton.jit
 def book_indices(
@@ -159,6 +163,26 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
     four = tl.load(words + at + slot // 4, mask=used, other=0)
     two = tl.load(words + at + P // 4 + slot // 2, mask=used, other=0)
     return tl.where(used, four >> slot % 4 * 8 & 255, -1), half_in(two, slot % 2)
+
+
+@triton.jit
+def decoded_keys(
+    KIND: tl.constexpr, halves, octets, page,
+    bias,  # as of `group_keys`
+    D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """As `nuq_keys`, of a page of any codec without lookups: one case of each here and in `decoded_values`."""
+    tl.static_assert(KIND == GROUP, "a codec without a case")
+    return group_keys(halves, octets, page, bias, D, HALF, HP, P)
+
+
+@triton.jit
+def decoded_values(
+    KIND: tl.constexpr, halves, octets, page, D: tl.constexpr, HALF: tl.constexpr, DP: tl.constexpr, P: tl.constexpr
+):
+    """The values of such a page, f32 [P, DP]."""
+    tl.static_assert(KIND == GROUP, "a codec without a case")
+    return group_values(halves, octets, page, D, HALF, DP, P)
 
 
 @triton.jit

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from quire.cache.codecs import Moves
-from quire.cache.codecs.slots import RUN, SlotMap
+from quire.cache.codecs.slots import RUN, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels.runtime import DTYPE_IDS
 
 
-class DenseCodec:
+class DenseCodec(SlottedPages):
     """A page is K [P, D], then V [P, D], row-major, then padding to a multiple of 128 bytes.
 
     head_dim  D
@@ -28,21 +27,15 @@ class DenseCodec:
         self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
         self.page_bytes = -(-self.data_bytes // UNIT) * UNIT
         row = head_dim * dtype.itemsize
-        self.slots = SlotMap([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row)]])
+        super().__init__([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row)]])
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Copies; layer and head do not matter."""
-        n = k.shape[0]
-        pages = torch.zeros(n, self.page_bytes, dtype=torch.uint8, device=k.device)
-        body = torch.stack((k, v), 1).to(self.dtype).contiguous()
-        pages[:, : self.data_bytes] = body.view(torch.uint8).reshape(n, self.data_bytes)
-        return pages
+        body = torch.stack((k, v), 1).to(self.dtype).flatten(1).view(torch.uint8)
+        return torch.nn.functional.pad(body, (0, self.page_bytes - self.data_bytes))
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored values, widened to float32 [n, P, D]."""
-        body = pages[:, : self.data_bytes].contiguous().view(self.dtype).view(-1, 2, PAGE_TOKENS, self.head_dim).float()
-        return body[:, 0], body[:, 1]
-
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
-        """Overwrites slots of pages with other ones; see Codec."""
-        self.slots.move(arena, moves)
+        body = pages[:, : self.data_bytes].contiguous().view(self.dtype).float()
+        k, v = body.view(-1, 2, PAGE_TOKENS, self.head_dim).unbind(1)
+        return k, v

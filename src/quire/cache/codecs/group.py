@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.cache.codecs import Moves
-from quire.cache.codecs.packing import to_half
-from quire.cache.codecs.slots import RUN, SlotMap
+from quire.cache.codecs import CodecInputs
+from quire.cache.codecs.packing import from_half, to_half
+from quire.cache.codecs.slots import RUN, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
-from quire.errors import ConfigError
 
 KERNEL_ID = 4
 """GROUP in kernels/common.h."""
@@ -33,63 +32,36 @@ _RANGE_BYTES = 4 * PAGE_TOKENS
 """Of one group of every vector: low, then step, float16 each."""
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raises ConfigError for a head size that the codec cannot store."""
-    if head_dim % 2 or head_dim > 256:
-        raise ConfigError(f"g4 stores heads of an even size up to 256, not {head_dim}; use cache.codec dense")
-
-
-class GroupCodec:
+class GroupCodec(SlottedPages):
     """Asymmetric codes of 4 bits in groups of 64 channels; the last group of a head has what is left.
 
-    head_dim  D
+    head_dim  D, even
     key_bias  float32 [L, H, D], what the model adds to all keys of a head, if anything: keys are stored less it. A few
               of Qwen2's channels have biases in the hundreds, and would take the whole range of their group
-    Raises ConfigError for one that is odd or above 256.
     """
 
     name = "g4"
     kernel_id = KERNEL_ID
 
     def __init__(self, head_dim: int, key_bias: torch.Tensor | None = None) -> None:
-        check_head_dim(head_dim)
         self.head_dim = head_dim
         self.key_bias = None if key_bias is None else key_bias.float().contiguous()
-        self._starts = range(0, head_dim, GROUP_CHANNELS)
-        self.page_bytes = PAGE_TOKENS * head_dim + 2 * _RANGE_BYTES * len(self._starts)
+        self._at_ranges = PAGE_TOKENS * head_dim
+        self.page_bytes = self._at_ranges + 2 * _RANGE_BYTES * -(-head_dim // GROUP_CHANNELS)
         assert self.page_bytes % UNIT == 0
         row = head_dim // 2
-        ranges = range(PAGE_TOKENS * head_dim, self.page_bytes, 2 * PAGE_TOKENS)
-        self.slots = SlotMap([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row), *((RUN, start, 2) for start in ranges)]])
+        ranges = range(self._at_ranges, self.page_bytes, 2 * PAGE_TOKENS)
+        super().__init__([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row), *((RUN, start, 2) for start in ranges)]])
+
+    @classmethod
+    def of(cls, inputs: CodecInputs) -> GroupCodec:
+        """The codec of a model's heads."""
+        return cls(inputs.head_dim, inputs.key_bias)
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys, not rotated, and values, [n, P, D] each, as page images; layer and head say which bias is taken off."""
-        k = k.float()
-        key_codes, key_ranges = self._encode(k if self.key_bias is None else k - self._bias(layer, head, k))
-        value_codes, value_ranges = self._encode(v.float())
-        return torch.cat((key_codes, value_codes, key_ranges, value_ranges), 1)
-
-    def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
-        codes = pages[:, : PAGE_TOKENS * self.head_dim].view(len(pages), 2, PAGE_TOKENS, -1)
-        ranges = pages[:, PAGE_TOKENS * self.head_dim :].contiguous().view(torch.float16).float()
-        ranges = ranges.view(len(pages), 2, len(self._starts), 2, PAGE_TOKENS)
-        k = self._decode(codes[:, 0], ranges[:, 0])
-        return k if self.key_bias is None else k + self._bias(layer, head, k), self._decode(codes[:, 1], ranges[:, 1])
-
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
-        """Overwrites slots of pages with other ones; see Codec."""
-        self.slots.move(arena, moves)
-
-    def _bias(self, layer: int, head: int, k: torch.Tensor) -> torch.Tensor:
-        assert self.key_bias is not None
-        return self.key_bias[layer, head].to(k.device)
-
-    def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and ranges of vectors [n, P, D], as bytes [n, -1] each."""
         codes, ranges = [], []
-        for start in self._starts:
-            part = x[..., start : start + GROUP_CHANNELS]
+        for part in torch.stack((k.float() - self._bias(layer, head, k), v.float()), 1).split(GROUP_CHANNELS, -1):
             # Never minus zero: which of two zeros is the smaller is nobody's promise.
             low = to_half(part.amin(-1) + 0.0)
             step = to_half((part.amax(-1) - low.float()).clamp_min(0) * (1.0 / TOP_CODE) + 0.0)
@@ -98,11 +70,18 @@ class GroupCodec:
             codes.append(scaled.clamp(0, TOP_CODE).round().to(torch.uint8))
             ranges += [low, step]
         low_half, high_half = torch.cat(codes, -1).chunk(2, -1)
-        return (low_half | high_half << 4).flatten(1), torch.cat(ranges, 1).view(torch.uint8)
+        pairs, halves = low_half | high_half << 4, torch.stack(ranges, 2)
+        return torch.cat((pairs.flatten(1), halves.flatten(1).view(torch.uint8)), 1)
 
-    def _decode(self, pairs: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        """Vectors [n, P, D] of code pairs [n, P, D / 2] and ranges [n, groups, 2, P]."""
+    def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
+        pairs, ranges = pages.tensor_split((self._at_ranges,), 1)
+        pairs = pairs.reshape(len(pages), 2, PAGE_TOKENS, -1)
         codes = torch.cat((pairs & TOP_CODE, pairs >> 4), -1).float()
-        of_channel = torch.arange(self.head_dim, device=codes.device) // GROUP_CHANNELS
-        low, step = ranges[:, of_channel].permute(2, 0, 3, 1).unbind()  # [n, P, D] each
-        return low + codes * step
+        groups = from_half(ranges).view(len(pages), 2, -1, 2, PAGE_TOKENS)
+        low, step = groups.repeat_interleave(GROUP_CHANNELS, 2)[:, :, : self.head_dim].permute(3, 0, 1, 4, 2)
+        k, v = (low + codes * step).unbind(1)
+        return k + self._bias(layer, head, k), v
+
+    def _bias(self, layer: int, head: int, k: torch.Tensor) -> torch.Tensor | float:
+        return 0.0 if self.key_bias is None else self.key_bias[layer, head].to(k.device)

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.codecs import Moves
-from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, num_lines, pack, parts, to_half, unpack
-from quire.cache.codecs.slots import KEY_LINE, RUN, VALUE_LINES, Part, SlotMap
+from quire.cache.codecs import CodecInputs
+from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
+from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
-from quire.errors import ConfigError
 
 KERNEL_ID = 3
 """NUQ in kernels/common.h."""
@@ -78,53 +80,9 @@ class NuqTables:
     value_books: torch.Tensor
     value_slots: torch.Tensor
 
-    def check(self, num_layers: int, num_heads: int, head_dim: int) -> None:
-        """Raises ConfigError unless the tables are those of a model of this shape, and sound."""
-        lead = (num_layers, num_heads)
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "key_order": ((head_dim // 2,), torch.uint8),
-            "key_bits": ((head_dim // (2 * BLOCK_PAIRS),), torch.uint8),
-            "key_edges": ((head_dim, NUM_BOOK - 1), torch.float32),
-            "key_books": ((head_dim, NUM_BOOK), torch.float32),
-            "key_weight": ((head_dim,), torch.float32),
-            "key_slots": ((), torch.uint8),
-            "value_bits": ((), torch.uint8),
-            "value_edges": ((NUM_BOOK - 1,), torch.float32),
-            "value_books": ((NUM_BOOK,), torch.float32),
-            "value_slots": ((), torch.uint8),
-        }
-        for name, (rest, dtype) in sizes.items():
-            found = getattr(self, name)
-            if found.shape != (*lead, *rest) or found.dtype != dtype:
-                raise ConfigError(
-                    f"the calibration's {name} is {found.dtype} {list(found.shape)}, and a model with {num_layers}"
-                    f" layers, {num_heads} kv heads and head size {head_dim} needs {dtype} {[*lead, *rest]}"
-                )
-        pairs = torch.arange(head_dim // 2, dtype=torch.uint8)
-        sound = {
-            "key_order": bool((self.key_order.sort(-1).values == pairs).all()),
-            "key_bits": bool((self.key_bits <= MAX_BITS).all()),
-            "key_weight": bool((self.key_weight.isfinite() & (self.key_weight >= 0)).all()),
-            "key_slots": bool((self.key_slots <= MAX_SLOTS).all()),
-            "value_bits": bool(((self.value_bits >= 1) & (self.value_bits <= MAX_BITS)).all()),
-            "value_slots": bool((self.value_slots <= MAX_SLOTS).all()),
-            "key_books": bool(self.key_books.isfinite().all()),
-            "value_books": bool(self.value_books.isfinite().all()),
-            "key_edges": _ascends(self.key_edges),
-            "value_edges": _ascends(self.value_edges),
-        }
-        for name, is_sound in sound.items():
-            if not is_sound:
-                raise ConfigError(f"the calibration's {name} holds what cannot be; calibrate again")
 
-
-def _ascends(edges: torch.Tensor) -> bool:
-    return bool((edges[..., 1:] >= edges[..., :-1]).all())
-
-
-@dataclass(frozen=True)
-class NuqLayout:
-    """Where things lie in the pages of one head, in bytes from a page's start."""
+class NuqLayout(NamedTuple):
+    """Where the parts behind the key codes begin in the pages of one head, in bytes, and where the last ends."""
 
     key_slots: int
     values: int
@@ -140,207 +98,168 @@ class NuqLayout:
 
 def layout_of(head_dim: int, key_bits: int, key_slots: int, value_bits: int, value_slots: int) -> NuqLayout:
     """The layout of a head; key_bits is the sum over its blocks."""
-    at_slots = key_bits * LINE_BYTES
-    values = at_slots + key_slots * SLOT_BYTES
-    ranges = values + head_dim // _VALUE_COLUMNS * num_lines(_VALUE_FIELDS, value_bits) * LINE_BYTES
-    at_value_slots = ranges + 4 * PAGE_TOKENS
-    return NuqLayout(at_slots, values, ranges, at_value_slots, at_value_slots + value_slots * SLOT_BYTES)
+    value_bytes = PAGE_TOKENS * head_dim * value_bits // 8
+    sizes = key_bits * LINE_BYTES, key_slots * SLOT_BYTES, value_bytes, 4 * PAGE_TOKENS, value_slots * SLOT_BYTES
+    return NuqLayout(*accumulate(sizes))
 
 
-def check_head_dim(name: str, head_dim: int) -> None:
-    """Raises ConfigError for a head size that the codec called `name` cannot store."""
-    if head_dim % 16 or head_dim > 256:
-        raise ConfigError(
-            f"{name} stores heads whose size is a multiple of 16 up to 256, not {head_dim}; use cache.codec dense"
-        )
-
-
-def nominal_page_bytes(head_dim: int, bits: int, slots: int) -> int:
-    """Bytes of a page of which every key and value has so many bits and slots: what calibration spends on average."""
-    return layout_of(head_dim, head_dim // (2 * BLOCK_PAIRS) * bits, slots, bits, slots).page_bytes
-
-
-class NuqCodec:
+class NuqCodec(SlottedPages):
     """The codec of one calibration.
 
     name        of the codec, as in `cache.codec`
     tables      see NuqTables; value books are rounded to bfloat16
+    heads       [L][H] what encodes and decodes the pages of a head
     page_bytes  int32 [L, H]: heads may differ in bits and slots
-    Raises ConfigError for a head size that is no multiple of 16.
     """
 
     kernel_id = KERNEL_ID
 
     def __init__(self, name: str, tables: NuqTables) -> None:
         num_layers, num_heads, self.head_dim = tables.key_weight.shape
-        check_head_dim(name, self.head_dim)
-        tables.check(num_layers, num_heads, self.head_dim)
         # As kernels look them up: a centroid rounded on read is off by the same for all its tokens, and a mean over
         # many keeps that, 1.7 % of attention over 500 random tokens at 2 bits against 0.4 %. Scores average it out, and
         # keys far from zero want the digits.
         tables = replace(tables, value_books=tables.value_books.bfloat16().float())
         self.name = name
         self.tables = tables
-        bits = tables.key_bits.sum(-1, dtype=torch.int64)
-        self.layouts = [
-            [
-                layout_of(
-                    self.head_dim,
-                    int(bits[layer, head]),
-                    int(tables.key_slots[layer, head]),
-                    int(tables.value_bits[layer, head]),
-                    int(tables.value_slots[layer, head]),
-                )
-                for head in range(num_heads)
-            ]
+        self.heads = [
+            [HeadCodec(NuqTables(*(each[layer, head] for each in vars(tables).values()))) for head in range(num_heads)]
             for layer in range(num_layers)
         ]
         self.page_bytes: NDArray[np.int32] = np.array(
-            [[layout.page_bytes for layout in heads] for heads in self.layouts], np.int32
+            [[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32
         )
-        self.slots = self._slot_map()
+        numbers: dict[tuple[Part, ...], int] = {}
+        of = [[numbers.setdefault(tuple(head.parts()), len(numbers)) for head in heads] for heads in self.heads]
+        super().__init__(list(numbers), np.array(of, np.int32))
+
+    @classmethod
+    def of(cls, inputs: CodecInputs) -> NuqCodec:
+        """The codec of some tables."""
+        assert inputs.tables is not None
+        return cls(inputs.codec, inputs.tables)
+
+    @staticmethod
+    def nominal_page_bytes(head_dim: int, bits: int, slots: int) -> int:
+        """Bytes of a page whose keys and values all have so many bits and slots: what calibration spends on average."""
+        return layout_of(head_dim, head_dim // (2 * BLOCK_PAIRS) * bits, slots, bits, slots).page_bytes
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys, not rotated, and values, [n, P, D] each, as page images, uint8 [n, page_bytes[layer, head]].
 
         Computed where the tables are, on the CPU: the same bits for every device.
         """
-        tables, n, device = self.tables, len(k), k.device
-        layout = self.layouts[layer][head]
-        k, v = k.float().cpu(), v.float().cpu()
-        book = tables.key_books[layer, head]
-        codes = _codes(k, tables.key_edges[layer, head])
-        missing = k - book.expand(n, PAGE_TOKENS, -1, -1).gather(-1, codes[..., None])[..., 0]
-        cost = missing * missing * tables.key_weight[layer, head]
-        key_slots = _fill_slots(missing, cost, int(tables.key_slots[layer, head]))
-        value_codes, s, z, value_slots = self._encode_values(layer, head, v)
-        page = torch.zeros(n, layout.page_bytes, dtype=torch.uint8, device=k.device)
-        page[:, : layout.key_slots] = self._pack_keys(layer, head, codes)
-        page[:, layout.key_slots : layout.values] = key_slots
-        page[:, layout.values : layout.ranges] = self._pack_values(layer, head, value_codes)
-        page[:, layout.ranges : layout.value_slots] = torch.cat((s, z), 1).view(torch.uint8)
-        page[:, layout.value_slots : layout.end] = value_slots
-        return page.to(device)
+        return self.heads[layer][head].encode(k.float().cpu(), v.float().cpu()).to(k.device)
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
-        tables, n, device = self.tables, len(pages), pages.device
-        layout = self.layouts[layer][head]
-        pages = pages.cpu()
-        codes = self._unpack_keys(layer, head, pages[:, : layout.key_slots])
-        k = tables.key_books[layer, head].expand(n, PAGE_TOKENS, -1, -1).gather(-1, codes[..., None])[..., 0]
-        k = _add_slots(k, pages[:, layout.key_slots : layout.values])
-        codes = self._unpack_values(layer, head, pages[:, layout.values : layout.ranges])
-        ranges = pages[:, layout.ranges : layout.value_slots].contiguous().view(torch.float16).float()
-        s, z = ranges[:, :PAGE_TOKENS, None], ranges[:, PAGE_TOKENS:, None]
-        v = tables.value_books[layer, head][codes] * s + z
-        v = _add_slots(v, pages[:, layout.value_slots : layout.end])
-        return k.to(device), v.to(device)
+        k, v = self.heads[layer][head].decode(pages.cpu())
+        return k.to(pages.device), v.to(pages.device)
 
-    def move(self, arena: torch.Tensor, moves: Moves) -> None:
-        """Overwrites slots of pages with other ones; see Codec."""
-        self.slots.move(arena, moves)
 
-    def _slot_map(self) -> SlotMap:
-        found: dict[tuple[Part, ...], int] = {}
-        of = np.zeros(self.page_bytes.shape, np.int32)
-        for layer, head in np.ndindex(*of.shape):
-            of[layer, head] = found.setdefault(tuple(self._parts(layer, head)), len(found))
-        return SlotMap(list(found), of)
+class HeadCodec:
+    """The codec of one head of one layer.
 
-    def _parts(self, layer: int, head: int) -> Iterator[Part]:
-        """Where slots have their bits in the pages of a head."""
-        layout, start = self.layouts[layer][head], 0
-        for bits in self.tables.key_bits[layer, head].tolist():
-            for width, _ in parts(bits):
-                for _ in range(num_lines(_KEY_FIELDS, width)):
-                    yield KEY_LINE, start, width
-                    start += LINE_BYTES
-        start = layout.values
-        for _ in range(self.head_dim // _VALUE_COLUMNS):
-            for width, _ in parts(int(self.tables.value_bits[layer, head])):
-                yield VALUE_LINES, start, width
-                start += num_lines(_VALUE_FIELDS, width) * LINE_BYTES
-        for start in (layout.ranges, layout.ranges + 2 * PAGE_TOKENS):
+    tables  without [L, H]
+    layout  of its pages
+    """
+
+    def __init__(self, tables: NuqTables) -> None:
+        self.tables = tables
+        self._key_widths = tables.key_bits.tolist()
+        self._value_widths = [int(tables.value_bits)] * (len(tables.key_weight) // _VALUE_COLUMNS)
+        bits, *counts = sum(self._key_widths), tables.key_slots, tables.value_bits, tables.value_slots
+        self.layout = layout_of(len(tables.key_weight), bits, *map(int, counts))
+
+    @cached_property
+    def key_lines(self) -> Lines:
+        """Lane 2t + i of a field: slot t of a quarter of the page, half i of the pair."""
+        keys = self._numbers().reshape(4, 16, 2, -1)[..., self.tables.key_order.numpy()].transpose(3, 0, 1, 2)
+        return Lines(keys.reshape(-1, _KEY_FIELDS, LANES), self._key_widths)
+
+    @cached_property
+    def value_lines(self) -> Lines:
+        """Lane 2c + i of field f: column c of sixteen, slot 2f + i."""
+        values = self._numbers().reshape(_VALUE_FIELDS, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
+        return Lines(values.reshape(-1, _VALUE_FIELDS, LANES), self._value_widths)
+
+    def _numbers(self) -> NDArray[np.int32]:
+        return np.arange(PAGE_TOKENS * len(self.tables.key_weight), dtype=np.int32)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Keys and values, float32 [n, P, D] each, as page images."""
+        codes = _codes(k, self.tables.key_edges)
+        missing = k - self._centroids(codes)
+        costliest = _largest(missing * missing * self.tables.key_weight, self.tables.key_slots)
+        value_codes, ranges, value_slots = self._encode_values(v)
+        page = torch.cat(
+            (self.key_lines.pack(codes.flatten(1)), _slots(missing, costliest),
+             self.value_lines.pack(value_codes.flatten(1)), ranges, value_slots), 1
+        )  # fmt: skip
+        return torch.nn.functional.pad(page, (0, self.layout.page_bytes - self.layout.end))
+
+    def decode(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page images as keys and values, float32 [n, P, D] each."""
+        lines, key_slots, value_lines, ranges, value_slots, _ = pages.tensor_split(self.layout, 1)
+        key_codes, codes = (
+            of.unpack(bits).unflatten(1, (PAGE_TOKENS, -1))
+            for of, bits in ((self.key_lines, lines), (self.value_lines, value_lines))
+        )
+        s, z = from_half(ranges).view(-1, 2, PAGE_TOKENS, 1).unbind(1)
+        values = self.tables.value_books[codes] * s + z
+        return _add_slots(self._centroids(key_codes), key_slots), _add_slots(values, value_slots)
+
+    def parts(self) -> Iterator[Part]:
+        """Where slots have their bits in the pages."""
+        at = self.layout
+        for kind, start, size, widths in (
+            (KEY_LINES, 0, LINE_BYTES, self._key_widths),
+            (VALUE_LINES, at.values, 2 * LINE_BYTES, self._value_widths),
+        ):
+            for width in (width for bits in widths for width, _ in parts(bits)):
+                yield kind, start, width
+                start += size * width
+        for start in (at.ranges, at.ranges + 2 * PAGE_TOKENS):
             yield RUN, start, 2
-        for first, end in ((layout.key_slots, layout.values), (layout.value_slots, layout.end)):
-            for start in range(first, end, SLOT_BYTES):
-                yield RUN, start, 1
-                yield RUN, start + PAGE_TOKENS, 2
+        for start in (*range(at.key_slots, at.values, SLOT_BYTES), *range(at.value_slots, at.end, SLOT_BYTES)):
+            yield RUN, start, 1
+            yield RUN, start + PAGE_TOKENS, 2
 
-    def _encode_values(
-        self, layer: int, head: int, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes [n, P, D], s and z float16 [n, P], and the slots' bytes. Sums run over the channels in order, so that
-        kernels can give the same bits.
+    def _centroids(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes [n, P, D] of keys stand for."""
+        return self.tables.key_books[torch.arange(codes.shape[-1]), codes]
+
+    def _encode_values(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes [n, P, D], and the bytes of ranges and slots. Sums run over the channels in order, so that kernels can
+        give the same bits.
         """
-        tables = self.tables
-        count = int(tables.value_slots[layer, head])
-        book, edges = tables.value_books[layer, head], tables.value_edges[layer, head]
-        inner = torch.ones_like(v, dtype=torch.bool)
-        mean = _ordered_sum(v) / v.shape[-1]
-        for _ in range(count):
-            farthest = ((v - mean[..., None]).abs().masked_fill(~inner, -1)).argmax(-1, keepdim=True)
-            inner.scatter_(-1, farthest, False)
-        high = v.masked_fill(~inner, -torch.inf).amax(-1)
-        low = v.masked_fill(~inner, torch.inf).amin(-1)
+        book, edges = self.tables.value_books, self.tables.value_edges
+        distance = (v - _ordered_sum(v) / v.shape[-1]).abs()
+        outliers = _largest(distance, self.tables.value_slots)
+        inner = torch.ones_like(v, dtype=torch.bool).scatter(-1, outliers, False)
+        high = v.masked_fill(~inner, -torch.inf).amax(-1, keepdim=True)
+        low = v.masked_fill(~inner, torch.inf).amin(-1, keepdim=True)
         middle = (high + low) * 0.5
         s, z = (high - low) * 0.5, middle
-        x = (v - middle[..., None]) * inner
+        x = (v - middle) * inner
         total = _ordered_sum(x)
-        number = float(v.shape[-1] - count)
+        number = float(v.shape[-1] - outliers.shape[-1])
         for _ in range(FIT_ROUNDS):
-            c = book[_codes(v, edges * s[..., None, None] + z[..., None, None])] * inner
+            c = book[_codes(v, edges * s[..., None] + z[..., None])] * inner
             sum_c, sum_cc, sum_cx = _ordered_sum(c), _ordered_sum(c * c), _ordered_sum(c * x)
             spread = sum_cc - sum_c * sum_c / number
             slope = sum_cx - sum_c * total / number
             fits = (spread > 0) & (slope > 0)
             s = torch.where(fits, slope / torch.where(fits, spread, 1.0), s)
             z = torch.where(fits, middle + (total - s * sum_c) / number, z)
-        beyond = ((v - z[..., None]).abs() * ~inner).amax(-1)
+        beyond = ((v - z).abs() * ~inner).amax(-1, keepdim=True)
         s = torch.maximum(s, beyond * (1.0 / RESIDUAL_REACH))
         # Never minus zero: which of two zeros is the larger is nobody's promise.
-        s, z = to_half(s + 0.0), to_half(z + 0.0)
-        wide_s, wide_z = s.float()[..., None], z.float()[..., None]
-        codes = _codes(v, edges * wide_s[..., None] + wide_z[..., None])
-        missing = v - (book[codes] * wide_s + wide_z)
-        slots = _fill_slots(missing, (v - mean[..., None]).abs(), count)
-        return codes, s, z, slots
-
-    def _pack_keys(self, layer: int, head: int, codes: torch.Tensor) -> torch.Tensor:
-        """Codes [n, P, D] as lines. Lane 2t + i of a field: slot t of a quarter of the page, half i of the pair."""
-        n, half = len(codes), self.head_dim // 2
-        order = self.tables.key_order[layer, head].long()
-        quarters = codes.view(n, 4, 16, 2, half)[..., order]  # quarter, t, i, pair
-        fields = quarters.permute(0, 4, 1, 2, 3).reshape(n, half // BLOCK_PAIRS, _KEY_FIELDS, LANES)
-        widths = self.tables.key_bits[layer, head].tolist()
-        return torch.cat([pack(fields[:, block], bits) for block, bits in enumerate(widths)], 1)
-
-    def _unpack_keys(self, layer: int, head: int, lines: torch.Tensor) -> torch.Tensor:
-        n, half = len(lines), self.head_dim // 2
-        order = self.tables.key_order[layer, head].long()
-        blocks, start = [], 0
-        for bits in self.tables.key_bits[layer, head].tolist():
-            blocks.append(unpack(lines[:, start : start + bits * LINE_BYTES], _KEY_FIELDS, bits))
-            start += bits * LINE_BYTES
-        quarters = torch.stack(blocks, 1).view(n, half, 4, 16, 2).permute(0, 2, 3, 4, 1)
-        codes = torch.empty_like(quarters)
-        codes[..., order] = quarters
-        return codes.reshape(n, PAGE_TOKENS, self.head_dim)
-
-    def _pack_values(self, layer: int, head: int, codes: torch.Tensor) -> torch.Tensor:
-        """Codes [n, P, D] as lines. Lane 2c + i of field f: column c of sixteen, slot 2f + i."""
-        n, groups = len(codes), self.head_dim // _VALUE_COLUMNS
-        fields = codes.view(n, _VALUE_FIELDS, 2, groups, _VALUE_COLUMNS).permute(0, 3, 1, 4, 2)
-        bits = int(self.tables.value_bits[layer, head])
-        return pack(fields.reshape(n * groups, _VALUE_FIELDS, LANES), bits).view(n, -1)
-
-    def _unpack_values(self, layer: int, head: int, lines: torch.Tensor) -> torch.Tensor:
-        n, groups = len(lines), self.head_dim // _VALUE_COLUMNS
-        bits = int(self.tables.value_bits[layer, head])
-        fields = unpack(lines.reshape(n * groups, -1), _VALUE_FIELDS, bits)
-        codes = fields.view(n, groups, _VALUE_FIELDS, _VALUE_COLUMNS, 2).permute(0, 2, 4, 1, 3)
-        return codes.reshape(n, PAGE_TOKENS, self.head_dim)
+        ranges = to_half(torch.stack((s, z), 1) + 0.0)
+        s, z = ranges.float().unbind(1)
+        codes = _codes(v, edges * s[..., None] + z[..., None])
+        slots = _slots(v - (book[codes] * s + z), outliers)
+        return codes, ranges.flatten(1).view(torch.uint8), slots
 
 
 def _codes(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
@@ -349,32 +268,24 @@ def _codes(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
 
 
 def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, term after term."""
-    total = torch.zeros_like(x[..., 0])
-    for index in range(x.shape[-1]):
-        total = total + x[..., index]
+    """The sum over the last dimension, term after term, [..., 1]."""
+    total: torch.Tensor = reduce(torch.add, x.split(1, -1))
     return total
 
 
-def _fill_slots(missing: torch.Tensor, cost: torch.Tensor, count: int) -> torch.Tensor:
-    """The bytes [n, count * 192] of the slots of vectors [n, P, D]: for each, all channels, then what is missing
-    there. The channel with the largest cost comes first, of equals the first channel.
-    """
-    n = len(missing)
-    taken = torch.zeros_like(missing, dtype=torch.bool)
-    found = [missing.new_empty(n, 0, dtype=torch.uint8)]
-    for _ in range(count):
-        channel = cost.masked_fill(taken, -1).argmax(-1, keepdim=True)
-        taken.scatter_(-1, channel, True)
-        found.append(channel[..., 0].to(torch.uint8))
-        found.append(to_half(missing.gather(-1, channel)[..., 0]).view(torch.uint8).view(n, -1))
-    return torch.cat(found, 1)
+def _largest(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Where so many largest numbers of vectors [n, P, D] are, [n, P, count]; of equals the first."""
+    return x.argsort(dim=-1, descending=True, stable=True)[..., : int(count)]
+
+
+def _slots(missing: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """The bytes [n, count * 192] of slots: of each the channels [n, P, count] of all vectors, then what they miss."""
+    halves = to_half(missing.gather(-1, channels)).transpose(1, 2).contiguous()
+    return torch.cat((channels.transpose(1, 2).to(torch.uint8), halves.view(torch.uint8)), 2).flatten(1)
 
 
 def _add_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Adds to vectors [n, P, D] what their slots hold."""
-    for start in range(0, slots.shape[1], SLOT_BYTES):
-        channel = slots[:, start : start + PAGE_TOKENS].long()
-        missing = slots[:, start + PAGE_TOKENS : start + SLOT_BYTES].contiguous().view(torch.float16).float()
-        x = x.scatter_add(-1, channel[..., None], missing[..., None])
-    return x
+    slots = slots.reshape(len(x), slots.shape[1] // SLOT_BYTES, SLOT_BYTES)
+    channels, missing = slots[..., :PAGE_TOKENS].long(), from_half(slots[..., PAGE_TOKENS:])
+    return x.scatter_add(-1, channels.transpose(1, 2), missing.transpose(1, 2))

@@ -10,7 +10,11 @@ lies in one line, the first field lowest, so no code crosses a lane, and one shi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 LANES = 32
 """Codes of a field: 16-bit lanes of a 64-byte line."""
@@ -21,53 +25,45 @@ MAX_BITS = 5
 """Widest code: 32 centroids of 16 bits are one register to look up in."""
 
 
-def parts(bits: int) -> tuple[tuple[int, int], ...]:
+def parts(bits: int) -> list[tuple[int, int]]:
     """(width, place of its lowest bit in the code) of every part of a code, in the order of their lines."""
-    found = []
-    for width in (4, 2, 1):
-        if bits & width:
-            bits -= width
-            found.append((width, bits))
-    return tuple(found)
+    return [(width, bits & (width - 1)) for width in (4, 2, 1) if bits & width]
 
 
-def num_lines(fields: int, bits: int) -> int:
-    """Lines that so many fields take; fields is a multiple of 16."""
-    return fields * bits // LANE_BITS
+class Lines:
+    """Lines of blocks of codes, one block behind the other.
 
+    numbers  int32 [B, F, 32], each number once: whose code the lanes of F fields of B blocks have; F a multiple of 16
+    widths   of each block the bits of its codes
+    """
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below 2^bits, uint8 [n, F, 32] with F a multiple of 16, as lines, uint8 [n, F * bits * 4]."""
-    n, fields, _ = codes.shape
-    wide = codes.to(torch.int32)
-    lines = []
-    for width, place in parts(bits):
-        per_line = LANE_BITS // width
-        part = (wide >> place) & ((1 << width) - 1)
-        shifts = torch.arange(per_line, dtype=torch.int32, device=codes.device) * width
-        words = (part.view(n, fields // per_line, per_line, LANES) << shifts[:, None]).sum(2, dtype=torch.int32)
-        low_high = torch.stack((words & 0xFF, words >> 8), -1)  # little-endian
-        lines.append(low_high.to(torch.uint8).reshape(n, -1))
-    return torch.cat(lines, 1) if lines else codes.new_empty(n, 0)
+    def __init__(self, numbers: NDArray[np.int32], widths: Sequence[int]) -> None:
+        self._count = numbers.size
+        bits = 8 * numbers[..., None] + np.arange(8, dtype=np.int32)
+        found = [bits[:0].ravel()]
+        for block, of_block in zip(bits, widths, strict=True):
+            for width, lowest in parts(of_block):
+                lines = block[..., lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width)
+                found.append(lines.swapaxes(1, 2).ravel())
+        self._order = np.concatenate(found)  # of all bits of the lines, which bit of the codes, as bytes, each is
 
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes [n, numbers], below 2^bits, as lines, uint8 [n, bytes]."""
+        bits = np.unpackbits(codes.numpy().astype(np.uint8), 1, bitorder="little")
+        return torch.from_numpy(np.packbits(bits[:, self._order], 1, "little"))
 
-def unpack(lines: torch.Tensor, fields: int, bits: int) -> torch.Tensor:
-    """The codes of `pack`, int64 [n, F, 32]."""
-    n = len(lines)
-    codes = torch.zeros(n, fields, LANES, dtype=torch.int64, device=lines.device)
-    start = 0
-    for width, place in parts(bits):
-        per_line = LANE_BITS // width
-        end = start + num_lines(fields, width) * LINE_BYTES
-        pairs = lines[:, start:end].reshape(n, -1, LANES, 2).to(torch.int64)
-        words = pairs[..., 0] | pairs[..., 1] << 8  # [n, lines, lanes]
-        shifts = torch.arange(per_line, device=lines.device) * width
-        part = (words[:, :, None, :] >> shifts[:, None]) & ((1 << width) - 1)
-        codes |= part.reshape(n, fields, LANES) << place
-        start = end
-    return codes
+    def unpack(self, lines: torch.Tensor) -> torch.Tensor:
+        """The codes of `pack`, int64."""
+        bits = np.zeros((len(lines), 8 * self._count), np.uint8)
+        bits[:, self._order] = np.unpackbits(lines.numpy(), 1, bitorder="little")
+        return torch.from_numpy(np.packbits(bits, 1, "little")).long()
 
 
 def to_half(x: torch.Tensor) -> torch.Tensor:
     """The nearest finite float16."""
     return x.clamp(-65504.0, 65504.0).half()
+
+
+def from_half(pages: torch.Tensor) -> torch.Tensor:
+    """Bytes uint8 [..., 2 * m] as float16 has them, float32 [..., m]."""
+    return pages.contiguous().view(torch.float16).float()

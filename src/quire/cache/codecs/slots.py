@@ -4,10 +4,12 @@ again. Knows places, not what the bits mean.
 The bits of slot t lie in parts of three kinds. A part starts at a byte of the page and has a size:
 
     RUN          `size` bytes, the rows of all slots one after the other
-    KEY_LINE     one line of key codes, `size` bits a field: lanes 2 * (t % 16) and the next, every fourth field from
-                 t / 16 on
+    KEY_LINES    the lines of key codes of four pairs, `size` of them: in each, lanes 2 * (t % 16) and the next, every
+                 fourth field from t / 16 on
     VALUE_LINES  the lines of value codes of sixteen columns, 2 * `size` of them: every other lane from t % 2 on, field
                  t / 2
+
+Codes of lines have `size` bits.
 """
 
 from __future__ import annotations
@@ -24,113 +26,93 @@ from quire.cache.codecs.packing import LANE_BITS, LINE_BYTES
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels import runtime
 
-RUN, KEY_LINE, VALUE_LINES = range(3)
+RUN, KEY_LINES, VALUE_LINES = range(3)
 """Kinds in kernels/slots.cpp."""
 
 Part = tuple[int, int, int]
 """Kind, first byte in the page, size."""
 
 _QUARTER = 16
-"""Slots of a page that have different lanes in a line of key codes."""
+"""Slots of a page that have different lanes in lines of key codes."""
 
 _WORD = 4
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class SlotMap:
-    """Where slots have their bits in the pages of one codec; all that a page holds of a token, and of no other.
+class SlottedPages:
+    """Pages of a codec, in which every token slot has bits of its own: all that a page holds of a token.
 
     layouts  the parts of a page, for each way that pages are laid out
-    of       int32 [L, H]: which of them a head's pages have; None where there is only one
+    which    int32 [L, H]: which of them a head's pages have; None where there is only one
     """
 
-    def __init__(self, layouts: Sequence[Sequence[Part]], of: NDArray[np.int32] | None = None) -> None:
-        assert of is not None or len(layouts) == 1, f"{len(layouts)} layouts, and nothing says whose"
+    def __init__(self, layouts: Sequence[Sequence[Part]], which: NDArray[np.int32] | None = None) -> None:
+        assert which is not None or len(layouts) == 1, f"{len(layouts)} layouts, and nothing says whose"
         self.layouts = layouts
-        self.of = of
+        self.which = which
         self._parts = np.array([part for parts in layouts for part in parts], np.int32)
         self._firsts = np.cumsum([0, *map(len, layouts)], dtype=np.int32)
 
     def move(self, arena: torch.Tensor, moves: Moves) -> None:
-        """Copies slots between pages of an arena, uint8 [bytes], in place."""
-        if not len(moves):
+        """Overwrites slots of pages with other ones; see Codec."""
+        if arena.device.type != "cpu":
+            self.move_in_torch(arena, moves)
             return
-        which = np.zeros(len(moves), np.int32) if self.of is None else self.of[moves.layers, moves.heads]
-        places = (moves.from_pages, moves.from_slots, moves.to_pages, moves.to_slots)
-        assert all(slots.min() >= 0 and slots.max() < PAGE_TOKENS for slots in places[1::2]), "slots past a page"
-        if arena.device.type == "cpu":
-            # Names keep the arrays alive until the call is done.
-            which, *contiguous = (np.ascontiguousarray(array, np.int32) for array in (which, *places))
-            runtime.kernels().quire_move_slots(
-                arena.data_ptr(),
-                self._parts.ctypes.data,
-                self._firsts.ctypes.data,
-                which.ctypes.data,
-                *(array.ctypes.data for array in contiguous),
-                len(moves),
-            )
-            return
-        self.move_in_torch(arena, which, places)
+        # Names keep the arrays alive until the call is done.
+        given = self._layouts_of(moves), moves.pages, moves.slots
+        arrays = (self._parts, self._firsts, *(np.ascontiguousarray(array, np.int32) for array in given))
+        addresses = [array.ctypes.data for array in arrays]
+        runtime.kernels().quire_move_slots(arena.data_ptr(), *addresses, len(moves.layers))
 
-    def move_in_torch(self, arena: torch.Tensor, which: NDArray[np.int32], places: Sequence[NDArray[np.int32]]) -> None:
-        """What `move` does, on any device.
-
-        which   int32 [m]: the layout of each move's pages
-        places  ids of pages and slots that are read, and of those that are written, int32 [m] each
-        """
+    def move_in_torch(self, arena: torch.Tensor, moves: Moves) -> None:
+        """What `move` does, on any device."""
+        which = self._layouts_of(moves)
         for layout in np.unique(which):
-            chosen = [torch.from_numpy(array[which == layout].astype(np.int64)).to(arena.device) for array in places]
-            source, target = (chosen[0] * UNIT, chosen[1]), (chosen[2] * UNIT, chosen[3])
-            parts = self.layouts[int(layout)]
-            for size in {size for kind, _, size in parts if kind == RUN}:
-                starts = [start for kind, start, found in parts if (kind, found) == (RUN, size)]
-                _move_runs(arena, starts, size, source, target)
-            for kind, start, width in parts:
-                if kind != RUN:
-                    _move_codes(arena, kind, start, width, source, target)
+            pages, slots = (
+                torch.from_numpy(array[:, which == layout].astype(np.int64)).to(arena.device)
+                for array in (moves.pages, moves.slots)
+            )
+            runs: dict[int, list[int]] = {}  # by size
+            for kind, start, size in self.layouts[layout]:
+                if kind == RUN:
+                    runs.setdefault(size, []).append(start)
+                else:
+                    _move_codes(arena.view(torch.int32), kind, pages * UNIT + start, slots, size)
+            for size, starts in runs.items():
+                _move_runs(arena, starts, size, pages * UNIT, slots)
+
+    def _layouts_of(self, moves: Moves) -> NDArray[np.int32]:
+        """The layout of each move's pages."""
+        assert ((moves.slots >= 0) & (moves.slots < PAGE_TOKENS)).all(), "slots past a page"
+        return np.zeros_like(moves.layers) if self.which is None else self.which[moves.layers, moves.heads]
 
 
-_Slots = tuple[torch.Tensor, torch.Tensor]
-"""First bytes of pages, and slots in them, int64 [m] each."""
-
-
-def _move_runs(arena: torch.Tensor, starts: Sequence[int], size: int, source: _Slots, target: _Slots) -> None:
+def _move_runs(arena: torch.Tensor, starts: Sequence[int], size: int, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    """Moves rows of so many bytes in pages that begin at bytes int64 [2, m]."""
     unit = math.gcd(8, size, *starts)
     words = arena.view(_WORDS[unit])
     count = size // unit
     rows = words.as_strided((len(words) - count + 1, count), (1, 1))
-    first = torch.tensor(starts, device=arena.device)
-    to, fro = (
-        ((pages[:, None] + first + size * slots[:, None]) // unit).flatten() for pages, slots in (target, source)
-    )
+    first = pages + size * slots
+    fro, to = ((first[..., None] + torch.tensor(starts, device=arena.device)) // unit).flatten(1)
     rows.index_copy_(0, to, rows.index_select(0, fro))
 
 
-def _move_codes(arena: torch.Tensor, kind: int, start: int, width: int, source: _Slots, target: _Slots) -> None:
-    """Several slots have bits in one word. Bits that are replaced are known, so each move adds the difference to its
-    word, in any order.
+def _move_codes(words: torch.Tensor, kind: int, starts: torch.Tensor, slots: torch.Tensor, width: int) -> None:
+    """Moves codes of one part, which begins at bytes int64 [2, m]. Several slots have bits in one word. Bits that are
+    replaced are known, so each move adds the difference to its word, in any order.
     """
-    words = arena.view(torch.int32)
-    mask = _key_mask(width) if kind == KEY_LINE else (1 << width) - 1
-    (fro, from_shift), (to, to_shift) = (_words_of(kind, start, width, slots) for slots in (source, target))
-    code = words[fro].long() >> from_shift & mask
-    old = words[to].long() >> to_shift & mask
-    words.index_add_(0, to.flatten(), (code - old << to_shift).to(torch.int32).flatten())
-
-
-def _words_of(kind: int, start: int, width: int, place: _Slots) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which words of the arena hold codes of slots, [m, words], and from which bit on, [m, 1]."""
-    pages, slots = place
-    first = (pages + start) // _WORD
-    if kind == KEY_LINE:
-        return (first + slots % _QUARTER)[:, None], (width * (slots // _QUARTER))[:, None]
-    line, field = (slots // 2).div(LANE_BITS // width, rounding_mode="floor"), slots // 2 % (LANE_BITS // width)
-    per_line = LINE_BYTES // _WORD
-    columns = torch.arange(per_line, device=slots.device)
-    return (first + per_line * line)[:, None] + columns, (LANE_BITS * (slots % 2) + width * field)[:, None]
-
-
-def _key_mask(width: int) -> int:
-    """The bits of one slot in its word of a line of key codes, if it is of the first quarter."""
-    lane = sum(((1 << width) - 1) << 4 * width * i for i in range(LANE_BITS // (4 * width)))
-    return lane << LANE_BITS | lane
+    first, mask, per_line = starts // _WORD, (1 << width) - 1, LINE_BYTES // _WORD
+    if kind == KEY_LINES:
+        first, shift = first + slots % _QUARTER, width * (slots // _QUARTER)
+        # Every fourth field, of two lanes.
+        lane = sum(mask << 4 * width * i for i in range(LANE_BITS // (4 * width)))
+        mask = lane << LANE_BITS | lane
+        columns = per_line * torch.arange(width, device=slots.device)
+    else:
+        place = slots // 2 * width
+        first, shift = first + per_line * (place // LANE_BITS), LANE_BITS * (slots % 2) + place % LANE_BITS
+        columns = torch.arange(per_line, device=slots.device)
+    places, shift = first[..., None] + columns, shift[..., None]
+    codes, old = words[places].long() >> shift & mask
+    words.index_add_(0, places[1].flatten(), (codes - old << shift[1]).to(torch.int32).flatten())

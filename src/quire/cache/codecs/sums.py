@@ -47,23 +47,22 @@ class SumsCodec:
 
     def load(self, table: Rows, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         """The sums in some rows of the table, one after the other, [L, H, n * P]; 0 where a row has no page."""
-        held = _held(table, rows)
+        held, ids = _held(table, rows)
         found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
-        ids = table.pages[rows].transpose(1, 2, 0)[held]
         if table.has_bytes:
             found[held] = table.arena.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
         return found.reshape(*held.shape[:2], -1)
 
     def store(self, table: Rows, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
-        held = _held(table, rows)
-        images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
-        if len(images) and table.has_bytes:
-            ids = table.pages[rows].transpose(1, 2, 0)[held]
+        held, ids = _held(table, rows)
+        if len(ids) and table.has_bytes:
+            images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 
 
-def _held(table: Rows, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Of which heads rows have pages, [L, H, n]."""
+def _held(table: Rows, rows: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+    """Of which heads rows have pages, [L, H, n], and these pages' ids."""
     assert table.masks is not None
-    return np.not_equal(table.masks[rows], 0).transpose(1, 2, 0)
+    held = np.not_equal(table.masks[rows], 0).transpose(1, 2, 0)
+    return held, table.pages[rows].transpose(1, 2, 0)[held]

@@ -133,12 +133,9 @@ def _move(
 ) -> None:
     """Copies tokens between slots, named by layer, head and slot among those of the rows."""
     layers, heads, _ = sources
-    named = [part.astype(np.int32) for part in (layers, heads)]
-    for *_, slots in (sources, holes):
-        at, slot = np.divmod(slots, PAGE_TOKENS)
-        named += [table.pages[rows[at], layers, heads], slot.astype(np.int32)]
+    at, slots = np.divmod((sources[2], holes[2]), PAGE_TOKENS)
     if table.has_bytes:
-        table.sealed_codec.move(table.arena.data, Moves(*named))
+        table.sealed_codec.move(table.arena.data, Moves(layers, heads, table.pages[rows[at], layers, heads], slots))
 
 
 def has_page(table: ChunkTable, rows: Int32s) -> Bools:

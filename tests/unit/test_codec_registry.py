@@ -1,0 +1,172 @@
+"""One row says all that is known of a codec: what reads it, and that a codec of the tests needs nothing else."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cache.codecs import CODECS, DENSE, load
+from quire.cache.codecs.sums import SumsCodec
+from quire.cli import main
+from quire.config import CacheConfig, EngineConfig
+from quire.engine.build import resolve
+from quire.errors import ConfigError
+from quire.evaluation import perplexity
+from quire.kernels.runtime import DTYPE_IDS
+from quire.options import settings_of
+from tests.codecs import ENCODING, TOY, build
+from tests.tiny_models import save_tiny, tiny_shape
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (1, 1, 16)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_a_row_names_exists(name: str) -> None:
+    row = CODECS[name]
+    assert bool(row.place) == (name != DENSE)
+    for place in filter(None, (row.place, *row.cases.values())):
+        assert callable(load(place)), place
+    if row.place:
+        assert build(name, SHAPE).name == name
+
+
+def test_pages_of_every_kind_have_an_id_of_their_own() -> None:
+    """The one that the kernels know them by."""
+    words = re.search(r"enum Kind : uint8_t \{(.*?)\}", (ROOT / "src/quire/kernels/common.h").read_text())
+    assert words is not None
+    kinds = {int(each.partition("=")[2]) for each in words[1].split(",")}
+    encoding = {build(name, SHAPE).kernel_id for name in ENCODING}
+    assert kinds == {*DTYPE_IDS.values(), *encoding, SumsCodec.kernel_id}
+    assert len(encoding) == len({CODECS[name].place for name in ENCODING})
+    assert build(TOY.name, SHAPE).kernel_id not in kinds
+
+
+def python_files() -> Iterator[tuple[str, ast.Module]]:
+    """Those that may know of codecs, but for the codecs themselves: models lie below, and have weights of g4."""
+    root = ROOT / "src/quire"
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(("cache/codecs/", "models/")):
+            yield name, ast.parse(path.read_text())
+
+
+def asks_for_a_codec(node: ast.AST) -> bool:
+    """Whether code compares something to a codec's name, the beginning of one, or a codec's class."""
+    text = ast.unparse(node)
+    if isinstance(node, ast.Compare):
+        constants = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+        return "weights" not in text and any(value in CODECS for value in constants)
+    if isinstance(node, ast.MatchValue):
+        return text.strip("'") in CODECS
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        classes = "|".join({row.place.rpartition(":")[2] for row in CODECS.values()} - {""})
+        starts = name.endswith(("startswith", "removeprefix")) and re.search(r"'(nuq|g\d)", text) is not None
+        return starts or (name == "isinstance" and re.search(rf"\b({classes}|DenseCodec)\b", text) is not None)
+    return False
+
+
+def test_nobody_else_asks_which_codec_there_is() -> None:
+    """A question that is asked of a row is answered for codecs to come."""
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in python_files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.expr | ast.pattern) and asks_for_a_codec(node)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "asking",
+    ["x.codec == 'g4'", "codec in ('dense', 'nuq3')", "name.startswith('nuq')", "isinstance(codec, (int, GroupCodec))"],
+)
+def test_such_a_question_is_found(asking: str) -> None:
+    assert asks_for_a_codec(ast.parse(asking, mode="eval").body)
+
+
+def test_only_cases_of_a_codec_know_it() -> None:
+    """Its own file is imported by the functions that its row names, by the kernels' launches and by calibration."""
+    codecs = {row.place.partition(":")[0] for row in CODECS.values() if row.place}
+    cases = {place.partition(":")[0] for row in CODECS.values() for place in row.cases.values()}
+    known = {f"{case.removeprefix('quire.').replace('.', '/')}.py" for case in cases}
+    known |= {"attention/triton_plan.py", "engine/calibration.py"}
+    importing = {
+        name
+        for name, tree in python_files()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and codecs & {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    }
+    assert {name for name in importing if not name.startswith("calibrate/")} == known
+
+
+def test_the_docs_have_every_codec() -> None:
+    codecs, pages = ((ROOT / "docs" / page).read_text() for page in ("codecs.md", "page-format.md"))
+    for name, row in CODECS.items():
+        assert re.search(rf"^\|.*`{name}`", pages, re.MULTILINE), f"page-format.md has no row for {name}"
+        sizes = f"multiples of {row.head_dims.step} up to {row.head_dims[-1]}" if row.place else "any"
+        yes = ["no", "yes"]
+        facts = yes[row.is_calibrated], sizes, yes[row.has_sinks], ", ".join(row.cases) if row.place else "all"
+        line = f"| `{name}` | {row.bits} | {' | '.join(facts)} |"
+        assert line in codecs, f"docs/codecs.md lacks {line}"
+
+
+def settings(**options: Any) -> EngineConfig:
+    return EngineConfig.from_options({"cache.codec": TOY.name, "runtime.device": "cpu", **options})
+
+
+def test_a_codec_without_a_row_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="cache.codec is 'byte'; it must be dense, nuq4, nuq3, nuq2 or g4"):
+        settings()
+
+
+@pytest.mark.usefixtures("toy_codec")
+class TestToy:
+    """A codec of which `src/` knows nothing."""
+
+    def test_is_a_setting_with_a_sentence(self) -> None:
+        assert settings().cache.codec == "byte" and not settings().cache.is_calibrated
+        (codec,) = (each for each in settings_of(CacheConfig) if each.key == "cache.codec")
+        assert codec.doc.endswith(" byte: a byte a number and a scale a vector, without calibration.")
+
+    @pytest.mark.parametrize(("head_dim", "nearest"), [(16, "nuq4"), (12, "g4"), (512, "dense")])
+    def test_is_refused_by_a_backend_without_a_case(self, head_dim: int, nearest: str, monkeypatch: Any) -> None:
+        monkeypatch.setitem(CODECS, TOY.name, dataclasses.replace(TOY, head_dims=range(2, 999, 2)))
+        said = (
+            "attention.backend cpu has no kernels for cache.codec byte; use attention.backend reference, or"
+            f" cache.codec {nearest}"
+        )
+        for backend in ("cpu", "auto"):
+            with pytest.raises(ConfigError, match=said):
+                resolve(settings(**{"attention.backend": backend}), tiny_shape(head_dim=head_dim))
+
+    def test_is_refused_for_heads_that_it_cannot_store(self) -> None:
+        said = "byte stores heads whose size is a multiple of 2 up to 256, not 258; use cache.codec dense"
+        with pytest.raises(ConfigError, match=said):
+            resolve(settings(**{"attention.backend": "reference"}), tiny_shape(head_dim=258))
+
+    def test_is_loaded_checked_inspected_and_evaluated(self, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / "cache" / "models")
+        folder = str(save_tiny(tmp_path / "model"))
+        options = {
+            "cache.codec": "byte",
+            "attention.backend": "reference",
+            "cache.memory": "8MiB",
+            "runtime.threads": 1,
+        }
+        with LLM(folder, options) as llm:
+            assert llm.generate("a" * 100, SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        assert main(["inspect", folder, *words]) == 0
+        assert "codec byte" in capsys.readouterr().out
+        (found,) = perplexity(folder, "some text " * 30, codecs=["byte"], context=128, options=options, kl=False)
+        assert found.codec == "byte" and found.bits_per_element == pytest.approx(8 + 16 / 12, abs=0.1)
