@@ -47,7 +47,7 @@ def shrink(pieces: list[RowSlice], random: np.random.Generator) -> list[RowSlice
     found = []
     for piece in pieces:
         gone = int(random.integers(0, 5)) if piece.num_rows == 1 and not piece.shared else 0
-        found.append(replace(piece, start=piece.start + gone * PAGE_TOKENS, num_gone=gone))
+        found.append(replace(piece, start=piece.start + gone * PAGE_TOKENS, num_dropped=gone))
     return found
 
 
@@ -62,7 +62,7 @@ def with_sums(spec: AttentionSpec, slices: list[RowSlice], random: np.random.Gen
             found.append(piece)
             continue
         end = piece.start + piece.num_rows
-        sums = table.take(-(-end // PAGE_TOKENS) - piece.num_gone, table.sums)
+        sums = table.take(-(-end // PAGE_TOKENS) - piece.num_dropped, table.sums)
         table.sums.store(table, sums, random.random((*table.pages.shape[1:], len(sums) * PAGE_TOKENS), np.float32))
         rows, layers, heads = np.nonzero(random.random((len(sums), *table.pages.shape[1:])) < 0.3)
         table.drop((sums[rows], layers, heads))

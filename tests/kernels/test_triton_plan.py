@@ -384,11 +384,11 @@ def test_a_smaller_path_is_read_before_its_row(pieces, prefill, heads, processor
     """Whatever retention took out of it: its last chunk stands where the row does, the others somewhere before."""
     slices = slices_at([(start, 1) for start, _, _ in pieces] + ([prefill] if prefill else []))
     for index, (_, _, gone) in enumerate(pieces):
-        slices[index] = replace(slices[index], start=slices[index].start + gone * PAGE_TOKENS, num_gone=gone)
+        slices[index] = replace(slices[index], start=slices[index].start + gone * PAGE_TOKENS, num_dropped=gone)
     layout = lay_out(slices, Tiles(4, heads, 16, 128, 2 * processors, processors), None)
     check_partials(layout)
     for row, piece in enumerate(slices[: len(pieces)]):
-        chunks = piece.chunks[: piece.start // PAGE_TOKENS + 1 - piece.num_gone].tolist()
+        chunks = piece.chunks[: piece.start // PAGE_TOKENS + 1 - piece.num_dropped].tolist()
         assert read_by(layout, row) == chunks and layout.write_chunk[row] == chunks[-1]
         own = [each for each in (*layout.short.tolist(), *layout.tall.tolist()) if each[0] <= row < each[0] + each[1]]
         ends = [start + chunks * PAGE_TOKENS for _, _, _, chunks, start, *_ in own]

@@ -54,7 +54,7 @@ def test_a_row_goes_on_only_in_the_same_chunks() -> None:
         replace(last, start=71, chunks=chunks[:3]),
         replace(last, start=71, chunks=chunks.copy()[:2]),
         replace(last, start=71, filled=5),
-        replace(last, start=71, num_gone=1),
+        replace(last, start=71, num_dropped=1),
         replace(last, start=71, samples=False),
         replace(last, start=71, decides=True),
         replace(last, start=71, scores=True),

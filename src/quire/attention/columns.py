@@ -63,9 +63,9 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
         own = sources.of(piece)
         profiled = piece.profiled
         if profiled is not None:
-            end, first_own = piece.start + piece.num_rows, piece.start // PAGE_TOKENS - piece.num_gone
+            end, first_own = piece.start + piece.num_rows, piece.start // PAGE_TOKENS - piece.num_dropped
             low = 0 if window is None else max(0, piece.start + 1 - window) // PAGE_TOKENS
-            high = -(-end // PAGE_TOKENS) - piece.num_gone
+            high = -(-end // PAGE_TOKENS) - piece.num_dropped
             found = np.empty((high - low, 6), np.int32)
             found[:, 0] = len(profiles)
             found[:, 1] = found[:, 2] = piece.chunks[low:high]
@@ -88,7 +88,7 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             )
             kept_index[: piece.num_rows - profiled.last_rows] = -1
             index[number] = len(profiles)
-            start = (low + piece.num_gone) * PAGE_TOKENS
+            start = (low + piece.num_dropped) * PAGE_TOKENS
             if piece.num_rows == 1 and not profiled.last_rows:
                 scored[first_row] = num_scores, start, high - low
                 num_scores += (high - low) * PAGE_TOKENS

@@ -136,9 +136,9 @@ class Layout:
             old, new = before[row], slices[row]
             piece = self.pieces[self._last_pieces[row]]
             _, _, first, num_chunks, start, _ = piece.tolist()
-            low = start // PAGE_TOKENS - new.num_gone
-            grown = new.start // PAGE_TOKENS + 1 - new.num_gone - low - num_chunks
-            is_same = np.array_equal(old.chunks[:low], new.chunks[:low]) and old.num_gone == new.num_gone
+            low = start // PAGE_TOKENS - new.num_dropped
+            grown = new.start // PAGE_TOKENS + 1 - new.num_dropped - low - num_chunks
+            is_same = np.array_equal(old.chunks[:low], new.chunks[:low]) and old.num_dropped == new.num_dropped
             if not is_same or not 0 <= grown <= self._spare[row] or new.filled >= 0 or new.profiled is not None:
                 return False
             self._spare[row] -= grown
@@ -241,7 +241,7 @@ class Sources:
         """
         end = piece.start + piece.num_rows
         first = piece.start // PAGE_TOKENS
-        own = piece.chunks[first - piece.num_gone : -(-end // PAGE_TOKENS) - piece.num_gone]
+        own = piece.chunks[first - piece.num_dropped : -(-end // PAGE_TOKENS) - piece.num_dropped]
         if not self.encodes or end // PAGE_TOKENS == first:
             return own
         own = own.copy()
@@ -296,8 +296,8 @@ def lay_out(
     sources = Sources(encodes)
     singles = leading_singles(slices)
     positions = np.array([piece.start for piece in singles], np.int32)
-    num_gone = np.array([piece.num_gone for piece in singles], np.int32)
-    blocks = _single_blocks(positions, num_gone, window)
+    num_dropped = np.array([piece.num_dropped for piece in singles], np.int32)
+    blocks = _single_blocks(positions, num_dropped, window)
     common = common_runs(singles, block_rows) if window is None else []
     for first, count, low, high in common:
         blocks[first : first + count, 4] = high
@@ -356,9 +356,9 @@ def lay_out(
     pieces = blocks
     if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
         pieces = _split(blocks, limit)
-    if num_gone.any():
+    if num_dropped.any():
         single = pieces[:, 0] < len(singles)
-        pieces[single, 4] += num_gone[pieces[single, 0]]
+        pieces[single, 4] += num_dropped[pieces[single, 0]]
     pieces[:, 4] *= PAGE_TOKENS
     merges, parts, num_partials = _merges(pieces)
     return Layout(
@@ -379,14 +379,14 @@ _NO_MERGES = np.empty((0, 3), np.int32)
 _NO_PARTS = np.empty(0, np.int32)
 
 
-def _single_blocks(starts: NDArray[np.int32], num_gone: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+def _single_blocks(starts: NDArray[np.int32], num_dropped: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
     """One piece per row. Column 4 counts chunks, not positions, until the layout is done."""
     blocks = np.zeros((len(starts), 6), np.int32)
     blocks[:, 0] = np.arange(len(starts))
     blocks[:, 1] = 1
     if window is not None:
         blocks[:, 4] = np.maximum(0, starts + 1 - window) // PAGE_TOKENS
-    blocks[:, 3] = starts // PAGE_TOKENS + 1 - num_gone - blocks[:, 4]
+    blocks[:, 3] = starts // PAGE_TOKENS + 1 - num_dropped - blocks[:, 4]
     blocks[:, 5] = -1
     return blocks
 

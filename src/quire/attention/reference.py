@@ -150,18 +150,18 @@ class ReferencePlan:
                 # If strict, a row sees its own chunk as computed and earlier ones as stored.
                 first = piece.start // PAGE_TOKENS
                 computed = [chunk] if spec.strict else own[: index - first + 1].tolist()
-                stored = piece.chunks[: index + 1 - piece.num_gone - len(computed)].tolist()
-                k, v, at = self._path([*stored, *computed], layer, piece.num_gone)
+                stored = piece.chunks[: index + 1 - piece.num_dropped - len(computed)].tolist()
+                k, v, at = self._path([*stored, *computed], layer, piece.num_dropped)
                 rows = slice(row, row + count)
                 found = attend_dense(q[rows], k, v, self.positions[rows], at, spec.window)
                 out.append(found.o)
                 if piece.profiled is not None:
                     seen = _Seen(q[rows], k, found.lse, self.positions[rows], at)
-                    sums = piece.profiled.sums[: index + 1 - piece.num_gone]
+                    sums = piece.profiled.sums[: index + 1 - piece.num_dropped]
                     if not piece.profiled.peaks:
                         self._add_sums(sums, layer, seen)
                     else:
-                        near = torch.arange(piece.num_gone * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
+                        near = torch.arange(piece.num_dropped * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
                         last = max(0, -(-end // PAGE_TOKENS) - piece.profiled.near) * PAGE_TOKENS
                         near[near < last] = -NEVER_SEEN
                         self._note_peaks(sums, layer, seen.since(end - piece.profiled.peaks), near)
@@ -213,7 +213,7 @@ class ReferencePlan:
             peaks[layer] = np.maximum(peaks[layer], found.cpu().numpy())
             table.sums.store(table, rows, peaks)
 
-    def _path(self, chunks: list[int], layer: int, num_gone: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _path(self, chunks: list[int], layer: int, num_dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The keys, rotated, and values of chunks in one layer, float32 [H, T, D] each; and positions, int64 [H, T].
 
         A slot that a mask hides has position NEVER_SEEN. Slots that retention has packed have any position before the
@@ -223,7 +223,7 @@ class ReferencePlan:
         found = [self._keys_values(chunk, layer) for chunk in chunks]
         k = torch.cat([keys for keys, _ in found], 1).float()
         v = torch.cat([values for _, values in found], 1).float()
-        positions = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_gone)]
+        positions = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_dropped)]
         at = torch.cat(positions, 1).to(k.device)
         if spec.table.encodes:
             k = rotate(k.reshape(-1, 1, spec.head_dim), spec.cos, spec.sin, at.flatten()).view(k.shape)

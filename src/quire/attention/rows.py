@@ -54,8 +54,8 @@ class RowSlice:
     filled    the open chunk with the slots before `start`, if this step fills it; `chunks` then names the chunk that it
               is encoded into. -1: none
     profiled  what the slice records for retention; None: nothing
-    num_gone  number of chunks that retention has removed from the path; only for slices of one row. If it is not 0, all
-              of `chunks` but the last hold tokens from anywhere before the row, in the slots that the table's masks
+    num_dropped  number of chunks that retention has removed from the path; only for slices of one row. If it is not 0,
+              all of `chunks` but the last hold tokens from anywhere before the row, in the slots that the table's masks
               show. The last one holds the tokens next to the row
     """
 
@@ -65,11 +65,11 @@ class RowSlice:
     shared: tuple[tuple[int, int], ...] = ()
     filled: int = -1
     profiled: Profiled | None = None
-    num_gone: int = 0
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         if self.profiled is not None:
-            num_chunks = -(-(self.start + self.num_rows) // PAGE_TOKENS) - self.num_gone
+            num_chunks = -(-(self.start + self.num_rows) // PAGE_TOKENS) - self.num_dropped
             assert len(self.profiled.sums) >= num_chunks, f"{len(self.profiled.sums)} rows of sums, {num_chunks} chunks"
             assert 0 <= max(self.profiled.last_rows, self.profiled.peaks) <= self.num_rows, (
                 f"{self.profiled.last_rows} or {self.profiled.peaks} last rows of {self.num_rows}"

@@ -296,7 +296,7 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]
     starts = np.array([slices[number].start for number in numbers], np.int64)
-    gone = np.array([slices[number].num_gone for number in numbers], np.int64)
+    gone = np.array([slices[number].num_dropped for number in numbers], np.int64)
     low = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // PAGE_TOKENS
     high = -(-(starts + counts[numbers]) // PAGE_TOKENS) - gone
     lengths = high - low
@@ -344,6 +344,6 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
             names = seen[beside, 0].tolist()
             seen[beside, 0] = ~np.arange(len(kept_chunks), len(kept_chunks) + len(names), dtype=np.int32)
             kept_chunks += names
-            kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_gone) * PAGE_TOKENS)
+            kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_dropped) * PAGE_TOKENS)
             num_kept += last_rows
     return _StepColumns(columns, kept_indices, kept, np.array(kept_chunks, np.int32))

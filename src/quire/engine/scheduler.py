@@ -450,7 +450,7 @@ class Scheduler:
             path.chunks,
             filled=path.filled,
             profiled=None if looks is None else Profiled(path.sums, *looks),
-            num_gone=path.num_dropped,
+            num_dropped=path.num_dropped,
             sequence_id=sequence.sequence_id,
             samples=end == len(sequence.token_ids),
             decides=last_rows > 0,

@@ -55,7 +55,7 @@ class Slice(RowSlice):
             and row.chunks.base is not None
             and len(self.chunks) == len(row.chunks)
             and row.start % PAGE_TOKENS != 0
-            and (self.filled, self.num_gone, self.samples) == (row.filled, row.num_gone, row.samples)
+            and (self.filled, self.num_dropped, self.samples) == (row.filled, row.num_dropped, row.samples)
             and not (row.decides or row.scores or self.decides or self.scores)
             and _look_alike(self.profiled, row.profiled)
         )

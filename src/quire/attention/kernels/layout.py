@@ -145,7 +145,7 @@ def lay_out(
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     ends = starts + counts
     # Retention removes chunks of a path only before its last one.
-    gone = np.array([piece.num_gone for piece in slices], np.int64)
+    gone = np.array([piece.num_dropped for piece in slices], np.int64)
     lengths = -(-ends // PAGE_TOKENS) - gone
     paths = np.cumsum(lengths) - lengths
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
