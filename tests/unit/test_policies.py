@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.retention.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
+from quire.cache.retention.policies import MEMBERS, Chain, Decided, decide, keep_on, largest, occurrences
 from tests.effort import examples
 
 EXAMPLE = [
@@ -44,7 +44,7 @@ def local_recovery(attention: np.ndarray) -> Any:
     return recovery
 
 
-def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decision:
+def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decided:
     """Of attention [heads, n, n]."""
     none = np.zeros(attention.shape[1], bool)
     marks = {"special": none, "punctuation": none, **marks}

@@ -23,11 +23,12 @@ from quire.cache.explain import explain
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.none import NoRetention
+from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Profiling, Retainer
 from quire.cache.room import Room
 from quire.cache.statistics import Statistics
@@ -81,7 +82,7 @@ class CacheManager:
         self.retainer: Retainer | None = None
         if retention is not None:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
-            self.retainer = Retainer(retention, table, self.eviction)
+            self.retainer = make_retainer(retention, table, self.eviction)
         self.retention = self.retainer or NoRetention(self.eviction)
         answers = self.retention
         self.slice_end, self.undivided, self.last_rows = answers.slice_end, answers.undivided, answers.last_rows
@@ -335,20 +336,15 @@ class CacheManager:
 
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""
-        path, table, retainer = holder.path, self.table, self.retainer
-        assert retainer is not None and isinstance(table, ChunkTable) and path.retained is None
-        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
-        self.eviction.evict_for(lambda: rows)
-        is_stuck = retainer.decide(holder, decided)
-        if path.retained is not None and is_stuck.any():
+        assert self.retainer is not None and holder.path.retained is None
+
+        def fits(demand: Demand) -> bool:
             self.room.update(holder)
-            if not self.room.fits(retainer.copies(is_stuck.sum(-1), path.num_sealed)):
-                path.retained.in_place |= is_stuck
-        retainer.pack(path)
+            return self.room.fits(demand)
+
+        self.retainer.retain(holder, decided, fits)
         self._settle(holder)
         self.statistics.note_peak()
-        if retainer.watch is not None:
-            retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; nothing without a tree, or once a path has pages of its own."""

@@ -13,9 +13,11 @@ import numpy as np
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from quire.cache.arena import Arena
+    from quire.cache.codecs import Moves
 
 KERNEL_ID = 5
 """SUMS in kernels/common.h."""
@@ -61,6 +63,12 @@ class SumsCodec:
         if len(images) and table.has_bytes:
             ids = table.pages[rows].transpose(1, 2, 0)[held]
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
+
+    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+        """Overwrites slots of pages with other ones; see Codec."""
+        from quire.cache.codecs.slots import RUN, SlotMap
+
+        SlotMap([[(RUN, 0, 4)]]).move(arena, moves)
 
 
 def _held(table: Rows, rows: NDArray[np.int32]) -> NDArray[np.bool_]:

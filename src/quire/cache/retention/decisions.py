@@ -16,7 +16,8 @@ from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.budget import allocate, scores_of
 from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
-from quire.cache.retention.retained import Retained
+from quire.cache.retention.policies import Decided as Decided
+from quire.cache.retention.retained import Retained, words_of
 
 PROFILED_SHARE = 4
 """Of a short prompt only this part of the rows is profiled, the last ones, so that it may be found in the cache too."""
@@ -27,29 +28,6 @@ RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
 Recover = Callable[[NDArray[np.uint64], Int64s], NDArray[np.float64]]
 """Recovery of every head, float64 [L, H], over the last rows of the prompt, which keeps the columns of a mask, uint64
 [L, H, chunks], and so many of the last tokens, int64 [L, H]."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What heads keep of a prompt of n tokens, and why.
-
-    policies  uint8 [L, H]
-    kept      bool [L, H, n]
-    recovery  float64 [L, H, chain + 1]; nan for what was not tried
-    chain     by which it was decided
-    budget    within which, where the chain says no more than who has sums
-    """
-
-    policies: NDArray[np.uint8]
-    kept: Bools
-    recovery: NDArray[np.float64]
-    chain: Chain
-    budget: float | None = None
-
-    @property
-    def kept_fraction(self) -> float:
-        """Of all tokens of all heads."""
-        return float(self.kept.mean())
 
 
 @dataclass(frozen=True)
@@ -121,36 +99,32 @@ class Retention:
         """
         if self.budget is not None:
             return self._within_budget(tokens, sums, recover, page_bytes)
-        num_layers, num_heads, n = sums.shape
-        shape = num_layers, num_heads
         assert recover is not None
+        shape, n = sums.shape[:-1], len(tokens)
 
-        def local_recovery(heads: Int64s, columns: Mask, window: int) -> NDArray[np.float64]:
-            kept = np.zeros((num_layers * num_heads, n), bool)
+        def local_recovery(heads: Bools, columns: Mask, window: int) -> NDArray[np.float64]:
+            kept = np.zeros(sums.shape, bool)
             kept[heads] = columns
-            bits = _bits(kept).reshape(*shape, -1)
-            return recover(bits, np.full(shape, window, np.int64)).reshape(-1)[heads]
+            return recover(words_of(kept), np.full(shape, window))[heads]
 
-        found = decide(self.chain, self.marks(tokens), sums.reshape(-1, n).astype(np.float64), n, local_recovery)
-        kept, recovery = found.kept.reshape(*shape, n), found.recovery.reshape(*shape, -1)
-        kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
-        return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
+        found = decide(self.chain, self.marks(tokens), sums.astype(np.float64), n, local_recovery)
+        found.kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
+        return found
 
     def _within_budget(
         self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes
     ) -> Decided:
         """What to keep of a prompt within the budget."""
-        *shape, n = peaks.shape
-        policies, kept = np.zeros(shape, np.uint8), np.ones(peaks.shape, bool)
-        recovery = np.full((*shape, self.chain.full + 1), np.nan)
-        num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
+        full, shape, kept = self.chain.full, peaks.shape[:-1], np.ones(peaks.shape, bool)
+        policies, recovery = np.zeros(shape, np.uint8), np.full((*shape, full + 1), np.nan)
+        end = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
         if self.budget == 1.0:
-            policies[:], recovery[..., self.chain.full] = self.chain.full, 1.0
-            return Decided(policies, kept, recovery, self.chain, self.budget)
-        positions = np.broadcast_to(np.arange(num_sealed, dtype=np.int32), (*shape, num_sealed))
-        kept[..., :num_sealed] = self._allocated(tokens, peaks[..., :num_sealed], positions, page_bytes)
-        if recover is not None:
-            recovery[..., 0] = recover(_bits(kept), np.zeros(policies.shape, np.int64))
+            policies[:], recovery[..., full] = full, 1.0
+        else:
+            positions = np.broadcast_to(np.arange(end, dtype=np.int32), (*shape, end))
+            kept[..., :end] = self._allocated(tokens, peaks[..., :end], positions, page_bytes)
+            if recover is not None:
+                recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
     def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Mask:
@@ -158,40 +132,24 @@ class Retention:
         pages, what stands beside them and the open chunk stay within the budget.
         """
         assert self.budget is not None
-        sealed = page_bytes.sealed.reshape(-1)
+        sealed = page_bytes.sealed.ravel()
         num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
         # There is an open chunk, or the next token begins one; it is not dropped.
         most = self.budget * (int(sealed.sum()) * num_chunks + num_heads * page_bytes.open)
         most -= num_heads * (page_bytes.open + page_bytes.sums)
         end = num_chunks * PAGE_TOKENS
         # A marker may go on in the open chunk.
-        special = self._special(tokens)[:end]
-        at = positions.reshape(num_heads, -1)
-        values = scores_of(peaks.reshape(at.shape), at, end)
-        kept = allocate(values, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
-        return kept.reshape(positions.shape)
+        special, at = self._special(tokens)[:end], positions.reshape(num_heads, -1)
+        scores = scores_of(peaks.reshape(at.shape), at, end)
+        return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
     def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Mask:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
-        sums  float32 [L, H, slots], the attention that what is in them has had, or its peak
+        sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or its peak
         """
+        positions = retained.positions.reshape(sums.shape)
         if self.budget is not None:
-            return self._allocated(tokens, sums, retained.positions, page_bytes)
-        shape, policies, marks = retained.positions.shape, retained.policies.reshape(-1), self.marks(tokens)
-        positions, sums = retained.positions.reshape(-1, shape[-1]), sums.reshape(-1, shape[-1])
-        kept = keep_on(retained.chain, policies, positions, marks, sums, retained.num_prompt, len(tokens))
-        return kept.reshape(shape)
-
-    def has_sums(self, policies: NDArray[np.uint8]) -> Bools:
-        """Which heads go on needing the attention their tokens get."""
-        if "frequent" not in self.chain.members:
-            return np.zeros(policies.shape, bool)
-        return (policies < self.chain.full) & (policies >= self.chain.members.index("frequent"))
-
-
-def _bits(kept: Mask) -> NDArray[np.uint64]:
-    """Columns [..., n] as words of 64, uint64 [..., ceil(n / 64)]; bit t of word c is column c * 64 + t."""
-    words = np.zeros((*kept.shape[:-1], -(-kept.shape[-1] // PAGE_TOKENS) * PAGE_TOKENS), bool)
-    words[..., : kept.shape[-1]] = kept
-    return np.packbits(words, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+            return self._allocated(tokens, sums, positions, page_bytes)
+        marks, num_prompt = self.marks(tokens), retained.num_prompt
+        return keep_on(retained.chain, retained.policies, positions, marks, sums, num_prompt, len(tokens))

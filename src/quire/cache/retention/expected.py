@@ -1,14 +1,19 @@
-"""How much memory sequences will hold that retention has yet to decide on, from what others kept."""
+"""How much memory the sequences that retention has yet to decide on will hold, from what others kept."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.cache.path import Path
 from quire.cache.segment import Segment
+
+QUANTILE = 0.9
+LEAST_KNOWN = 8
+"""Requests that must have been decided on before others are expected to keep less than everything."""
 
 
 class Ahead(NamedTuple):
@@ -27,8 +32,8 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, num_unsealed: int, found: Iterable[tuple[Segment, int]], num_readers: int) -> Ahead:
-        """Of a path that lacks `num_unsealed` sealed chunks. It reads what was found, and is one of its readers (1) or
-        not yet (0).
+        """Of a path that lacks `num_unsealed` sealed chunks and reads what was found. The path is one of the readers
+        (1) or not yet (0).
         """
         held = path.num_stored - path.num_shared
         alone = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
@@ -37,27 +42,23 @@ class Ahead(NamedTuple):
 
 @dataclass
 class KeepRatio:
-    """What requests kept of their prompts, to expect of the next ones. Knows the last `size` of them."""
+    """What requests kept of their prompts, to expect of the next ones.
 
-    size: int = 256
-    quantile: float = 0.9
-    least: int = 8
-    _seen: list[float] = field(default_factory=list)
+    seen  the shares of their pages that the last requests kept
+    """
 
-    def learn(self, ratio: float) -> None:
-        """One request kept this share of its pages."""
-        self._seen = [*self._seen[-self.size + 1 :], ratio]
+    seen: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     @property
     def expected(self) -> float:
         """A share that only a tenth of the requests exceeded; 1 while too few are known."""
-        if len(self._seen) < self.least:
+        if len(self.seen) < LEAST_KNOWN:
             return 1.0
-        return sorted(self._seen)[math.ceil(self.quantile * len(self._seen)) - 1]
+        return sorted(self.seen)[math.ceil(QUANTILE * len(self.seen)) - 1]
 
     def at_most(self, ahead: Iterable[Ahead]) -> int:
-        """Chunks that sequences will hold at most, beyond those they hold, if one after the other is computed and then
-        made as small as most requests are. With an expected ratio of 1, all that they lack together.
+        """Chunks that sequences will hold at most, beyond those they hold, if each in turn is computed and then made
+        as small as most requests are. With an expected ratio of 1, all that they lack together.
         """
         ratio, most, before = self.expected, 0.0, 0.0
         for each in ahead:

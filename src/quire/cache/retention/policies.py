@@ -37,9 +37,9 @@ COLUMN_MEMBERS = ("special", "punctuation", "frequent")
 
 MEMBERS = (*COLUMN_MEMBERS, "local")
 
-LocalRecovery = Callable[[NDArray[np.int64], Mask, int], Sums]
-"""Recovery of heads int64 [m], by number, that keep the columns [m, n] and of each row the last so many tokens, itself
-among them: float64 [m], over the rows that are profiled."""
+LocalRecovery = Callable[[Mask, Mask, int], Sums]
+"""Recovery of the chosen heads, bool [L, H], over the rows that are profiled, float64 [m]. The heads keep columns, bool
+[m, n], and of each row a number of last tokens, itself among them."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,26 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What heads keep of a prompt.
+class Decided:
+    """What heads keep of a prompt of n tokens, and why.
 
-    policies  uint8 [heads], see `Chain.full`
-    kept      bool [heads, n]
-    recovery  float64 [heads, chain + 1] of every policy that was tried, nan for those past the one that passed
+    policies  uint8 [L, H], see `Chain.full`
+    kept      bool [L, H, n]
+    recovery  float64 [L, H, chain + 1] of every policy that was tried; nan for those past the one that passed
+    chain     by which it was decided
+    budget    within which, where the chain says no more than who has sums
     """
 
     policies: NDArray[np.uint8]
     kept: Mask
     recovery: Sums
+    chain: Chain
+    budget: float | None = None
+
+    @property
+    def kept_fraction(self) -> float:
+        """Of all tokens of all heads."""
+        return float(self.kept.mean())
 
 
 def decide(
@@ -100,23 +109,21 @@ def decide(
     sums: Sums,
     num_rows: int,
     local_recovery: LocalRecovery,
-) -> Decision:
-    """The policies of a prompt's heads, and what they keep.
+) -> Decided:
+    """The policies of a prompt's heads, and what they keep. Nothing is searched past the policy that passes.
 
     marks     bool [n] for `special` and `punctuation`
-    sums      float64 [heads, n]: each column's attention, summed over rows, averaged over the query heads of a kv head
+    sums      float64 [L, H, n]: each column's attention, summed over rows, averaged over the query heads of a kv head
     num_rows  rows summed over
-    Nothing is searched past the policy that passes.
     """
-    num_heads, num_tokens = sums.shape
-    policies = np.full(num_heads, chain.full, np.uint8)
-    kept = np.ones((num_heads, num_tokens), bool)
-    recovery = np.full((num_heads, chain.full + 1), np.nan)
-    left = np.arange(num_heads)  # heads for which nothing has passed
-    columns = np.zeros((num_heads, num_tokens), bool)  # of members that keep columns, for these
+    shape, num_tokens = sums.shape[:-1], sums.shape[-1]
+    policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
+    recovery = np.full((*shape, chain.full + 1), np.nan)
+    left = np.ones(shape, bool)  # heads for which nothing has passed
+    columns = np.zeros((left.sum(), num_tokens), bool)  # of members that keep columns, for these
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
     for policy, member in enumerate(chain.members):
-        if not len(left):
+        if not left.any():
             break
         if member == "local":
             window = chain.num_local(num_tokens)
@@ -128,11 +135,12 @@ def decide(
         found = local_recovery(left, columns, window) if window else (sums[left] * columns).sum(1) / num_rows
         recovery[left, policy] = found
         passes = found >= chain.threshold
-        policies[left[passes]] = policy
-        kept[left[passes]] = columns[passes] | last
-        left, columns = left[~passes], columns[~passes]
+        passing = left.copy()
+        passing[left] = passes
+        policies[passing], kept[passing] = policy, columns[passes] | last
+        left, columns = left & ~passing, columns[~passes]
     recovery[left, chain.full] = 1.0
-    return Decision(policies, kept, recovery)
+    return Decided(policies, kept, recovery, chain)
 
 
 def keep_on(
@@ -144,29 +152,29 @@ def keep_on(
     num_prompt: int,
     num_tokens: int,
 ) -> Mask:
-    """What heads keep of a sequence that has grown to `num_tokens`, bool [heads, slots]; never what they had dropped.
+    """What heads keep of a sequence that has grown to `num_tokens`, bool [L, H, slots]; never what they had dropped.
 
-    policies   uint8 [heads]
-    positions  int32 [heads, slots], in any order: of the tokens they kept, and of all since; -1 in slots without one
+    policies   uint8 [L, H]
+    positions  int32 [L, H, slots], in any order: of the tokens they kept, and of all since; -1 in slots without one
     marks      bool [num_tokens]
-    sums       [heads, slots], the attention that these tokens have had so far
+    sums       [L, H, slots], the attention that these tokens have had so far
     """
     window = chain.num_local(num_prompt)
-    held = positions >= 0
+    kept = positions >= 0
     for policy in np.unique(policies[policies < chain.full]).tolist():
         heads = policies == policy
-        at, alive = positions[heads], held[heads]
-        wanted = np.zeros_like(alive)
-        for member in ("special", "punctuation"):
-            if chain.has(policy, member):
+        at, held = positions[heads], kept[heads]
+        wanted = np.zeros_like(held)
+        for member in chain.members[: policy + 1]:
+            if member == "local":
+                wanted |= at >= num_tokens - window
+            elif member != "frequent":
                 wanted |= marks[member][at]
-        if chain.has(policy, "local"):
-            wanted |= at >= num_tokens - window
-        wanted &= alive
+        wanted &= held
         if chain.has(policy, "frequent"):
-            wanted |= largest(sums[heads], alive & ~wanted, chain.num_frequent(num_tokens), at)
-        held[heads] = wanted
-    return held
+            wanted |= largest(sums[heads], held & ~wanted, chain.num_frequent(num_tokens), at)
+        kept[heads] = wanted
+    return kept
 
 
 def largest(sums: NDArray[Any], candidates: Mask, count: int, order: NDArray[np.int32] | None = None) -> Mask:
@@ -178,17 +186,14 @@ def largest(sums: NDArray[Any], candidates: Mask, count: int, order: NDArray[np.
         return candidates.copy()
     values = np.where(candidates, sums, -np.inf)
     # All of a row sorted takes a quarter of the time of a partition, where many are equal.
-    least = np.sort(values, axis=1)[:, size - count, None] if count else np.inf
-    found = values > least
-    equal = candidates & (values == least)
-    missing = count - found.sum(1)
-    ties = equal.sum(1) > missing
-    found[~ties] |= equal[~ties]
-    for row in np.flatnonzero(ties & (missing > 0)).tolist():
-        tied = np.flatnonzero(equal[row])
+    least = np.sort(values, axis=1)[:, size - count, None] if count else np.full((len(sums), 1), np.inf)
+    found = candidates & (values >= least)
+    surplus = found.sum(1) - count
+    for row in np.flatnonzero(surplus > 0).tolist():
+        equal = np.flatnonzero(values[row] == least[row])
         if order is not None:
-            tied = tied[np.argsort(order[row, tied], kind="stable")]
-        found[row, tied[: missing[row]]] = True
+            equal = equal[np.argsort(order[row, equal])]
+        found[row, equal[-surplus[row] :]] = False
     return found
 
 
@@ -197,10 +202,8 @@ def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Mask:
     ids = np.asarray(tokens, np.int64)
     found = np.isin(ids, [mark[0] for mark in marks if len(mark) == 1])
     for mark in marks:
-        size = len(mark)
-        if not 1 < size <= len(ids):
-            continue
-        begins = (np.lib.stride_tricks.sliding_window_view(ids, size) == np.asarray(mark, np.int64)).all(1)
-        for place in range(size):
-            found[place : len(ids) - size + 1 + place] |= begins
+        if 1 < len(mark) <= len(ids):
+            begins = (np.lib.stride_tricks.sliding_window_view(ids, len(mark)) == mark).all(1)
+            for place in range(len(mark)):
+                found[place : place + len(begins)] |= begins
     return found

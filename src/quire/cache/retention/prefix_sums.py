@@ -1,106 +1,131 @@
-"""Column sums of prompts' beginnings: attached to boundaries of the tree, and found there by prompts that begin alike.
+"""Column sums of the beginnings of prompts: the tree keeps them at boundaries for prompts that begin alike.
 
-Sums of a prompt are kept where its last rows begin, which are computed whatever is cached. A prompt that begins with
-the same tokens goes on from there. If two sequences are about to compute the same beginning, the later one waits.
+Sums of a prompt are kept where its last rows begin, which are computed whatever is cached, and where what the tree has
+of the prompt ends. A prompt that begins with the same tokens goes on from there. If two sequences are about to compute
+the same beginning, the later one waits.
 """
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from quire.cache.arrays import Int32s
-from quire.cache.codecs.sums import SumsCodec
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.retention.decisions import Retention
+from quire.cache.retention.retainer import SUMS_ROWS, Retainer
+from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 
-class PrefixSums:
-    """Which sums the tree keeps for others, and who is about to leave some there."""
+class SharingRetainer(Retainer):
+    """Retention by column sums of sequences that share beginnings.
 
-    def __init__(self, table: ChunkTable, tree: PrefixTree, eviction: Eviction, codec: SumsCodec) -> None:
-        self.table = table
-        self.tree = tree
-        self.eviction = eviction
-        self.codec = codec
-        # After how many chunks sums of a sequence are to be kept, in the order in which the sequences came.
-        self._stops: dict[Holder, tuple[int, ...]] = {}
+    stops  after how many chunks the tree is yet to get sums of a sequence, by sequence in the order of admission
+    """
 
-    def find(self, keys: ChunkKeys, limit: int) -> tuple[int, Int32s]:
-        """The longest beginning of a sequence that has sums, `limit` chunks at most: its chunks and the rows."""
-        found = 0, NO_ROWS
-        for segment, count in self.tree.walk(keys, limit):
-            if count == len(segment.chunks) and len(segment.attached):
-                found = segment.end // PAGE_TOKENS, segment.attached
-        return found
+    def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction, tree: PrefixTree) -> None:
+        super().__init__(retention, table, eviction)
+        self.tree: PrefixTree = tree
+        self.stops: dict[Holder, set[int]] = {}
 
-    def match(self, holder: Holder, limit: int) -> int:
-        """Extends a path over cached chunks to the last boundary with sums, with sums of its own. Returns the number
-        of chunks it took.
-        """
-        path, tree, keys = holder.path, self.tree, holder.keys
-        count, sums = self.find(keys, limit)
-        taken = tree.extend(path, keys, count, not holder.num_preemptions)
-        # Sums are kept where the last rows begin, and where what the tree has of this prompt ends: others may, too.
-        known = sum(each for _, each in tree.walk(keys, limit))
-        stops = tuple(sorted({stop for stop in (known, limit) if stop > path.num_shared}))
-        if stops:
-            self._stops[holder] = stops
-        else:
-            self.forget(holder)
+    def findable(self, holder: Holder) -> int:
+        """Chunks up to the last boundary with sums."""
+        return self._find(holder)[1]
+
+    def beside(self, num_tokens: int) -> Demand:
+        """With sums of two beginnings that the tree keeps."""
+        kept = self.table.demand(sums=(SUMS_ROWS - 1) * self.retention.num_reusable(num_tokens))
+        return super().beside(num_tokens) + kept
+
+    def leave(self, holder: Holder) -> None:
+        """The tree gets no more sums of the sequence."""
+        super().leave(holder)
+        self.stops.pop(holder, None)
+
+    def match(self, holder: Holder) -> int:
+        """Extends a path over cached chunks to the last boundary with sums, with sums of its own."""
+        path, tree = holder.path, self.tree
+        known, count, sums = self._find(holder)
+        taken = tree.extend(path, holder.keys, count, not holder.num_preemptions)
+        self.stops[holder] = {stop for stop in (known, self.limit(holder)) if stop > path.num_shared}
         if taken:
-            self.table.give(path.sums)
-            path.sums = NO_ROWS
-            # The path has locked whose sums these are. Where there is no room for both, they become its own.
+            self._give_sums(path)
+            # The path has locked the segment of these sums. Where there is no room for both, it takes them from there.
             if self.eviction.make_room(lambda: self.table.demand(sums=len(sums))):
                 path.sums = self._copy(sums)
             else:
                 path.sums = tree.attach(tree.boundary(path, len(sums)), NO_ROWS)
         return taken
 
-    def must_wait(self, holder: Holder, limit: int) -> bool:
-        """Whether another sequence that came before is about to keep sums this one could begin with."""
-        keys = holder.keys.first(limit)
-        for other, stops in self._stops.items():
-            if other is holder:
-                return False
-            for stop in stops:
-                is_ahead = holder.path.num_shared < stop <= limit and stop * PAGE_TOKENS > other.path.num_tokens
-                if is_ahead and other.keys.first(stop)[-1] == keys[stop - 1]:
-                    return True
-        return False
+    def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
+        """Up to the last run with sums attached, from which a prompt goes on."""
+        names = keys.first(near + len(far))[near:]
+        ends = [end for end, (name, run) in enumerate(zip(names, far, strict=True), 1) if run.ends_with_sums(name)]
+        return far[: max(ends, default=0)]
 
-    def stops(self, holder: Holder) -> tuple[int, ...]:
-        """After how many chunks of a sequence its sums are to be kept."""
-        return self._stops.get(holder, ())
+    def must_wait(self, holder: Holder) -> bool:
+        """Whether a sequence that came before is about to leave sums that this one could begin with."""
+        limit = self.limit(holder)
+        keys = holder.keys.first(limit)
+        return holder.reads_cache and any(
+            holder.path.num_shared < stop <= limit
+            and other.path.num_tokens < stop * PAGE_TOKENS
+            and other.keys.first(stop)[-1] == keys[stop - 1]
+            for other in takewhile(lambda each: each is not holder, self.stops)
+            for stop in self.stops[other]
+        )
+
+    def slice_end(self, holder: Holder) -> int:
+        """Of a prompt, at the next stop."""
+        end = super().slice_end(holder)
+        stops = (stop * PAGE_TOKENS for stop in self.stops.get(holder, ()))
+        return min((stop for stop in stops if stop > holder.path.num_tokens), default=end)
+
+    def seal(self, holder: Holder) -> Demand:
+        """Asks for the room of sums where the sequence stops."""
+        super().seal(holder)
+        num_sealed = holder.path.num_sealed
+        return self.table.demand(sums=num_sealed * (num_sealed in self.stops.get(holder, ())))
 
     def attach(self, holder: Holder) -> None:
-        """Attaches a copy of the sums of all a path has to its end. Ends the attachments before it, which a prompt that
-        goes on from here does not need: who begins alike is likely to go on as well. They stay where others part, and
-        where this path has yet to stop.
+        """Attaches a copy of the sums of all sealed chunks to their end, and ends the attachments before it. A prompt
+        that goes on from here does not need these, and one that begins alike is likely to go on as well. They stay
+        where others part, and where this path has yet to stop.
         """
         tree, path = self.tree, holder.path
         boundary = tree.boundary(path, path.num_sealed)
         if not len(boundary.attached):
             tree.attach(boundary, self._copy(path.sums[: path.num_sealed]))
             for each in path.segments:
-                if (
-                    each is not boundary
-                    and len(each.children) < 2
-                    and each.end // PAGE_TOKENS not in self.stops(holder)
-                ):
+                is_passed = each is not boundary and each.end // PAGE_TOKENS not in self.stops[holder]
+                if is_passed and len(each.children) < 2:
                     self.table.give(tree.attach(each, NO_ROWS))
 
-    def forget(self, holder: Holder) -> None:
-        """A sequence keeps no more sums: it has, or it ends, or is preempted."""
-        self._stops.pop(holder, None)
+    def _find(self, holder: Holder) -> tuple[int, int, Int32s]:
+        """The chunks of a prompt that are cached, those of them up to the last boundary with sums, and these sums."""
+        known, count, sums = 0, 0, NO_ROWS
+        for segment, found in self.tree.walk(holder.keys, self.limit(holder)):
+            known += found
+            if found == len(segment.chunks) and len(segment.attached):
+                count, sums = known, segment.attached
+        return known, count, sums
 
     def _copy(self, rows: Int32s) -> Int32s:
         """New rows with the same sums."""
-        copied, table = self.table.take(len(rows), self.codec), self.table
-        if table.has_bytes:
-            pages = table.pages
-            table.arena.copy(pages[rows].reshape(-1), pages[copied].reshape(-1), self.codec.page_bytes)
+        copied = self.table.take(len(rows), self.sums)
+        self.sums.store(self.table, copied, self.sums.load(self.table, rows))
         return copied
+
+
+def make_retainer(retention: Retention, table: ChunkTable, eviction: Eviction) -> Retainer:
+    """The retainer of an engine. Within a budget nothing is attached to the tree: tokens rank by what the last rows
+    look at.
+    """
+    if eviction.tree is None or retention.budget is not None:
+        return Retainer(retention, table, eviction)
+    return SharingRetainer(retention, table, eviction, eviction.tree)
