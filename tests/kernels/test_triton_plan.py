@@ -419,7 +419,7 @@ def test_masks_are_mirrored_where_they_change() -> None:
     kept = np.random.default_rng(0).random(path.retained.positions.shape) < 0.4
     kept[1, 0, 0] = False
     path.retained.drop(kept)
-    pack(table, path)
+    pack(table, path, path.retained)
     chunks = path.chunks
     mirrored()
     assert not backend.mirror.is_whole[chunks].all()

@@ -36,10 +36,10 @@ def only(num_tokens: int, *positions: int) -> np.ndarray:
 def local_recovery(attention: np.ndarray) -> Any:
     """By whole rows of attention [heads, n, n], all of them profiled."""
 
-    def recovery(heads: np.ndarray, columns: np.ndarray, window: int) -> np.ndarray:
+    def recovery(columns: np.ndarray, window: int) -> np.ndarray:
         at = np.arange(attention.shape[1])
         near = (at[:, None] >= at) & (at[:, None] - at < window)
-        return (attention[heads] * (columns[:, None, :] | near)).sum(2).mean(1)
+        return (attention * (columns[:, None, :] | near)).sum(2).mean(1)
 
     return recovery
 

@@ -305,7 +305,7 @@ class CacheManager:
             path.num_stored += num_sealed
         if wants_open:
             path.append(table.take(1, table.open_codec))
-        self.retention.extend(path, num_tokens, num_sealed)
+        self.retention.extend(path, num_sealed)
         self._settle(holder)
         self.statistics.note_peak()
         return True
@@ -336,15 +336,20 @@ class CacheManager:
 
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""
-        assert self.retainer is not None and holder.path.retained is None
+        path, table, retainer = holder.path, self.table, self.retainer
+        assert retainer is not None and isinstance(table, ChunkTable) and path.retained is None
+        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
+        self.eviction.evict_for(lambda: rows)
 
         def fits(demand: Demand) -> bool:
             self.room.update(holder)
             return self.room.fits(demand)
 
-        self.retainer.retain(holder, decided, fits)
+        retainer.retain(holder, decided, fits)
         self._settle(holder)
         self.statistics.note_peak()
+        if retainer.watch is not None:
+            retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; nothing without a tree, or once a path has pages of its own."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.retention.policies import Mask
+from quire.cache.arrays import Bools, Floats, Int32s
 
 BEFORE, AFTER = 2, 6
 """Neighbours of a token that get its peak for a score, on either side."""
@@ -33,10 +33,8 @@ BEFORE, AFTER = 2, 6
 LAST = 1.0
 """The score of each token of the last whole chunk: as much as attention can be."""
 
-Peaks = NDArray[np.float32]
 
-
-def scores_of(peaks: Peaks, positions: NDArray[np.int32], num_tokens: int) -> Peaks:
+def scores_of(peaks: Floats, positions: Int32s, num_tokens: int) -> Floats:
     """The scores of the tokens of each head, float32 [heads, slots].
 
     peaks      float32 [heads, slots]
@@ -52,14 +50,14 @@ def scores_of(peaks: Peaks, positions: NDArray[np.int32], num_tokens: int) -> Pe
 
 
 def allocate(
-    scores: Peaks,
-    positions: NDArray[np.int32],
-    special: Mask,
+    scores: Floats,
+    positions: Int32s,
+    special: Bools,
     num_tokens: int,
     page_bytes: NDArray[Any],
     page_tokens: int,
     most_bytes: float,
-) -> Mask:
+) -> Bools:
     """What heads keep of whole pages of tokens, bool [heads, slots].
 
     scores      float32 [heads, slots], not negative
@@ -90,7 +88,7 @@ def allocate(
     return np.asarray(kept | (is_last & taken[:, :1]))
 
 
-def _best(gains: NDArray[np.float64], page_bytes: NDArray[Any], most_bytes: float) -> Mask:
+def _best(gains: NDArray[np.float64], page_bytes: NDArray[Any], most_bytes: float) -> Bools:
     """Which pages are allocated, bool [heads, pages], the most gain for a byte first; below 0 is no page."""
     rate = (gains / page_bytes[:, None]).ravel()
     order = np.argsort(-rate, kind="stable")

@@ -7,7 +7,8 @@ these settings alone, never on what the cache holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.budget import allocate, scores_of
-from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
+from quire.cache.retention.policies import Chain, decide, keep_on, occurrences
 from quire.cache.retention.policies import Decided as Decided
 from quire.cache.retention.retained import Retained, words_of
 
@@ -64,11 +65,13 @@ class Retention:
     profile_rows: int = 256
     num_first: int = 1
     budget: float | None = None
-    _punctuation: Int64s = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.budget is None or self.chain is RANKED, "a budget goes by no chain"
-        object.__setattr__(self, "_punctuation", np.array(sorted(self.punctuation), np.int64))
+
+    @cached_property
+    def _punctuation(self) -> Int64s:
+        return np.array([*self.punctuation], np.int64)
 
     def num_profiled(self, num_prompt: int) -> int:
         """Last rows of a prompt that are profiled together: they are computed even if they are cached."""
@@ -80,12 +83,12 @@ class Retention:
         """
         return (num_prompt - self.num_profiled(num_prompt)) // PAGE_TOKENS
 
-    def marks(self, tokens: Sequence[int]) -> Mapping[str, Mask]:
+    def marks(self, tokens: Sequence[int]) -> Mapping[str, Bools]:
         """Which tokens are special, and which punctuation, bool [n] each."""
         punctuation = np.isin(np.asarray(tokens, np.int64), self._punctuation)
         return {"special": self._special(tokens), "punctuation": punctuation}
 
-    def _special(self, tokens: Sequence[int]) -> Mask:
+    def _special(self, tokens: Sequence[int]) -> Bools:
         special = occurrences(tokens, self.special)
         special[: self.num_first] = True
         return special
@@ -100,14 +103,14 @@ class Retention:
         if self.budget is not None:
             return self._within_budget(tokens, sums, recover, page_bytes)
         assert recover is not None
-        shape, n = sums.shape[:-1], len(tokens)
-
-        def local_recovery(heads: Bools, columns: Mask, window: int) -> NDArray[np.float64]:
-            kept = np.zeros(sums.shape, bool)
-            kept[heads] = columns
-            return recover(words_of(kept), np.full(shape, window))[heads]
-
-        found = decide(self.chain, self.marks(tokens), sums.astype(np.float64), n, local_recovery)
+        n, shape = len(tokens), sums.shape[:-1]
+        found = decide(
+            self.chain,
+            self.marks(tokens),
+            sums.astype(np.float64),
+            n,
+            lambda columns, window: recover(words_of(columns), np.full(shape, window)),
+        )
         found.kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
         return found
 
@@ -127,7 +130,7 @@ class Retention:
                 recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
-    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Mask:
+    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Bools:
         """What heads keep of sealed tokens, bool [L, H, slots] as the others are. Until the next chunk is sealed the
         pages, what stands beside them and the open chunk stay within the budget.
         """
@@ -143,7 +146,7 @@ class Retention:
         scores = scores_of(peaks.reshape(at.shape), at, end)
         return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
-    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Mask:
+    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Bools:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or its peak

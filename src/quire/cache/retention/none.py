@@ -106,7 +106,7 @@ class NoRetention:
         """What a path takes, beside chunks, to grow to `num_tokens` tokens with `num_sealed` more sealed chunks."""
         return self.table.nothing
 
-    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
+    def extend(self, path: Path, num_sealed: int) -> None:
         """Takes that."""
 
     def seal(self, holder: Holder) -> Demand:

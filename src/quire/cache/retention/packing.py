@@ -25,43 +25,32 @@ from quire.cache.arrays import Bools, Int32s
 from quire.cache.codecs import Moves
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
-from quire.cache.retention.retained import Retained, Slots
+from quire.cache.retention.retained import Retained, Slots, words_of
 from quire.cache.table import ChunkTable, Places
 
 
-def sealed_rows(path: Path) -> tuple[Retained, Int32s, Int32s]:
-    """What retention has left of a path, and the rows of its sealed chunks and of their sums."""
-    retained = path.retained
-    assert retained is not None
-    return retained, path.chunks[: retained.num_rows], path.sums[: retained.num_rows]
-
-
-def pack(table: ChunkTable, path: Path) -> None:
+def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
     """Moves tokens into holes, drops pages without tokens, and removes rows without pages. Writes only pages that the
     path alone holds.
     """
-    retained, *both = sealed_rows(path)
+    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
     assert table.masks is not None
-    sources, holes = retained.fill(table.sinks is not None)
-    if table.has_bytes and len(sources[0]):
-        _move(table, path, sources, holes)
-    for rows in both:
-        drop(table, rows, ~retained.held)
-    table.masks[both[0]] = retained.words.transpose(2, 0, 1)
-    table.takes[both[0]] += 1
-    order = retained.order()
-    if (order != np.arange(retained.num_rows)).any():
-        retained.permute(order)
-        for rows in both:
-            table.takes[rows] += 1
-            for array in (table.pages, table.masks, table.positions):
-                array[rows] = np.take_along_axis(array[rows], order.transpose(2, 0, 1), 0)
-    empty = np.flatnonzero(~retained.held.any((0, 1)))
+    sources, holes, order = retained.pack(table.sinks is not None)
+    if table.has_bytes:
+        _move(table, chunks, sums, sources, holes)
+    held = retained.held
+    for rows in (chunks, sums):
+        for array in (table.pages, table.masks, table.positions):
+            array[rows] = np.take_along_axis(array[rows], order.transpose(2, 0, 1), 0)
+        table.takes[rows] += 1
+        drop(table, rows, ~held)
+    table.masks[chunks] = words_of(retained.alive).transpose(2, 0, 1)
+    empty = np.flatnonzero(~held.any((0, 1)))
     if len(empty):
         table.give(path.forget(empty))
         retained.forget(empty)
     if table.encodes:
-        _store_positions(table, path)
+        _store_positions(table, path.chunks[: retained.num_rows], retained)
 
 
 def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
@@ -69,26 +58,24 @@ def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
     table.drop(places_of(rows, chosen & has_page(table, rows)))
 
 
-def to_own(table: ChunkTable, path: Path) -> Bools:
+def to_own(table: ChunkTable, rows: Int32s, retained: Retained) -> Bools:
     """Pages that others hold and that are to be the path's own, to be written now or later, bool [L, H, rows]."""
-    retained, rows, _ = sealed_rows(path)
     own = retained.targets(table.sinks is not None) | (retained.stays & ~retained.in_place)
     own[own] = table.is_shared(places_of(rows, own))
     return own
 
 
-def check_packed(table: ChunkTable, path: Path) -> None:
+def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
     """Proves that a path holds, of each head, the pages its tokens need, the sums of heads that need them, and no
     others.
     """
-    retained, rows, sums = sealed_rows(path)
-    assert np.array_equal(retained.words.transpose(2, 0, 1), table.masks_of(rows)), (
-        "masks are not the tokens that are kept"
-    )
+    chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
+    words = words_of(retained.alive).transpose(2, 0, 1)
+    assert np.array_equal(words, table.masks_of(chunks)), "masks are not the tokens that are kept"
     own = retained.held & ~retained.in_place
     num_tokens = (retained.alive & own[..., None]).sum((-2, -1))
     assert np.array_equal(own.sum(-1), -(-num_tokens // PAGE_TOKENS)), "tokens are not packed"
-    assert not table.is_shared(places_of(rows, own)).any(), "a page that is written is shared"
+    assert not table.is_shared(places_of(chunks, own)).any(), "a page that is written is shared"
     needed = retained.held & retained.has_sums[..., None]
     assert np.array_equal(needed, has_page(table, sums)), "sums are not those of the pages"
 
@@ -104,26 +91,20 @@ def places_of(rows: Int32s, chosen: Bools) -> Places:
     return rows[at], layers, heads
 
 
-def _move(table: ChunkTable, path: Path, sources: Slots, holes: Slots) -> None:
+def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes: Slots) -> None:
     """Copies tokens, and the sums of heads that need them, from slots into others."""
-    retained, chunks, sums = sealed_rows(path)
     assert table.sums is not None
-    layers, heads, at, slots = np.stack((sources, holes), 1, dtype=np.int32)  # [2, m] each
-    everywhere = np.ones_like(retained.has_sums)
-    for rows, move, of_heads in (
-        (chunks, table.sealed_codec.move, everywhere),
-        (sums, table.sums.move, retained.has_sums),
-    ):
-        pages = table.pages[rows[at], layers, heads]
-        named = np.stack((layers[0], heads[0], pages[0], slots[0], pages[1], slots[1]))
-        move(table.arena.data, Moves(*named[:, of_heads[layers[0], heads[0]]]))
+    (layers, _), (heads, _), rows, slots = np.stack((sources, holes), 1, dtype=np.int32)  # [2, m] each
+    for held, move in ((chunks, table.sealed_codec.move), (sums, table.sums.move)):
+        pages = table.pages[held[rows], layers, heads]
+        named = np.stack((layers, heads, pages[0], slots[0], pages[1], slots[1]))
+        move(table.arena.data, Moves(*named[:, table.masks_of(held)[rows[0], layers, heads] > 0]))
 
 
-def _store_positions(table: ChunkTable, path: Path) -> None:
+def _store_positions(table: ChunkTable, rows: Int32s, retained: Retained) -> None:
     """Stores the positions of the slots of encoded pages, whose keys are rotated on read. A page in place has the
     positions of its row's chunk; others may hold tokens from anywhere.
     """
-    retained, rows, _ = sealed_rows(path)
     table.bases[rows] = retained.origins * PAGE_TOKENS
     moved = retained.held & ~retained.in_place & retained.is_packed[..., None]
     table.place(places_of(rows, moved), np.maximum(retained.positions[moved], 0))

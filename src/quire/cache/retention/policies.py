@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[np.bool_]
+from quire.cache.arrays import Bools, Int32s
+
 Sums = NDArray[np.float64]
 
 COLUMN_MEMBERS = ("special", "punctuation", "frequent")
@@ -37,9 +38,9 @@ COLUMN_MEMBERS = ("special", "punctuation", "frequent")
 
 MEMBERS = (*COLUMN_MEMBERS, "local")
 
-LocalRecovery = Callable[[Mask, Mask, int], Sums]
-"""Recovery of the chosen heads, bool [L, H], over the rows that are profiled, float64 [m]. The heads keep columns, bool
-[m, n], and of each row a number of last tokens, itself among them."""
+LocalRecovery = Callable[[Bools, int], Sums]
+"""Recovery of all heads over the rows that are profiled, float64 [L, H]. The heads keep columns, bool [L, H, n], and of
+each row a number of last tokens, itself among them."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Decided:
     """
 
     policies: NDArray[np.uint8]
-    kept: Mask
+    kept: Bools
     recovery: Sums
     chain: Chain
     budget: float | None = None
@@ -105,7 +106,7 @@ class Decided:
 
 def decide(
     chain: Chain,
-    marks: Mapping[str, Mask],
+    marks: Mapping[str, Bools],
     sums: Sums,
     num_rows: int,
     local_recovery: LocalRecovery,
@@ -120,25 +121,21 @@ def decide(
     policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
     recovery = np.full((*shape, chain.full + 1), np.nan)
     left = np.ones(shape, bool)  # heads for which nothing has passed
-    columns = np.zeros((left.sum(), num_tokens), bool)  # of members that keep columns, for these
+    columns = np.zeros(sums.shape, bool)  # of members that keep columns
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
     for policy, member in enumerate(chain.members):
-        if not left.any():
-            break
         if member == "local":
             window = chain.num_local(num_tokens)
             last = np.arange(num_tokens) >= num_tokens - window
         elif member == "frequent":
-            columns = columns | largest(sums[left], ~(columns | last), chain.num_frequent(num_tokens))
+            columns = columns | largest(sums, ~(columns | last), chain.num_frequent(num_tokens))
         else:
             columns = columns | marks[member]
-        found = local_recovery(left, columns, window) if window else (sums[left] * columns).sum(1) / num_rows
-        recovery[left, policy] = found
-        passes = found >= chain.threshold
-        passing = left.copy()
-        passing[left] = passes
-        policies[passing], kept[passing] = policy, columns[passes] | last
-        left, columns = left & ~passing, columns[~passes]
+        found = local_recovery(columns, window) if window else (sums * columns).sum(-1) / num_rows
+        recovery[left, policy] = found[left]
+        passes = left & (found >= chain.threshold)
+        policies[passes], kept[passes] = policy, (columns | last)[passes]
+        left &= ~passes
     recovery[left, chain.full] = 1.0
     return Decided(policies, kept, recovery, chain)
 
@@ -146,12 +143,12 @@ def decide(
 def keep_on(
     chain: Chain,
     policies: NDArray[np.uint8],
-    positions: NDArray[np.int32],
-    marks: Mapping[str, Mask],
+    positions: Int32s,
+    marks: Mapping[str, Bools],
     sums: NDArray[Any],
     num_prompt: int,
     num_tokens: int,
-) -> Mask:
+) -> Bools:
     """What heads keep of a sequence that has grown to `num_tokens`, bool [L, H, slots]; never what they had dropped.
 
     policies   uint8 [L, H]
@@ -177,27 +174,27 @@ def keep_on(
     return kept
 
 
-def largest(sums: NDArray[Any], candidates: Mask, count: int, order: NDArray[np.int32] | None = None) -> Mask:
-    """Of each row's candidates the `count` with the largest sums; all if there are fewer. Of equals those that `order`,
-    [rows, n], names first; by default the first.
+def largest(sums: NDArray[Any], candidates: Bools, count: int, order: Int32s | None = None) -> Bools:
+    """Of each row's candidates, [..., n], the `count` with the largest sums; all if there are fewer. Of equals those
+    that `order`, [..., n], names first; by default the first.
     """
-    size = sums.shape[1]
+    size = sums.shape[-1]
     if count >= size:
         return candidates.copy()
     values = np.where(candidates, sums, -np.inf)
     # All of a row sorted takes a quarter of the time of a partition, where many are equal.
-    least = np.sort(values, axis=1)[:, size - count, None] if count else np.full((len(sums), 1), np.inf)
-    found = candidates & (values >= least)
-    surplus = found.sum(1) - count
-    for row in np.flatnonzero(surplus > 0).tolist():
+    least = np.sort(values)[..., size - count : size - count + 1].min(-1, keepdims=True, initial=np.inf)
+    found: Bools = candidates & (values >= least)
+    surplus = found.sum(-1) - count
+    for row in zip(*np.nonzero(surplus > 0), strict=True):
         equal = np.flatnonzero(values[row] == least[row])
         if order is not None:
-            equal = equal[np.argsort(order[row, equal])]
-        found[row, equal[-surplus[row] :]] = False
+            equal = equal[np.argsort(order[row][equal])]
+        found[row][equal[-surplus[row] :]] = False
     return found
 
 
-def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Mask:
+def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Bools:
     """The tokens, bool [n], that belong to one of several markers, each of one token or more in a row."""
     ids = np.asarray(tokens, np.int64)
     found = np.isin(ids, [mark[0] for mark in marks if len(mark) == 1])

@@ -65,17 +65,15 @@ class SharingRetainer(Retainer):
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
         """Up to the last run with sums attached, from which a prompt goes on."""
         names = keys.first(near + len(far))[near:]
-        ends = [end for end, (name, run) in enumerate(zip(names, far, strict=True), 1) if run.ends_with_sums(name)]
-        return far[: max(ends, default=0)]
+        while far and not far[-1].ends_with_sums(names[len(far) - 1]):
+            far = far[:-1]
+        return far
 
     def must_wait(self, holder: Holder) -> bool:
         """Whether a sequence that came before is about to leave sums that this one could begin with."""
-        limit = self.limit(holder)
-        keys = holder.keys.first(limit)
+        awaited = set(holder.keys.first(self.limit(holder))[holder.path.num_shared :])
         return holder.reads_cache and any(
-            holder.path.num_shared < stop <= limit
-            and other.path.num_tokens < stop * PAGE_TOKENS
-            and other.keys.first(stop)[-1] == keys[stop - 1]
+            other.path.num_tokens < stop * PAGE_TOKENS and other.keys.first(stop)[-1] in awaited
             for other in takewhile(lambda each: each is not holder, self.stops)
             for stop in self.stops[other]
         )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int64s
+from quire.cache.arrays import Bools
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.policies import Chain
 from quire.cache.segment import Segment
 
-Slots = tuple[NDArray[np.intp], ...]
+Indices = NDArray[np.intp]
+
+Slots = tuple[Indices, ...]
 """Layer, head, row and slot of m tokens, [m] each."""
 
 
@@ -38,9 +41,8 @@ class Retained:
 
     def __post_init__(self) -> None:
         shape, chain = self.policies.shape, self.chain
-        needs_sums = [chain.has(policy, "frequent") for policy in range(chain.full)]
-        self.has_sums: Bools = np.array([*needs_sums, False])[self.policies]
-        self.is_packed: Bools = self.policies < chain.full
+        self.has_sums = np.isin(self.policies, [each for each in range(chain.full) if chain.has(each, "frequent")])
+        self.is_packed = self.policies < chain.full
         self.positions = np.empty((*shape, 0, PAGE_TOKENS), np.int32)
         self.in_place = np.empty((*shape, 0), bool)
         self.origins = np.empty(0, np.int32)
@@ -61,23 +63,13 @@ class Retained:
         return np.asarray(self.alive.any(-1))
 
     @property
-    def words(self) -> NDArray[np.uint64]:
-        """The masks of its pages, uint64 [L, H, rows]; bit t says whether slot t holds a kept token."""
-        return words_of(self.alive.reshape(*self.policies.shape, -1))
-
-    @property
-    def num_pages(self) -> Int64s:
-        """Number of these pages, int64 [L, H]."""
-        return np.asarray(self.held.sum(-1))
-
-    @property
     def stays(self) -> Bools:
-        """Pages whose slots stay as they are, bool [L, H, rows]."""
-        found = self.in_place
-        if self.holds_last and self.num_rows:
-            found = found.copy()
-            whole = self.origins[-1] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
-            found[..., -1] |= (self.positions[..., -1, :] == whole).all(-1)
+        """Pages whose slots stay as they are, bool [L, H, rows]. Before the rows are packed: the last one still has no
+        tokens but its own.
+        """
+        found = self.in_place.copy()
+        if self.holds_last:
+            found[..., -1:] |= self.alive[..., -1:, :].all(-1)
         return found
 
     def rows_of(self, segment: Segment) -> Bools:
@@ -97,6 +89,20 @@ class Retained:
         """Drops the tokens outside `kept`, bool [L, H, rows * 64]."""
         self.positions[~kept.reshape(self.positions.shape)] = -1
 
+    def leave_in_place(self, segments: Sequence[Segment]) -> Bools:
+        """Leaves pages of a path's segments in place where copies for all users take more than the pages do. Returns
+        other pages that cannot be evicted, because others hold them, bool [L, H, rows].
+        """
+        stays, stuck = np.ones_like(self.is_packed), np.zeros_like(self.in_place)
+        for segment in segments:
+            rows = self.rows_of(segment)
+            # What follows copied pages is copied too: it could not be evicted before them.
+            stays = stays & (segment.users * self.alive[:, :, rows].mean((-2, -1)) >= 1)
+            others = (segment.locks > 1) | (segment.pins > 0)
+            self.in_place |= stays[..., None] & self.held & rows
+            stuck |= (others & ~stays)[..., None] & self.held & rows
+        return stuck
+
     def targets(self, keeps_first: bool) -> Bools:
         """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], without pages that stay.
 
@@ -107,47 +113,40 @@ class Retained:
         """
         num_tokens = np.where(self.stays, 0, self.alive.sum(-1))
         is_writable = num_tokens > 0
-        needed = -(-num_tokens.sum(-1) // PAGE_TOKENS)
         rank = np.cumsum(is_writable[..., ::-1], -1)[..., ::-1]
-        if keeps_first and self.num_rows:
+        if keeps_first:
             rank = rank + is_writable[..., :1]
-            rank[..., 0] = 1
-        return np.asarray(is_writable & (rank <= needed[..., None]))
+            rank[..., :1] = 1
+        return np.asarray(is_writable & (rank <= -(-num_tokens.sum(-1, keepdims=True) // PAGE_TOKENS)))
 
-    def fill(self, keeps_first: bool) -> tuple[Slots, Slots]:
-        """Moves tokens into the holes of target pages. Returns the slots they came from and those they fill: of each
-        head the first slots of its target pages hold all its tokens then, apart from those that stay.
+    def pack(self, keeps_first: bool) -> tuple[Slots, Slots, Indices]:
+        """Moves tokens into the holes of target pages, so that a head's tokens are in the first slots of these. Then
+        moves pages into the first rows. What stays is not moved.
+
+        Returns the slots that tokens come from, those they fill, and for each row the row that its page comes from,
+        [L, H, rows].
         """
-        is_target, is_moving = self.targets(keeps_first), self.alive & ~self.stays[..., None]
+        stays, is_target = self.stays, self.targets(keeps_first)
+        is_moving = self.alive & ~stays[..., None]
         index = (np.cumsum(is_target, -1)[..., None] - 1) * PAGE_TOKENS + np.arange(PAGE_TOKENS)
         is_filled = is_target[..., None] & (index < is_moving.sum((-2, -1), keepdims=True))
         holes, sources = np.nonzero(is_filled & ~self.alive), np.nonzero(is_moving & ~is_filled)
         assert all(map(np.array_equal, holes[:2], sources[:2])), "not as many holes as tokens"
         self.positions[holes] = self.positions[sources]
         self.positions[sources] = -1
-        return sources, holes
-
-    def order(self) -> NDArray[np.intp]:
-        """For each row the row whose page it is to hold, [L, H, rows]: a head's pages stand in the first rows, apart
-        from pages that stay.
-        """
-        stays = self.stays
         rows, pages = (np.argsort(keys, -1, kind="stable") for keys in (stays, np.where(stays, 2, ~self.held)))
-        found = np.empty_like(rows)
-        np.put_along_axis(found, rows, pages, -1)
-        return found
-
-    def permute(self, order: NDArray[np.intp]) -> None:
-        """Puts the tokens of pages into the rows that `order` names."""
+        order = np.empty_like(rows)
+        np.put_along_axis(order, rows, pages, -1)
         self.positions = np.take_along_axis(self.positions, order[..., None], 2)
+        return sources, holes, order
 
-    def forget(self, rows: NDArray[np.intp]) -> None:
+    def forget(self, rows: Indices) -> None:
         """Removes rows without a page."""
-        self.positions, self.in_place = np.delete(self.positions, rows, 2), np.delete(self.in_place, rows, 2)
+        self.positions, self.in_place = (np.delete(each, rows, 2) for each in (self.positions, self.in_place))
         self.origins = np.delete(self.origins, rows)
 
 
 def words_of(columns: Bools) -> NDArray[np.uint64]:
-    """Columns [L, H, n] as words of 64, uint64 [L, H, ceil(n / 64)]; bit t of word c is column c * 64 + t."""
-    padded = np.pad(columns, ((0, 0), (0, 0), (0, -columns.shape[-1] % PAGE_TOKENS)))
-    return np.packbits(padded, -1, bitorder="little").view("<u8").astype(np.uint64)
+    """Columns [L, H, ...], n in all, as words, uint64 [L, H, ceil(n / 64)]: bit t of word c is column c * 64 + t."""
+    bits = np.packbits(columns.reshape(*columns.shape[:2], -1), -1, bitorder="little")
+    return np.pad(bits, ((0, 0), (0, 0), (0, -bits.shape[-1] % 8))).view(np.uint64)

@@ -5,13 +5,16 @@ whether there is room.
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s, Int64s
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
@@ -19,7 +22,6 @@ from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
-from quire.cache.retention.expected import Ahead, KeepRatio
 from quire.cache.retention.none import NoRetention
 from quire.cache.retention.packing import check_packed, drop, pack, places_of, to_own
 from quire.cache.retention.retained import Retained
@@ -29,6 +31,13 @@ from quire.cache.table import ChunkTable
 SUMS_ROWS = 3
 """Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
 go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
+
+
+KNOWN_RATIOS = 256
+"""Of so many of the last requests it is known what they kept of their prompts' pages."""
+
+LEAST_RATIOS, QUANTILE = 8, 0.9
+"""With fewer known requests the next ones are expected to keep everything, else what only a tenth exceeded."""
 
 
 class Profiling(NamedTuple):
@@ -42,8 +51,8 @@ class Profiling(NamedTuple):
 class Retainer(NoRetention):
     """Retention of all sequences of one engine.
 
-    ratio  what requests have kept of their prompts' pages
-    watch  is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
+    ratios  the shares of their prompts' pages that the last requests kept
+    watch   is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
     """
 
     def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction) -> None:
@@ -53,7 +62,7 @@ class Retainer(NoRetention):
         self.sums: SumsCodec = table.sums
         self.retention = retention
         self.per_chunk = table.demand(1, sums=1)
-        self.ratio = KeepRatio()
+        self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
         self.watch: Callable[[Decided, int, int], None] | None = None
         self._undecided: dict[Holder, None] = {}
 
@@ -74,21 +83,39 @@ class Retainer(NoRetention):
     def lacking(self, path: Path) -> Demand:
         """Without the chunks of a path that is yet to be decided on, which `expected` counts."""
         found = super().lacking(path)
-        if path.is_decided:
-            return found
-        rows = self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
-        return found + rows + self.beside(path.num_reserved)
+        if not path.is_decided:
+            found += self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
+            found += self.beside(path.num_reserved)
+        return found
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
         """By what others kept."""
-        return self.table.demand(self.ratio.at_most(self._ahead(apart_from)))
+        return self.table.demand(self._at_most(apart_from))
 
     def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
         """With what is expected of the sequence beyond what is expected without it."""
-        path, ahead = self._path_over(holder, found), self._ahead()
-        own = Ahead.of(path, self.num_unsealed(path), found, 0)
-        more = self.ratio.at_most([*ahead, own]) - self.ratio.at_most(ahead)
-        return self.lacking(path) + self.table.demand(more)
+        path = self._path_over(holder, found)
+        return self.lacking(path) + self.table.demand(self._at_most(None, (path, found)) - self._at_most())
+
+    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, list[tuple[Segment, int]]]) -> int:
+        """Sealed chunks that sequences will hold at most, beyond those they hold, if each in turn is computed and then
+        made as small as most requests are. Until enough is known, all that they lack together.
+
+        newcomer  a path that is in no tree yet, and what it will find there
+        """
+        ratio, most, before = 1.0, 0.0, 0.0
+        if len(self.ratios) >= LEAST_RATIOS:
+            ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
+        paths = [holder.path for holder in self._undecided if holder is not apart_from]
+        reads = [(path, [(segment, len(segment.chunks)) for segment in path.segments]) for path in paths]
+        for path, found in (*reads, *newcomer):
+            own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
+            # Packing copies a part of what was found. What was found is then idle, if nobody else reads it.
+            idle = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
+            after = ratio * (path.num_begun + lacking) - idle
+            most = max(most, before + max(own + lacking, after) - own)
+            before += after - own
+        return math.ceil(most)
 
     def enter(self, holder: Holder) -> None:
         """The sequence is to be decided on."""
@@ -104,12 +131,6 @@ class Retainer(NoRetention):
         if taken:
             self._give_sums(holder.path)
         return taken
-
-    def _ahead(self, apart_from: Holder | None = None) -> list[Ahead]:
-        return [
-            Ahead.of(path, self.num_unsealed(path), ((each, len(each.chunks)) for each in path.segments), 1)
-            for path in (holder.path for holder in self._undecided if holder is not apart_from)
-        ]
 
     # ---- slices ----------------------------------------------------------------------------------------------------
 
@@ -147,13 +168,12 @@ class Retainer(NoRetention):
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
         """Rows of sums, and room for the positions of packed pages."""
+        needs_sums = path.retained is not None or not path.is_decided
+        missing = needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
         packed = num_sealed * (self.table.encodes and path.retained is not None)
-        missing = 0
-        if path.retained is not None or not path.is_decided:
-            missing = max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
         return self.table.demand(sums=missing + packed)
 
-    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
+    def extend(self, path: Path, num_sealed: int) -> None:
         """Takes rows of sums, which are zero; once decided, only of heads that need them. A chunk that is sealed gets
         room for positions: when it is packed there might be none.
         """
@@ -178,10 +198,10 @@ class Retainer(NoRetention):
         if retained is None:
             return super().seal(holder)
         retained.seal(path.num_sealed - 1, path.num_sealed)
-        num_pages = retained.num_pages
+        num_pages = retained.held.sum(-1)
         sums = self.sums.load(self.table, path.sums[: retained.num_rows])
-        kept = self.retention.keep_on(retained, holder.token_ids[: path.num_tokens], sums, self.page_bytes)
-        retained.drop(kept)
+        tokens = holder.token_ids[: path.num_tokens]
+        retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
         self._let_go(path, retained)
         self._pack(path, retained, num_pages)
         return self.table.nothing
@@ -203,57 +223,36 @@ class Retainer(NoRetention):
         fits  whether a demand fits beside what was promised, now that the prompt is decided on
         """
         path, table = holder.path, self.table
-        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
-        self.eviction.evict_for(lambda: rows)
         path.is_decided = True
         self.leave(holder)
         if (decided.policies == decided.chain.full).all():
             # Nothing changes, now or later.
-            self.ratio.seen.append(1.0)
+            self.ratios.append(1.0)
             self._give_sums(path)
-        else:
-            policies, holds_last = decided.policies, decided.budget is not None
-            retained = Retained(decided.chain, policies, holder.num_prompt, holds_last)
-            self._retain(path, retained, decided.kept, fits)
-        if self.watch is not None:
-            self.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
+            return
+        retained = Retained(decided.chain, decided.policies, holder.num_prompt, decided.budget is not None)
+        path.retained = retained
+        retained.seal(0, path.num_sealed)
+        num_pages = retained.held.sum(-1)
+        retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
+        stuck = retained.leave_in_place(path.segments)
+        if not fits(self._copies(stuck)):
+            retained.in_place |= stuck
+        path.replace(0, table.borrow(path.chunks[: path.num_shared]))
+        path.num_shared = 0
+        self._let_go(path, retained)  # what is evicted of such pages is free at once
+        # Fewer are to be copied once the tree has dropped some.
+        self.eviction.evict_for(lambda: self._copies(to_own(table, path.chunks, retained)))
+        table.detach(places_of(path.chunks, to_own(table, path.chunks, retained)))
+        drop(table, path.sums, ~retained.has_sums[..., None])
+        self._pack(path, retained, num_pages)
+        if num_pages.any():
+            self.ratios.append(float(retained.held.sum() / num_pages.sum()))
 
     def check(self, path: Path) -> None:
         """With the pages its heads keep."""
         if path.retained is not None:
-            check_packed(self.table, path)
-
-    def _retain(self, path: Path, retained: Retained, kept: Bools, fits: Callable[[Demand], bool]) -> None:
-        table, path.retained = self.table, retained
-        retained.seal(0, path.num_sealed)
-        num_pages = retained.num_pages
-        retained.drop(kept[..., : path.num_sealed * PAGE_TOKENS])
-        self._choose_in_place(path, retained, fits)
-        path.replace(0, table.borrow(path.chunks[: path.num_shared]))
-        path.num_shared = 0
-        self._let_go(path, retained)  # what is evicted of such pages is free at once
-        self.eviction.evict_for(lambda: self._copies(to_own(table, path)))  # fewer once the tree has dropped some
-        table.detach(places_of(path.chunks, to_own(table, path)))
-        drop(table, path.sums, ~retained.has_sums[..., None])
-        self._pack(path, retained, num_pages)
-        if num_pages.any():
-            self.ratio.seen.append(float(retained.num_pages.sum() / num_pages.sum()))
-
-    def _choose_in_place(self, path: Path, retained: Retained, fits: Callable[[Demand], bool]) -> None:
-        """Pages of the tree stay in place where copies for all users take more than the pages do. Pages that others
-        hold, so that they cannot be evicted, stay too if there is no room for copies of them.
-        """
-        stays, is_stuck = np.ones_like(retained.is_packed), np.zeros_like(retained.in_place)
-        for segment in path.segments:
-            rows = retained.rows_of(segment)
-            # What follows copied pages is copied too: it could not be evicted before them.
-            stays = stays & (segment.users * retained.alive[:, :, rows].mean((-2, -1)) >= 1)
-            others = (segment.locks > 1) | (segment.pins > 0)
-            retained.in_place |= stays[..., None] & rows
-            is_stuck |= (others & ~stays)[..., None] & rows
-        if not fits(self._copies(is_stuck & retained.held)):
-            retained.in_place |= is_stuck
-        retained.in_place &= retained.held
+            check_packed(self.table, path, path.retained)
 
     def _copies(self, pages: Bools) -> Demand:
         """What copies of sealed pages take, bool [L, H, rows], with room for the positions of all rows."""
@@ -270,11 +269,11 @@ class Retainer(NoRetention):
                 heads[segment] = below = below | read.any(-1)
             self.tree.loosen(path, heads)
 
-    def _pack(self, path: Path, retained: Retained, num_pages: Int64s) -> None:
-        """Packs a path that had so many pages, int64 [L, H]."""
-        pack(self.table, path)
+    def _pack(self, path: Path, retained: Retained, num_pages: NDArray[np.intp]) -> None:
+        """Packs a path that had so many pages, [L, H]."""
+        pack(self.table, path, retained)
         sizes = self.table.page_sizes(self.table.sealed_codec)
-        self.bytes_freed += int(((num_pages - retained.num_pages) * sizes).sum())
+        self.bytes_freed += int(((num_pages - retained.held.sum(-1)) * sizes).sum())
 
     def _give_sums(self, path: Path) -> None:
         self.table.give(path.sums)
