@@ -48,7 +48,7 @@ def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decided
     """Of attention [heads, n, n]."""
     none = np.zeros(attention.shape[1], bool)
     marks = {"special": none, "punctuation": none, **marks}
-    return decide(chain, marks, attention.sum(1), attention.shape[1], local_recovery(attention))
+    return decide(chain, marks, attention.sum(1), local_recovery(attention))
 
 
 EXAMPLE_MARKS = {"special": only(6, 0), "punctuation": only(6, 2)}

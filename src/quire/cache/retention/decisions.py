@@ -57,6 +57,7 @@ class Retention:
     profile_rows  last rows of a prompt, at most, over which `local` is judged, or that rank tokens for a budget
     num_first     first tokens of a sequence that count as special whatever they are: attention rests on them
     budget        share of a sequence's bytes that is kept, whatever attention that recovers
+    page_bytes    of the pages in which sequences are kept; only a budget needs them
     """
 
     chain: Chain
@@ -65,6 +66,7 @@ class Retention:
     profile_rows: int = 256
     num_first: int = 1
     budget: float | None = None
+    page_bytes: PageBytes | None = None
 
     def __post_init__(self) -> None:
         assert self.budget is None or self.chain is RANKED, "a budget goes by no chain"
@@ -93,48 +95,41 @@ class Retention:
         special[: self.num_first] = True
         return special
 
-    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None, page_bytes: PageBytes) -> Decided:
-        """What to keep of a prompt.
+    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> Decided:
+        """What to keep of a prompt. Tokens of its open chunk are not dropped yet.
 
-        sums        float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
-        recover     None only with a budget: then nothing says what is recovered
-        page_bytes  of the pages it will be kept in
+        sums     float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
+        recover  None only with a budget: then nothing says what is recovered
         """
-        if self.budget is not None:
-            return self._within_budget(tokens, sums, recover, page_bytes)
-        assert recover is not None
-        n, shape = len(tokens), sums.shape[:-1]
-        found = decide(
-            self.chain,
-            self.marks(tokens),
-            sums.astype(np.float64),
-            n,
-            lambda columns, window: recover(words_of(columns), np.full(shape, window)),
-        )
-        found.kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
-        return found
-
-    def _within_budget(
-        self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes
-    ) -> Decided:
-        """What to keep of a prompt within the budget."""
-        full, shape, kept = self.chain.full, peaks.shape[:-1], np.ones(peaks.shape, bool)
-        policies, recovery = np.zeros(shape, np.uint8), np.full((*shape, full + 1), np.nan)
-        end = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
+        n, *shape = len(tokens), *sums.shape[:-1]
+        end, full = n // PAGE_TOKENS * PAGE_TOKENS, self.chain.full
+        if self.budget is None:
+            assert recover is not None
+            found = decide(
+                self.chain,
+                self.marks(tokens),
+                sums.astype(np.float64),
+                lambda columns, window: recover(words_of(columns), np.full(shape, window)),
+            )
+            found.kept[..., end:] = True
+            return found
+        policies, kept = np.full(shape, full * (self.budget == 1.0), np.uint8), np.ones(sums.shape, bool)
+        recovery = np.full((*shape, full + 1), np.nan)
         if self.budget == 1.0:
-            policies[:], recovery[..., full] = full, 1.0
+            recovery[..., full] = 1.0
         else:
             positions = np.broadcast_to(np.arange(end, dtype=np.int32), (*shape, end))
-            kept[..., :end] = self._allocated(tokens, peaks[..., :end], positions, page_bytes)
+            kept[..., :end] = self._allocated(tokens, sums[..., :end], positions)
             if recover is not None:
                 recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
-    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Bools:
+    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s) -> Bools:
         """What heads keep of sealed tokens, bool [L, H, slots] as the others are. Until the next chunk is sealed the
         pages, what stands beside them and the open chunk stay within the budget.
         """
-        assert self.budget is not None
+        page_bytes = self.page_bytes
+        assert self.budget is not None and page_bytes is not None
         sealed = page_bytes.sealed.ravel()
         num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
         # There is an open chunk, or the next token begins one; it is not dropped.
@@ -146,13 +141,13 @@ class Retention:
         scores = scores_of(peaks.reshape(at.shape), at, end)
         return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
-    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Bools:
+    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats) -> Bools:
         """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or its peak
         """
         positions = retained.positions.reshape(sums.shape)
         if self.budget is not None:
-            return self._allocated(tokens, sums, positions, page_bytes)
+            return self._allocated(tokens, sums, positions)
         marks, num_prompt = self.marks(tokens), retained.num_prompt
         return keep_on(retained.chain, retained.policies, positions, marks, sums, num_prompt, len(tokens))

@@ -72,7 +72,7 @@ class NoRetention:
         """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took."""
         if self.tree is None:
             return 0
-        return self.tree.extend(holder.path, holder.keys, self.limit(holder), not holder.num_preemptions)
+        return self.tree.extend(holder.path, holder.keys, self.findable(holder), not holder.num_preemptions)
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
         """Of the runs in which chunks are that follow the `near` ones of the tree, those to fetch: a run for each

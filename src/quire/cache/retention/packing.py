@@ -35,7 +35,7 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
     """
     chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
     assert table.masks is not None
-    sources, holes, order = retained.pack(table.sinks is not None)
+    sources, holes, order = retained.pack()
     if table.has_bytes:
         _move(table, chunks, sums, sources, holes)
     held = retained.held
@@ -60,7 +60,7 @@ def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
 
 def to_own(table: ChunkTable, rows: Int32s, retained: Retained) -> Bools:
     """Pages that others hold and that are to be the path's own, to be written now or later, bool [L, H, rows]."""
-    own = retained.targets(table.sinks is not None) | (retained.stays & ~retained.in_place)
+    own = retained.targets | (retained.stays & ~retained.in_place)
     own[own] = table.is_shared(places_of(rows, own))
     return own
 

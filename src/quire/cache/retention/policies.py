@@ -33,10 +33,7 @@ from quire.cache.arrays import Bools, Int32s
 
 Sums = NDArray[np.float64]
 
-COLUMN_MEMBERS = ("special", "punctuation", "frequent")
-"""Members that keep whole columns, whichever row looks."""
-
-MEMBERS = (*COLUMN_MEMBERS, "local")
+MEMBERS = ("special", "punctuation", "frequent", "local")
 
 LocalRecovery = Callable[[Bools, int], Sums]
 """Recovery of all heads over the rows that are profiled, float64 [L, H]. The heads keep columns, bool [L, H, n], and of
@@ -104,18 +101,12 @@ class Decided:
         return float(self.kept.mean())
 
 
-def decide(
-    chain: Chain,
-    marks: Mapping[str, Bools],
-    sums: Sums,
-    num_rows: int,
-    local_recovery: LocalRecovery,
-) -> Decided:
+def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery: LocalRecovery) -> Decided:
     """The policies of a prompt's heads, and what they keep. Nothing is searched past the policy that passes.
 
     marks     bool [n] for `special` and `punctuation`
-    sums      float64 [L, H, n]: each column's attention, summed over rows, averaged over the query heads of a kv head
-    num_rows  rows summed over
+    sums      float64 [L, H, n]: each column's attention, summed over all rows, averaged over the query heads of a kv
+              head
     """
     shape, num_tokens = sums.shape[:-1], sums.shape[-1]
     policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
@@ -131,7 +122,7 @@ def decide(
             columns = columns | largest(sums, ~(columns | last), chain.num_frequent(num_tokens))
         else:
             columns = columns | marks[member]
-        found = local_recovery(columns, window) if window else (sums * columns).sum(-1) / num_rows
+        found = local_recovery(columns, window) if window else (sums * columns).sum(-1) / num_tokens
         recovery[left, policy] = found[left]
         passes = left & (found >= chain.threshold)
         policies[passes], kept[passes] = policy, (columns | last)[passes]

@@ -23,43 +23,32 @@ from quire.cache.tree import PrefixTree
 
 
 class SharingRetainer(Retainer):
-    """Retention by column sums of sequences that share beginnings.
+    """Retention by column sums of sequences that share beginnings."""
 
-    stops  after how many chunks the tree is yet to get sums of a sequence, by sequence in the order of admission
-    """
-
-    def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction, tree: PrefixTree) -> None:
-        super().__init__(retention, table, eviction)
-        self.tree: PrefixTree = tree
-        self.stops: dict[Holder, set[int]] = {}
+    tree: PrefixTree
+    num_beginnings = SUMS_ROWS - 1
 
     def findable(self, holder: Holder) -> int:
         """Chunks up to the last boundary with sums."""
-        return self._find(holder)[1]
-
-    def beside(self, num_tokens: int) -> Demand:
-        """With sums of two beginnings that the tree keeps."""
-        kept = self.table.demand(sums=(SUMS_ROWS - 1) * self.retention.num_reusable(num_tokens))
-        return super().beside(num_tokens) + kept
-
-    def leave(self, holder: Holder) -> None:
-        """The tree gets no more sums of the sequence."""
-        super().leave(holder)
-        self.stops.pop(holder, None)
+        known = found = 0
+        for segment, count in self.tree.walk(holder.keys, self.limit(holder)):
+            known += count
+            if count == len(segment.chunks) and len(segment.attached):
+                found = known
+        return found
 
     def match(self, holder: Holder) -> int:
         """Extends a path over cached chunks to the last boundary with sums, with sums of its own."""
-        path, tree = holder.path, self.tree
-        known, count, sums = self._find(holder)
-        taken = tree.extend(path, holder.keys, count, not holder.num_preemptions)
-        self.stops[holder] = {stop for stop in (known, self.limit(holder)) if stop > path.num_shared}
+        taken, path, limit = super().match(holder), holder.path, self.limit(holder)
+        known = sum(count for _, count in self.tree.walk(holder.keys, limit))
+        self.stops[holder] = {stop for stop in (known, limit) if stop > path.num_shared}
         if taken:
-            self._give_sums(path)
-            # The path has locked the segment of these sums. Where there is no room for both, it takes them from there.
-            if self.eviction.make_room(lambda: self.table.demand(sums=len(sums))):
-                path.sums = self._copy(sums)
+            # The path has locked the boundary. Where there is no room for both, the sums become the path's own.
+            boundary = self.tree.boundary(path, path.num_shared)
+            if self.eviction.make_room(lambda: self.table.demand(sums=len(boundary.attached))):
+                path.sums = self._copy(boundary.attached)
             else:
-                path.sums = tree.attach(tree.boundary(path, len(sums)), NO_ROWS)
+                path.sums = self.tree.attach(boundary, NO_ROWS)
         return taken
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
@@ -77,12 +66,6 @@ class SharingRetainer(Retainer):
             for other in takewhile(lambda each: each is not holder, self.stops)
             for stop in self.stops[other]
         )
-
-    def slice_end(self, holder: Holder) -> int:
-        """Of a prompt, at the next stop."""
-        end = super().slice_end(holder)
-        stops = (stop * PAGE_TOKENS for stop in self.stops.get(holder, ()))
-        return min((stop for stop in stops if stop > holder.path.num_tokens), default=end)
 
     def seal(self, holder: Holder) -> Demand:
         """Asks for the room of sums where the sequence stops."""
@@ -104,15 +87,6 @@ class SharingRetainer(Retainer):
                 if is_passed and len(each.children) < 2:
                     self.table.give(tree.attach(each, NO_ROWS))
 
-    def _find(self, holder: Holder) -> tuple[int, int, Int32s]:
-        """The chunks of a prompt that are cached, those of them up to the last boundary with sums, and these sums."""
-        known, count, sums = 0, 0, NO_ROWS
-        for segment, found in self.tree.walk(holder.keys, self.limit(holder)):
-            known += found
-            if found == len(segment.chunks) and len(segment.attached):
-                count, sums = known, segment.attached
-        return known, count, sums
-
     def _copy(self, rows: Int32s) -> Int32s:
         """New rows with the same sums."""
         copied = self.table.take(len(rows), self.sums)
@@ -126,4 +100,4 @@ def make_retainer(retention: Retention, table: ChunkTable, eviction: Eviction) -
     """
     if eviction.tree is None or retention.budget is not None:
         return Retainer(retention, table, eviction)
-    return SharingRetainer(retention, table, eviction, eviction.tree)
+    return SharingRetainer(retention, table, eviction)

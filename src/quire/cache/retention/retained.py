@@ -27,6 +27,7 @@ class Retained:
     policies    uint8 [L, H]
     num_prompt  tokens of the prompt
     holds_last  whether a head that keeps all of the last row keeps it there
+    keeps_first whether a head that keeps the first page keeps it there, because exact first tokens stand beside it
     has_sums    bool [L, H]: heads that go on needing the attention their tokens get
     is_packed   bool [L, H]: heads that do not keep everything
     positions   int32 [L, H, rows, 64], of the token in each slot; -1 in a slot without a kept token
@@ -38,6 +39,7 @@ class Retained:
     policies: NDArray[np.uint8]
     num_prompt: int
     holds_last: bool = False
+    keeps_first: bool = False
 
     def __post_init__(self) -> None:
         shape, chain = self.policies.shape, self.chain
@@ -103,30 +105,29 @@ class Retained:
             stuck |= (others & ~stays)[..., None] & self.held & rows
         return stuck
 
-    def targets(self, keeps_first: bool) -> Bools:
+    @property
+    def targets(self) -> Bools:
         """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], without pages that stay.
 
-        These are the last ones. Where memory is short, the tree evicts a prompt's end first, and a page that nobody
-        else holds needs no copy.
-
-        keeps_first  whether the first page is a target before them: exact first tokens stand beside it
+        These are the last ones, and before them the first one, if that is kept. Where memory is short, the tree evicts
+        a prompt's end first, and a page that nobody else holds needs no copy.
         """
         num_tokens = np.where(self.stays, 0, self.alive.sum(-1))
         is_writable = num_tokens > 0
         rank = np.cumsum(is_writable[..., ::-1], -1)[..., ::-1]
-        if keeps_first:
+        if self.keeps_first:
             rank = rank + is_writable[..., :1]
             rank[..., :1] = 1
         return np.asarray(is_writable & (rank <= -(-num_tokens.sum(-1, keepdims=True) // PAGE_TOKENS)))
 
-    def pack(self, keeps_first: bool) -> tuple[Slots, Slots, Indices]:
+    def pack(self) -> tuple[Slots, Slots, Indices]:
         """Moves tokens into the holes of target pages, so that a head's tokens are in the first slots of these. Then
         moves pages into the first rows. What stays is not moved.
 
         Returns the slots that tokens come from, those they fill, and for each row the row that its page comes from,
         [L, H, rows].
         """
-        stays, is_target = self.stays, self.targets(keeps_first)
+        stays, is_target = self.stays, self.targets
         is_moving = self.alive & ~stays[..., None]
         index = (np.cumsum(is_target, -1)[..., None] - 1) * PAGE_TOKENS + np.arange(PAGE_TOKENS)
         is_filled = is_target[..., None] & (index < is_moving.sum((-2, -1), keepdims=True))

@@ -9,6 +9,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -51,19 +52,27 @@ class Profiling(NamedTuple):
 class Retainer(NoRetention):
     """Retention of all sequences of one engine.
 
+    num_beginnings  beginnings of a prompt that the tree keeps sums of
+
+    stops   after how many chunks the tree is yet to get sums of a sequence, by sequence in the order of admission
     ratios  the shares of their prompts' pages that the last requests kept
     watch   is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
     """
+
+    num_beginnings = 0
 
     def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction) -> None:
         super().__init__(eviction)
         assert table.sums is not None, "the table has no room for sums"
         self.table: ChunkTable = table
         self.sums: SumsCodec = table.sums
-        self.retention = retention
+        sealed, beside = table.page_sizes(table.sealed_codec).astype(np.int64), self.sums.page_bytes
+        page_bytes = PageBytes(sealed, beside + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, beside)
+        self.retention = replace(retention, page_bytes=page_bytes)
         self.per_chunk = table.demand(1, sums=1)
         self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
         self.watch: Callable[[Decided, int, int], None] | None = None
+        self.stops: dict[Holder, set[int]] = {}
         self._undecided: dict[Holder, None] = {}
 
     # ---- admission -------------------------------------------------------------------------------------------------
@@ -77,8 +86,9 @@ class Retainer(NoRetention):
         return holder.num_prompt
 
     def beside(self, num_tokens: int) -> Demand:
-        """Rows of sums, and room for the positions of packed pages."""
-        return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS))
+        """Rows of sums, those that the tree keeps among them, and room for the positions of packed pages."""
+        kept = self.num_beginnings * self.retention.num_reusable(num_tokens)
+        return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
     def lacking(self, path: Path) -> Demand:
         """Without the chunks of a path that is yet to be decided on, which `expected` counts."""
@@ -94,8 +104,8 @@ class Retainer(NoRetention):
 
     def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
         """With what is expected of the sequence beyond what is expected without it."""
-        path = self._path_over(holder, found)
-        return self.lacking(path) + self.table.demand(self._at_most(None, (path, found)) - self._at_most())
+        more = self._at_most(None, (self._path_over(holder, found), found)) - self._at_most()
+        return super().wanted(holder, found) + self.table.demand(more)
 
     def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, list[tuple[Segment, int]]]) -> int:
         """Sealed chunks that sequences will hold at most, beyond those they hold, if each in turn is computed and then
@@ -122,8 +132,9 @@ class Retainer(NoRetention):
         self._undecided[holder] = None
 
     def leave(self, holder: Holder) -> None:
-        """The sequence is not to be decided on any more."""
+        """The sequence is not to be decided on any more, and the tree gets no more sums of it."""
         self._undecided.pop(holder, None)
+        self.stops.pop(holder, None)
 
     def match(self, holder: Holder) -> int:
         """Without the sums of cached chunks."""
@@ -135,8 +146,10 @@ class Retainer(NoRetention):
     # ---- slices ----------------------------------------------------------------------------------------------------
 
     def slice_end(self, holder: Holder) -> int:
-        """The prompt's end; after it every token that is replayed ends a slice."""
-        return max(holder.num_prompt, holder.path.num_tokens + 1)
+        """The next stop or the prompt's end; after it every token that is replayed ends a slice."""
+        next_token = holder.path.num_tokens + 1
+        stops = (stop * PAGE_TOKENS for stop in self.stops.get(holder, ()))
+        return min((stop for stop in stops if stop >= next_token), default=max(holder.num_prompt, next_token))
 
     def undivided(self, holder: Holder) -> int:
         """The last rows, over which is decided, are computed in one slice."""
@@ -201,7 +214,7 @@ class Retainer(NoRetention):
         num_pages = retained.held.sum(-1)
         sums = self.sums.load(self.table, path.sums[: retained.num_rows])
         tokens = holder.token_ids[: path.num_tokens]
-        retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
+        retained.drop(self.retention.keep_on(retained, tokens, sums))
         self._let_go(path, retained)
         self._pack(path, retained, num_pages)
         return self.table.nothing
@@ -215,7 +228,7 @@ class Retainer(NoRetention):
         recover  see Retention.decide
         """
         found = self.sums.load(self.table, sums)[..., : len(prompt_ids)]
-        return self.retention.decide(prompt_ids, found, recover, self.page_bytes)
+        return self.retention.decide(prompt_ids, found, recover)
 
     def retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
         """Lets go of what the heads do not keep of a prompt and packs what they keep.
@@ -230,7 +243,8 @@ class Retainer(NoRetention):
             self.ratios.append(1.0)
             self._give_sums(path)
             return
-        retained = Retained(decided.chain, decided.policies, holder.num_prompt, decided.budget is not None)
+        holds_last, keeps_first = decided.budget is not None, table.sinks is not None
+        retained = Retained(decided.chain, decided.policies, holder.num_prompt, holds_last, keeps_first)
         path.retained = retained
         retained.seal(0, path.num_sealed)
         num_pages = retained.held.sum(-1)
@@ -278,10 +292,3 @@ class Retainer(NoRetention):
     def _give_sums(self, path: Path) -> None:
         self.table.give(path.sums)
         path.sums = NO_ROWS
-
-    @property
-    def page_bytes(self) -> PageBytes:
-        """What pages of any sequence take."""
-        table, sums = self.table, self.sums.page_bytes
-        sealed = table.page_sizes(table.sealed_codec).astype(np.int64)
-        return PageBytes(sealed, sums + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, sums)
