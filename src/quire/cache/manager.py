@@ -82,7 +82,7 @@ class CacheManager:
         self.retainer: Retainer | None = None
         if retention is not None:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
-            self.retainer = make_retainer(retention, table, self.eviction)
+            self.retainer = make_retainer(retention, self.eviction)
         self.retention = self.retainer or NoRetention(self.eviction)
         answers = self.retention
         self.slice_end, self.undivided, self.last_rows = answers.slice_end, answers.undivided, answers.last_rows

@@ -10,6 +10,9 @@ from quire.cache.path import Path
 from quire.cache.run import Run
 from quire.cache.segment import Segment
 
+Found = list[tuple[Segment, int]]
+"""Segments of the tree with leading chunks of a sequence, and how many chunks of each."""
+
 
 class NoRetention:
     """Every head keeps every token. `Retainer` answers the same questions for heads that do not.
@@ -58,7 +61,7 @@ class NoRetention:
         """What sequences that are yet to be decided on will hold at most beyond what they hold."""
         return self.table.nothing
 
-    def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
+    def wanted(self, holder: Holder, found: Found) -> Demand:
         """What to reserve for a sequence that finds some chunks in the tree."""
         return self.lacking(self._path_over(holder, found))
 
@@ -124,7 +127,7 @@ class NoRetention:
     def check(self, path: Path) -> None:
         """Proves that a path holds what its heads keep."""
 
-    def _path_over(self, holder: Holder, found: list[tuple[Segment, int]]) -> Path:
+    def _path_over(self, holder: Holder, found: Found) -> Path:
         """A path over what was found, of which nothing is locked: to ask what it would lack."""
         count = sum(each for _, each in found)
         return Path(num_shared=count, num_stored=count, num_chunks=count, num_reserved=self.num_reserved(holder))

@@ -55,7 +55,7 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
 
 def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
     """Drops the chosen pages of rows, bool [L, H, rows], where there are any."""
-    table.drop(places_of(rows, chosen & has_page(table, rows)))
+    table.drop(places_of(rows, chosen & (table.masks_of(rows).transpose(1, 2, 0) > 0)))
 
 
 def to_own(table: ChunkTable, rows: Int32s, retained: Retained) -> Bools:
@@ -76,13 +76,8 @@ def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
     num_tokens = (retained.alive & own[..., None]).sum((-2, -1))
     assert np.array_equal(own.sum(-1), -(-num_tokens // PAGE_TOKENS)), "tokens are not packed"
     assert not table.is_shared(places_of(chunks, own)).any(), "a page that is written is shared"
-    needed = retained.held & retained.has_sums[..., None]
-    assert np.array_equal(needed, has_page(table, sums)), "sums are not those of the pages"
-
-
-def has_page(table: ChunkTable, rows: Int32s) -> Bools:
-    """Of which heads rows hold pages, bool [L, H, rows]."""
-    return np.not_equal(table.masks_of(rows), 0).transpose(1, 2, 0)
+    needed = (retained.held & retained.has_sums[..., None]).transpose(2, 0, 1)
+    assert np.array_equal(needed, table.masks_of(sums) > 0), "sums are not those of the pages"
 
 
 def places_of(rows: Int32s, chosen: Bools) -> Places:

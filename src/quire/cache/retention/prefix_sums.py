@@ -18,7 +18,6 @@ from quire.cache.retention.decisions import Retention
 from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS
-from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 
@@ -53,8 +52,7 @@ class SharingRetainer(Retainer):
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
         """Up to the last run with sums attached, from which a prompt goes on."""
-        names = keys.first(near + len(far))[near:]
-        while far and not far[-1].ends_with_sums(names[len(far) - 1]):
+        while far and not far[-1].ends_with_sums(keys.first(near + len(far))[-1]):
             far = far[:-1]
         return far
 
@@ -94,10 +92,10 @@ class SharingRetainer(Retainer):
         return copied
 
 
-def make_retainer(retention: Retention, table: ChunkTable, eviction: Eviction) -> Retainer:
+def make_retainer(retention: Retention, eviction: Eviction) -> Retainer:
     """The retainer of an engine. Within a budget nothing is attached to the tree: tokens rank by what the last rows
     look at.
     """
     if eviction.tree is None or retention.budget is not None:
-        return Retainer(retention, table, eviction)
-    return SharingRetainer(retention, table, eviction)
+        return Retainer(retention, eviction)
+    return SharingRetainer(retention, eviction)

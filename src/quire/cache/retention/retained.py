@@ -101,8 +101,9 @@ class Retained:
             # What follows copied pages is copied too: it could not be evicted before them.
             stays = stays & (segment.users * self.alive[:, :, rows].mean((-2, -1)) >= 1)
             others = (segment.locks > 1) | (segment.pins > 0)
-            self.in_place |= stays[..., None] & self.held & rows
-            stuck |= (others & ~stays)[..., None] & self.held & rows
+            here = self.held & rows
+            self.in_place |= stays[..., None] & here
+            stuck |= (others & ~stays)[..., None] & here
         return stuck
 
     @property

@@ -23,10 +23,10 @@ from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
-from quire.cache.retention.none import NoRetention
+from quire.cache.retention.none import Found, NoRetention
 from quire.cache.retention.packing import check_packed, drop, pack, places_of, to_own
 from quire.cache.retention.retained import Retained
-from quire.cache.segment import NO_ROWS, Segment
+from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 
 SUMS_ROWS = 3
@@ -61,13 +61,15 @@ class Retainer(NoRetention):
 
     num_beginnings = 0
 
-    def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction) -> None:
+    table: ChunkTable
+
+    def __init__(self, retention: Retention, eviction: Eviction) -> None:
         super().__init__(eviction)
-        assert table.sums is not None, "the table has no room for sums"
-        self.table: ChunkTable = table
-        self.sums: SumsCodec = table.sums
-        sealed, beside = table.page_sizes(table.sealed_codec).astype(np.int64), self.sums.page_bytes
-        page_bytes = PageBytes(sealed, beside + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, beside)
+        table, sums = self.table, self.table.sums
+        assert sums is not None, "the table has no room for sums"
+        self.sums: SumsCodec = sums
+        sealed, packed = table.page_sizes(table.sealed_codec), sums.page_bytes + POSITIONS_BYTES * table.encodes
+        page_bytes = PageBytes(sealed.astype(np.int64), packed, table.open_codec.page_bytes, sums.page_bytes)
         self.retention = replace(retention, page_bytes=page_bytes)
         self.per_chunk = table.demand(1, sums=1)
         self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
@@ -102,12 +104,12 @@ class Retainer(NoRetention):
         """By what others kept."""
         return self.table.demand(self._at_most(apart_from))
 
-    def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
+    def wanted(self, holder: Holder, found: Found) -> Demand:
         """With what is expected of the sequence beyond what is expected without it."""
         more = self._at_most(None, (self._path_over(holder, found), found)) - self._at_most()
         return super().wanted(holder, found) + self.table.demand(more)
 
-    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, list[tuple[Segment, int]]]) -> int:
+    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, Found]) -> int:
         """Sealed chunks that sequences will hold at most, beyond those they hold, if each in turn is computed and then
         made as small as most requests are. Until enough is known, all that they lack together.
 
@@ -116,8 +118,11 @@ class Retainer(NoRetention):
         ratio, most, before = 1.0, 0.0, 0.0
         if len(self.ratios) >= LEAST_RATIOS:
             ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
-        paths = [holder.path for holder in self._undecided if holder is not apart_from]
-        reads = [(path, [(segment, len(segment.chunks)) for segment in path.segments]) for path in paths]
+        reads = [
+            (holder.path, [(segment, len(segment.chunks)) for segment in holder.path.segments])
+            for holder in self._undecided
+            if holder is not apart_from
+        ]
         for path, found in (*reads, *newcomer):
             own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
             # Packing copies a part of what was found. What was found is then idle, if nobody else reads it.
@@ -173,7 +178,7 @@ class Retainer(NoRetention):
             return Profiling(num_last) if retained is None or retained.has_sums.any() else None
         if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
-            return Profiling(0, 1, 1 + int((retained.origins[-1:] == path.num_sealed - 1).sum()))
+            return Profiling(0, 1, 1 + (path.num_sealed - 1 in retained.origins))
         # How much is recovered is shown, and decides nothing.
         return Profiling(num_last if self.watch is not None else 0, num_last) if num_last else None
 
