@@ -1,7 +1,8 @@
-"""Which tokens each head keeps: the settings, a model's marks, and the two moments of a request when they are asked.
+"""Which tokens each head keeps: the settings, a model's markers, and the decisions of a request, one after its prompt
+and one with every chunk it seals.
 
-`policies` and `budget` have the rules and `retained` the pages. What is decided depends on the request's tokens and
-these settings alone, never on what the cache holds.
+`policies` and `budget` have the rules, `retained` has the slots. A decision depends on the request's tokens and these
+settings alone, never on the cache.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from quire.cache.retention.policies import Decided as Decided
 from quire.cache.retention.retained import Retained, words_of
 
 PROFILED_SHARE = 4
-"""Of a short prompt only this part of the rows is profiled, the last ones, so that it may be found in the cache too."""
+"""At most one row in 4 of a prompt is profiled, so that the cache is of use to short prompts too."""
 
 RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
-"""What all heads go by within a budget: tokens are kept for how much they are looked at, and nothing else is asked."""
+"""The chain of all heads within a budget, which ranks tokens by the attention they get."""
 
 Recover = Callable[[NDArray[np.uint64], Int64s], NDArray[np.float64]]
-"""Recovery of every head, float64 [L, H], over the last rows of the prompt, which keeps the columns of a mask, uint64
-[L, H, chunks], and so many of the last tokens, int64 [L, H]."""
+"""Recovery of every head over the last rows of the prompt, float64 [L, H]. The heads keep the columns of a mask, uint64
+[L, H, chunks], and a number of last tokens before each row, int64 [L, H]."""
 
 
 @dataclass(frozen=True)
 class PageBytes:
-    """What a head's pages take.
+    """Bytes of a head's pages.
 
-    sealed  int [L, H]
-    beside  what stands beside each of those that are packed: sums or peaks, and positions where chunks are encoded
-    open    of every head
-    sums    of them, what stands beside an open page
+    sealed  int64 [L, H], of a sealed page
+    beside  beside a packed page: its sums or peaks, and its positions where chunks are encoded
+    open    of an open page
+    sums    beside an open page
     """
 
     sealed: Int64s
@@ -54,9 +55,9 @@ class Retention:
     chain         members, threshold and shares; with a budget `RANKED`
     special       markers, each of one token or more in a row
     punctuation   token ids
-    profile_rows  last rows of a prompt, at most, over which `local` is judged, or that rank tokens for a budget
-    num_first     first tokens of a sequence that count as special whatever they are: attention rests on them
-    budget        share of a sequence's bytes that is kept, whatever attention that recovers
+    profile_rows  number of last rows of a prompt, at most, that judge `local` or rank tokens for a budget
+    num_first     number of first tokens of a sequence that are always special: attention rests on them
+    budget        share of a sequence's bytes that is kept, whatever attention that recovers; None: by the threshold
     page_bytes    of the pages in which sequences are kept; only a budget needs them
     """
 
@@ -76,17 +77,17 @@ class Retention:
         return np.array([*self.punctuation], np.int64)
 
     def num_profiled(self, num_prompt: int) -> int:
-        """Last rows of a prompt that are profiled together: they are computed even if they are cached."""
+        """Number of last rows of a prompt that are profiled together. They are computed even if they are cached."""
         return min(self.profile_rows, -(-num_prompt // PROFILED_SHARE))
 
     def num_reusable(self, num_prompt: int) -> int:
-        """Chunks at the beginning of a prompt that need not be computed if they, and with a threshold their sums, are
-        cached.
+        """Number of first chunks of a prompt that need not be computed if they are cached, with a threshold also their
+        sums.
         """
         return (num_prompt - self.num_profiled(num_prompt)) // PAGE_TOKENS
 
     def marks(self, tokens: Sequence[int]) -> Mapping[str, Bools]:
-        """Which tokens are special, and which punctuation, bool [n] each."""
+        """The tokens that are special and those that are punctuation, bool [n] each."""
         punctuation = np.isin(np.asarray(tokens, np.int64), self._punctuation)
         return {"special": self._special(tokens), "punctuation": punctuation}
 
@@ -96,10 +97,10 @@ class Retention:
         return special
 
     def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> Decided:
-        """What to keep of a prompt. Tokens of its open chunk are not dropped yet.
+        """The tokens of a prompt to keep. Tokens of its open chunk are not dropped yet.
 
         sums     float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
-        recover  None only with a budget: then nothing says what is recovered
+        recover  None only with a budget; the recovery is then unknown
         """
         n, *shape = len(tokens), *sums.shape[:-1]
         end, full = n // PAGE_TOKENS * PAGE_TOKENS, self.chain.full
@@ -125,14 +126,14 @@ class Retention:
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
     def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s) -> Bools:
-        """What heads keep of sealed tokens, bool [L, H, slots] as the others are. Until the next chunk is sealed the
-        pages, what stands beside them and the open chunk stay within the budget.
+        """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. The sequence stays within the
+        budget until it seals the next chunk: its pages, what stands beside them, and its open chunk.
         """
         page_bytes = self.page_bytes
         assert self.budget is not None and page_bytes is not None
         sealed = page_bytes.sealed.ravel()
         num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
-        # There is an open chunk, or the next token begins one; it is not dropped.
+        # The open chunk counts in full. It is there, or the next token begins it.
         most = self.budget * (int(sealed.sum()) * num_chunks + num_heads * page_bytes.open)
         most -= num_heads * (page_bytes.open + page_bytes.sums)
         end = num_chunks * PAGE_TOKENS
@@ -142,9 +143,9 @@ class Retention:
         return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
     def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats) -> Bools:
-        """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
+        """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].
 
-        sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or its peak
+        sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or their peaks
         """
         positions = retained.positions.reshape(sums.shape)
         if self.budget is not None:

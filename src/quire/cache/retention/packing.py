@@ -1,18 +1,20 @@
 """Packs the tokens that retention has left of a path into fewer pages. Knows the chunk table and paths; neither the
 rules of policies nor requests.
 
-A sealed row of a path holds, of every layer and head, a page or nothing. A page's mask says which of its slots count.
-Tokens that a head drops leave holes, which the last tokens of the same head fill:
+A sealed row of a path holds a page or nothing of every layer and head. A page's mask says which of its slots count.
+Dropped tokens leave holes, which other tokens of the same head fill:
 
     pages of a head = ceil(tokens it keeps / 64)
 
-Few slots move, so packing costs nothing beside the 64 steps between two seals. The order of slots means nothing: dense
-keys are stored rotated, and encoded pages carry positions. The sums of a token move with it.
+Packing moves few slots: it costs nothing beside the 64 steps between two seals. The order of slots means nothing,
+because dense keys are stored rotated and encoded pages carry positions. The sums of a token move with it.
 
-Pages that others may read stay as they are, and are read through their mask, where that takes fewer bytes than a copy
-(`in_place`). Tokens move only between pages that this path alone holds. Peaks count only from afar: within a budget
-(`holds_last`) a head that keeps all of the last sealed chunk keeps it in its row until the next chunk is sealed. The
-row then tells the distance, and no other row holds a token that is near.
+Tokens move only between pages that this path alone holds. A page that others may read stays in place (`in_place`),
+where that takes fewer bytes than a copy, and is read through its mask.
+
+Within a budget, attention counts only from afar (`holds_last`). There a head that keeps all of the last sealed chunk
+keeps it in its row until the next chunk is sealed. The row then tells the distance, and no other row holds a near
+token.
 
 Source: FastGen, arXiv 2310.01801, algorithm 2, which keeps full-length buffers; its text frees no memory.
 """
@@ -59,7 +61,7 @@ def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
 
 
 def to_own(table: ChunkTable, rows: Int32s, retained: Retained) -> Bools:
-    """Pages that others hold and that are to be the path's own, to be written now or later, bool [L, H, rows]."""
+    """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
     own = retained.targets | (retained.stays & ~retained.in_place)
     own[own] = table.is_shared(places_of(rows, own))
     return own
@@ -98,7 +100,7 @@ def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes
 
 def _store_positions(table: ChunkTable, rows: Int32s, retained: Retained) -> None:
     """Stores the positions of the slots of encoded pages, whose keys are rotated on read. A page in place has the
-    positions of its row's chunk; others may hold tokens from anywhere.
+    positions of its row's chunk. Other pages may hold tokens from anywhere.
     """
     table.bases[rows] = retained.origins * PAGE_TOKENS
     moved = retained.held & ~retained.in_place & retained.is_packed[..., None]

@@ -2,21 +2,21 @@
 
 A policy is how far a head goes along a chain of members, each of which adds tokens to the members before it:
 
-    special       what begins a sequence or a turn
+    special       tokens that begin a sequence or a turn
     punctuation   . : ? and the like
-    frequent      of all other tokens those with the most attention, a share of the current length
-    local         the last ones, a share of the prompt's length
-    full          all: what a head keeps if no shorter chain recovers enough of its attention
+    frequent      among all other tokens those with the most attention, a share of the current length
+    local         the last tokens, a share of the prompt's length
+    full          all tokens, for a head of which no shorter chain recovers enough attention
 
     recovery(C) = mean_i sum_{j in C} A_ij,   A_ij the attention of row i to column j
 
-A head takes the shortest chain whose recovery reaches the threshold, once a request; what it keeps then changes with
-the members' own rules. Since each chain holds the one before it, the shortest is the cheapest.
+Once in a request, a head takes the shortest chain whose recovery reaches the threshold. Each chain holds the one before
+it, so the shortest is the cheapest. The tokens that the head keeps then change by the rules of its members.
 
 Source: FastGen, arXiv 2310.01801, equations 1 and 2 and algorithms 1 and 2. The paper does not name a norm: recovery is
 one minus the total variation between a row and the same row over the kept columns alone, averaged over rows. Unlike
-there: query heads that share a kv head have one policy, by the mean of their attention; a share of the length is
-rounded up; what is kept changes when a chunk is sealed and not with every token.
+there, query heads that share a kv head have one policy, by the mean of their attention; a share of the length is
+rounded up; and tokens are dropped when a chunk is sealed, not with every token.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ each row a number of last tokens, itself among them."""
 
 @dataclass(frozen=True)
 class Chain:
-    """What may be kept, and how much of the attention must be.
+    """The members that may keep tokens, and the attention that they must recover.
 
-    threshold  a head's recovery at least; above 1 nothing but `full` passes
-    frequent   tokens that member keeps, by the current length
-    local      tokens that member keeps, by the prompt's length
+    threshold  the least recovery of a head; above 1 only `full` passes
+    frequent   share of the current length that this member keeps
+    local      share of the prompt's length that this member keeps
     members    in the order in which they are added, each at most once
     """
 
@@ -70,23 +70,23 @@ class Chain:
         return member in self.members[: policy + 1]
 
     def num_frequent(self, num_tokens: int) -> int:
-        """Tokens that `frequent` keeps beside those of other members, of a sequence that is so long."""
+        """Number of tokens of a sequence that `frequent` keeps beside those of other members."""
         return math.ceil(self.frequent * num_tokens)
 
     def num_local(self, num_prompt: int) -> int:
-        """Tokens that `local` keeps, of a sequence with such a prompt, however long it has become."""
+        """Number of last tokens of a sequence that `local` keeps, however long the sequence has become."""
         return math.ceil(self.local * num_prompt)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What heads keep of a prompt of n tokens, and why.
+    """The tokens that heads keep of a prompt of n tokens, and why.
 
     policies  uint8 [L, H], see `Chain.full`
     kept      bool [L, H, n]
-    recovery  float64 [L, H, chain + 1] of every policy that was tried; nan for those past the one that passed
+    recovery  float64 [L, H, chain + 1], of each policy up to the one that passed; nan for the others
     chain     by which it was decided
-    budget    within which, where the chain says no more than who has sums
+    budget    within which it was decided; the chain then only says which heads have sums
     """
 
     policies: NDArray[np.uint8]
@@ -102,7 +102,7 @@ class Decided:
 
 
 def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery: LocalRecovery) -> Decided:
-    """The policies of a prompt's heads, and what they keep. Nothing is searched past the policy that passes.
+    """The policies of a prompt's heads, and the tokens they keep.
 
     marks     bool [n] for `special` and `punctuation`
     sums      float64 [L, H, n]: each column's attention, summed over all rows, averaged over the query heads of a kv
@@ -140,10 +140,10 @@ def keep_on(
     num_prompt: int,
     num_tokens: int,
 ) -> Bools:
-    """What heads keep of a sequence that has grown to `num_tokens`, bool [L, H, slots]; never what they had dropped.
+    """The tokens that heads keep of a sequence that has grown to `num_tokens`, bool [L, H, slots].
 
     policies   uint8 [L, H]
-    positions  int32 [L, H, slots], in any order: of the tokens they kept, and of all since; -1 in slots without one
+    positions  int32 [L, H, slots], in any order: of the tokens kept before, and of all tokens since; -1 in other slots
     marks      bool [num_tokens]
     sums       [L, H, slots], the attention that these tokens have had so far
     """
@@ -166,14 +166,14 @@ def keep_on(
 
 
 def largest(sums: NDArray[Any], candidates: Bools, count: int, order: Int32s | None = None) -> Bools:
-    """Of each row's candidates, [..., n], the `count` with the largest sums; all if there are fewer. Of equals those
-    that `order`, [..., n], names first; by default the first.
+    """The `count` candidates with the largest sums of each row, bool [..., n]; all candidates if there are fewer. Among
+    equal sums the first in `order`, [..., n], win; by default the first in the row.
     """
     size = sums.shape[-1]
     if count >= size:
         return candidates.copy()
     values = np.where(candidates, sums, -np.inf)
-    # All of a row sorted takes a quarter of the time of a partition, where many are equal.
+    # A full sort takes a quarter of the time of a partition where many sums are equal.
     least = np.sort(values)[..., size - count : size - count + 1].min(-1, keepdims=True, initial=np.inf)
     found: Bools = candidates & (values >= least)
     surplus = found.sum(-1) - count
@@ -186,7 +186,7 @@ def largest(sums: NDArray[Any], candidates: Bools, count: int, order: Int32s | N
 
 
 def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Bools:
-    """The tokens, bool [n], that belong to one of several markers, each of one token or more in a row."""
+    """The tokens that belong to a marker, bool [n]. A marker is one token or more in a row."""
     ids = np.asarray(tokens, np.int64)
     found = np.isin(ids, [mark[0] for mark in marks if len(mark) == 1])
     for mark in marks:

@@ -1,8 +1,8 @@
-"""Column sums of the beginnings of prompts: the tree keeps them at boundaries for prompts that begin alike.
+"""Column sums of prefixes: the tree keeps them at boundaries, for prompts that go on from there.
 
-Sums of a prompt are kept where its last rows begin, which are computed whatever is cached, and where what the tree has
-of the prompt ends. A prompt that begins with the same tokens goes on from there. If two sequences are about to compute
-the same beginning, the later one waits.
+The tree gets the sums of a prompt at two boundaries: where the prompt's last rows begin, which are computed whatever is
+cached, and where the cached part of the prompt ends. If two sequences are about to compute the same prefix, the later
+one waits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.cache.tree import PrefixTree
 
 
 class SharingRetainer(Retainer):
-    """Retention by column sums of sequences that share beginnings."""
+    """Retention by column sums, for sequences that share prefixes."""
 
     tree: PrefixTree
     num_beginnings = SUMS_ROWS - 1
 
     def findable(self, holder: Holder) -> int:
-        """Chunks up to the last boundary with sums."""
+        """Number of chunks up to the last boundary with sums."""
         known = found = 0
         for segment, count in self.tree.walk(holder.keys, self.limit(holder)):
             known += count
@@ -37,12 +37,12 @@ class SharingRetainer(Retainer):
         return found
 
     def match(self, holder: Holder) -> int:
-        """Extends a path over cached chunks to the last boundary with sums, with sums of its own."""
+        """Extends a path over cached chunks up to the last boundary with sums, and copies these sums."""
         taken, path, limit = super().match(holder), holder.path, self.limit(holder)
         known = sum(count for _, count in self.tree.walk(holder.keys, limit))
         self.stops[holder] = {stop for stop in (known, limit) if stop > path.num_shared}
         if taken:
-            # The path has locked the boundary. Where there is no room for both, the sums become the path's own.
+            # The boundary is locked. Without room for a copy, the path takes the sums themselves.
             boundary = self.tree.boundary(path, path.num_shared)
             if self.eviction.make_room(lambda: self.table.demand(sums=len(boundary.attached))):
                 path.sums = self._copy(boundary.attached)
@@ -51,13 +51,13 @@ class SharingRetainer(Retainer):
         return taken
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
-        """Up to the last run with sums attached, from which a prompt goes on."""
+        """The runs up to the last one with sums attached, from which a prompt goes on."""
         while far and not far[-1].ends_with_sums(keys.first(near + len(far))[-1]):
             far = far[:-1]
         return far
 
     def must_wait(self, holder: Holder) -> bool:
-        """Whether a sequence that came before is about to leave sums that this one could begin with."""
+        """Whether a sequence that came before is about to attach sums from which this one can go on."""
         awaited = set(holder.keys.first(self.limit(holder))[holder.path.num_shared :])
         return holder.reads_cache and any(
             other.path.num_tokens < stop * PAGE_TOKENS and other.keys.first(stop)[-1] in awaited
@@ -66,15 +66,14 @@ class SharingRetainer(Retainer):
         )
 
     def seal(self, holder: Holder) -> Demand:
-        """Asks for the room of sums where the sequence stops."""
+        """At a stop, sums are attached."""
         super().seal(holder)
         num_sealed = holder.path.num_sealed
         return self.table.demand(sums=num_sealed * (num_sealed in self.stops.get(holder, ())))
 
     def attach(self, holder: Holder) -> None:
-        """Attaches a copy of the sums of all sealed chunks to their end, and ends the attachments before it. A prompt
-        that goes on from here does not need these, and one that begins alike is likely to go on as well. They stay
-        where others part, and where this path has yet to stop.
+        """Attaches a copy of the sums of all sealed chunks to their end, and removes attachments on the way: a prompt
+        with the same prefix is likely to go on from the end. Attachments stay where prompts part and at stops to come.
         """
         tree, path = self.tree, holder.path
         boundary = tree.boundary(path, path.num_sealed)
@@ -86,15 +85,15 @@ class SharingRetainer(Retainer):
                     self.table.give(tree.attach(each, NO_ROWS))
 
     def _copy(self, rows: Int32s) -> Int32s:
-        """New rows with the same sums."""
+        """New rows with the sums of other rows."""
         copied = self.table.take(len(rows), self.sums)
         self.sums.store(self.table, copied, self.sums.load(self.table, rows))
         return copied
 
 
 def make_retainer(retention: Retention, eviction: Eviction) -> Retainer:
-    """The retainer of an engine. Within a budget nothing is attached to the tree: tokens rank by what the last rows
-    look at.
+    """The retainer of an engine. A budget shares no sums: the last rows rank its tokens, and every prompt computes its
+    own.
     """
     if eviction.tree is None or retention.budget is not None:
         return Retainer(retention, eviction)

@@ -23,7 +23,7 @@ Slots = tuple[Indices, ...]
 class Retained:
     """Tokens of the sealed rows of a path, by slot. Rows are the path's, in the path's order.
 
-    chain       by which the prompt was decided on; the policies go by it until the sequence ends
+    chain       by which the prompt was decided on, and later chunks are
     policies    uint8 [L, H]
     num_prompt  tokens of the prompt
     holds_last  whether a head that keeps all of the last row keeps it there
@@ -51,7 +51,7 @@ class Retained:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the path that are sealed."""
+        """Number of sealed rows of the path."""
         return len(self.origins)
 
     @property
@@ -66,8 +66,8 @@ class Retained:
 
     @property
     def stays(self) -> Bools:
-        """Pages whose slots stay as they are, bool [L, H, rows]. Before the rows are packed: the last one still has no
-        tokens but its own.
+        """Pages whose slots stay as they are, bool [L, H, rows]. Only valid before packing, while the last row holds
+        tokens of its own chunk alone.
         """
         found = self.in_place.copy()
         if self.holds_last:
@@ -93,7 +93,7 @@ class Retained:
 
     def leave_in_place(self, segments: Sequence[Segment]) -> Bools:
         """Leaves pages of a path's segments in place where copies for all users take more than the pages do. Returns
-        other pages that cannot be evicted, because others hold them, bool [L, H, rows].
+        the stuck ones of all other pages, bool [L, H, rows]: eviction cannot free what others read or pin.
         """
         stays, stuck = np.ones_like(self.is_packed), np.zeros_like(self.in_place)
         for segment in segments:
@@ -110,8 +110,8 @@ class Retained:
     def targets(self) -> Bools:
         """Pages that will hold a head's tokens once they are packed, bool [L, H, rows], without pages that stay.
 
-        These are the last ones, and before them the first one, if that is kept. Where memory is short, the tree evicts
-        a prompt's end first, and a page that nobody else holds needs no copy.
+        They are a head's last pages, and with `keeps_first` its first page. Where memory is short, the tree evicts a
+        prompt's end first, and a page that nobody else holds needs no copy.
         """
         num_tokens = np.where(self.stays, 0, self.alive.sum(-1))
         is_writable = num_tokens > 0
@@ -122,11 +122,11 @@ class Retained:
         return np.asarray(is_writable & (rank <= -(-num_tokens.sum(-1, keepdims=True) // PAGE_TOKENS)))
 
     def pack(self) -> tuple[Slots, Slots, Indices]:
-        """Moves tokens into the holes of target pages, so that a head's tokens are in the first slots of these. Then
-        moves pages into the first rows. What stays is not moved.
+        """Moves tokens into the holes of target pages, until the first slots of these hold all tokens of a head. Then
+        moves pages into the first rows. Pages that stay are not touched.
 
-        Returns the slots that tokens come from, those they fill, and for each row the row that its page comes from,
-        [L, H, rows].
+        Returns the slots that tokens come from, the slots they fill, and the row that each row's page comes from, [L,
+        H, rows].
         """
         stays, is_target = self.stays, self.targets
         is_moving = self.alive & ~stays[..., None]

@@ -1,6 +1,6 @@
-"""Makes what sequences hold smaller: column sums while a prompt is computed, packed pages once it is decided on, and
-again with every chunk that decoding fills. Knows paths, the chunk table and the tree. The manager knows when, and
-whether there is room.
+"""Makes sequences smaller. A prompt gets column sums while it is computed. Once it is decided on, its pages are packed,
+and packed again with every chunk that decoding fills. Knows paths, the chunk table and the tree. The manager knows the
+moment, and whether there is room.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 
 SUMS_ROWS = 3
-"""Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
-go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
-
+"""Rows of sums promised for each chunk of a prompt: one for the prompt and two for the beginnings that the tree keeps.
+Eviction may take these two. An encoded chunk has one more, for the positions beside its packed pages."""
 
 KNOWN_RATIOS = 256
-"""Of so many of the last requests it is known what they kept of their prompts' pages."""
+"""Number of last requests whose kept shares are remembered."""
 
 LEAST_RATIOS, QUANTILE = 8, 0.9
-"""With fewer known requests the next ones are expected to keep everything, else what only a tenth exceeded."""
+"""A request is expected to keep the share that only a tenth exceeded; everything while fewer shares are known."""
 
 
 class Profiling(NamedTuple):
@@ -52,11 +51,10 @@ class Profiling(NamedTuple):
 class Retainer(NoRetention):
     """Retention of all sequences of one engine.
 
-    num_beginnings  beginnings of a prompt that the tree keeps sums of
-
-    stops   after how many chunks the tree is yet to get sums of a sequence, by sequence in the order of admission
-    ratios  the shares of their prompts' pages that the last requests kept
-    watch   is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
+    num_beginnings  number of beginnings of a prompt whose sums the tree keeps
+    stops           by sequence, in the order of admission: numbers of chunks after which the tree gets its sums
+    ratios          shares of their prompts' pages that the last requests kept
+    watch           is told each decision, and the bytes of the prompt's pages before and after; None: nobody
     """
 
     num_beginnings = 0
@@ -80,20 +78,20 @@ class Retainer(NoRetention):
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def limit(self, holder: Holder) -> int:
-        """None of the last rows, over which is decided."""
+        """The chunks before the last rows, over which retention decides."""
         return self.retention.num_reusable(holder.num_prompt)
 
     def num_reserved(self, holder: Holder) -> int:
-        """The prompt."""
+        """The tokens of the prompt."""
         return holder.num_prompt
 
     def beside(self, num_tokens: int) -> Demand:
-        """Rows of sums, those that the tree keeps among them, and room for the positions of packed pages."""
+        """Rows of sums, the tree's included, and room for the positions of packed pages."""
         kept = self.num_beginnings * self.retention.num_reusable(num_tokens)
         return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
     def lacking(self, path: Path) -> Demand:
-        """Without the chunks of a path that is yet to be decided on, which `expected` counts."""
+        """Without the chunks of an undecided path: `expected` counts these."""
         found = super().lacking(path)
         if not path.is_decided:
             found += self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
@@ -101,19 +99,19 @@ class Retainer(NoRetention):
         return found
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
-        """By what others kept."""
+        """Estimated from the shares that other requests kept."""
         return self.table.demand(self._at_most(apart_from))
 
     def wanted(self, holder: Holder, found: Found) -> Demand:
-        """With what is expected of the sequence beyond what is expected without it."""
+        """With the rise of `expected` by this sequence."""
         more = self._at_most(None, (self._path_over(holder, found), found)) - self._at_most()
         return super().wanted(holder, found) + self.table.demand(more)
 
     def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, Found]) -> int:
-        """Sealed chunks that sequences will hold at most, beyond those they hold, if each in turn is computed and then
-        made as small as most requests are. Until enough is known, all that they lack together.
+        """Number of sealed chunks that undecided sequences will hold at most beyond those they hold, if each in turn is
+        computed and then keeps the expected share. With a share of 1 it is the number that they lack together.
 
-        newcomer  a path that is in no tree yet, and what it will find there
+        newcomer  a path that is in no tree yet, and the chunks it will find there
         """
         ratio, most, before = 1.0, 0.0, 0.0
         if len(self.ratios) >= LEAST_RATIOS:
@@ -125,7 +123,7 @@ class Retainer(NoRetention):
         ]
         for path, found in (*reads, *newcomer):
             own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
-            # Packing copies a part of what was found. What was found is then idle, if nobody else reads it.
+            # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
             idle = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
             after = ratio * (path.num_begun + lacking) - idle
             most = max(most, before + max(own + lacking, after) - own)
@@ -133,16 +131,16 @@ class Retainer(NoRetention):
         return math.ceil(most)
 
     def enter(self, holder: Holder) -> None:
-        """The sequence is to be decided on."""
+        """The sequence is undecided."""
         self._undecided[holder] = None
 
     def leave(self, holder: Holder) -> None:
-        """The sequence is not to be decided on any more, and the tree gets no more sums of it."""
+        """The sequence is not undecided any more, and the tree gets no more of its sums."""
         self._undecided.pop(holder, None)
         self.stops.pop(holder, None)
 
     def match(self, holder: Holder) -> int:
-        """Without the sums of cached chunks."""
+        """Gives the path's sums back: its new chunks have none."""
         taken = super().match(holder)
         if taken:
             self._give_sums(holder.path)
@@ -151,35 +149,35 @@ class Retainer(NoRetention):
     # ---- slices ----------------------------------------------------------------------------------------------------
 
     def slice_end(self, holder: Holder) -> int:
-        """The next stop or the prompt's end; after it every token that is replayed ends a slice."""
+        """The next stop, or the prompt's end. Behind the prompt, each replayed token is a slice."""
         next_token = holder.path.num_tokens + 1
         stops = (stop * PAGE_TOKENS for stop in self.stops.get(holder, ()))
         return min((stop for stop in stops if stop >= next_token), default=max(holder.num_prompt, next_token))
 
     def undivided(self, holder: Holder) -> int:
-        """The last rows, over which is decided, are computed in one slice."""
+        """The last rows, over which retention decides, are computed in one slice."""
         return holder.path.num_tokens if holder.path.is_decided else self.limit(holder) * PAGE_TOKENS
 
     def last_rows(self, holder: Holder, num_tokens: int) -> int:
-        """At the prompt's end."""
+        """At the prompt's end, unless it is decided on."""
         is_end = num_tokens == holder.num_prompt and not holder.path.is_decided
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
     def profiling(self, path: Path, num_last: int) -> Profiling | None:
         """How a slice is profiled; None if it is not.
 
-        num_last  its rows at the end over which is decided then; 0: none
+        num_last  number of its last rows over which retention decides after it; 0: none
         """
         retained = path.retained
         if not len(path.sums):
             return None
         if self.retention.budget is None:
-            # After the decision, if a head goes on needing them.
+            # After the decision only if a head goes on needing sums.
             return Profiling(num_last) if retained is None or retained.has_sums.any() else None
         if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
             return Profiling(0, 1, 1 + (path.num_sealed - 1 in retained.origins))
-        # How much is recovered is shown, and decides nothing.
+        # The recovery is shown to whoever watches, and decides nothing.
         return Profiling(num_last if self.watch is not None else 0, num_last) if num_last else None
 
     # ---- growth ----------------------------------------------------------------------------------------------------
@@ -192,8 +190,8 @@ class Retainer(NoRetention):
         return self.table.demand(sums=missing + packed)
 
     def extend(self, path: Path, num_sealed: int) -> None:
-        """Takes rows of sums, which are zero; once decided, only of heads that need them. A chunk that is sealed gets
-        room for positions: when it is packed there might be none.
+        """Takes rows of zero sums, after the decision only for heads that need them. A chunk that is sealed gets room
+        for positions now, because there might be none when it is packed.
         """
         retained, table = path.retained, self.table
         if num_sealed and table.encodes and retained is not None:
@@ -211,7 +209,7 @@ class Retainer(NoRetention):
             path.sums = np.append(path.sums, rows)
 
     def seal(self, holder: Holder) -> Demand:
-        """Of a prompt the tree gets the sealed chunks. Later ones are packed, once more of all is decided on."""
+        """After the decision, each sealed chunk leads to a new choice among all tokens, whose pages are then packed."""
         path, retained = holder.path, holder.path.retained
         if retained is None:
             return super().seal(holder)
@@ -227,7 +225,7 @@ class Retainer(NoRetention):
     # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
     def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> Decided:
-        """What the heads are to keep of a prompt.
+        """The tokens of a prompt that its heads are to keep.
 
         sums     int32 [chunks]: rows of the table with the attention that its tokens have had
         recover  see Retention.decide
@@ -236,9 +234,9 @@ class Retainer(NoRetention):
         return self.retention.decide(prompt_ids, found, recover)
 
     def retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
-        """Lets go of what the heads do not keep of a prompt and packs what they keep.
+        """Drops the tokens that the heads do not keep of a prompt and packs the others.
 
-        fits  whether a demand fits beside what was promised, now that the prompt is decided on
+        fits  whether a demand fits beside all promises, now that the prompt is decided on
         """
         path, table = holder.path, self.table
         path.is_decided = True
@@ -259,8 +257,8 @@ class Retainer(NoRetention):
             retained.in_place |= stuck
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
-        self._let_go(path, retained)  # what is evicted of such pages is free at once
-        # Fewer are to be copied once the tree has dropped some.
+        self._let_go(path, retained)  # now, so that eviction frees these pages
+        # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
         self.eviction.evict_for(lambda: self._copies(to_own(table, path.chunks, retained)))
         table.detach(places_of(path.chunks, to_own(table, path.chunks, retained)))
         drop(table, path.sums, ~retained.has_sums[..., None])
@@ -269,16 +267,16 @@ class Retainer(NoRetention):
             self.ratios.append(float(retained.held.sum() / num_pages.sum()))
 
     def check(self, path: Path) -> None:
-        """With the pages its heads keep."""
+        """Compares pages, masks and sums."""
         if path.retained is not None:
             check_packed(self.table, path, path.retained)
 
     def _copies(self, pages: Bools) -> Demand:
-        """What copies of sealed pages take, bool [L, H, rows], with room for the positions of all rows."""
+        """The demand of copies of sealed pages, bool [L, H, rows], with room for the positions of all rows."""
         return self.table.demand_of_pages(pages.sum(-1)) + self.table.demand(sums=pages.shape[-1] * self.table.encodes)
 
     def _let_go(self, path: Path, retained: Retained) -> None:
-        """Drops pages without tokens, and unlocks, in the tree, heads of which the path reads no page in place."""
+        """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
         held = retained.held
         drop(self.table, path.chunks[: retained.num_rows], ~held)
         if self.tree is not None:
@@ -289,7 +287,7 @@ class Retainer(NoRetention):
             self.tree.loosen(path, heads)
 
     def _pack(self, path: Path, retained: Retained, num_pages: NDArray[np.intp]) -> None:
-        """Packs a path that had so many pages, [L, H]."""
+        """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
         pack(self.table, path, retained)
         sizes = self.table.page_sizes(self.table.sealed_codec)
         self.bytes_freed += int(((num_pages - retained.held.sum(-1)) * sizes).sum())
