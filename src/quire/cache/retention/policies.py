@@ -108,7 +108,7 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
     sums      float64 [L, H, n]: each column's attention, summed over all rows, averaged over the query heads of a kv
               head
     """
-    shape, num_tokens = sums.shape[:-1], sums.shape[-1]
+    *shape, num_tokens = sums.shape
     policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
     recovery = np.full((*shape, chain.full + 1), np.nan)
     left = np.ones(shape, bool)  # heads for which nothing has passed

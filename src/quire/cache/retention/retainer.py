@@ -150,9 +150,9 @@ class Retainer(NoRetention):
 
     def slice_end(self, holder: Holder) -> int:
         """The next stop, or the prompt's end. Behind the prompt, each replayed token is a slice."""
-        next_token = holder.path.num_tokens + 1
-        stops = (stop * PAGE_TOKENS for stop in self.stops.get(holder, ()))
-        return min((stop for stop in stops if stop >= next_token), default=max(holder.num_prompt, next_token))
+        num_tokens, stops = holder.path.num_tokens, self.stops.get(holder, ())
+        ends = (holder.num_prompt, *(stop * PAGE_TOKENS for stop in stops))
+        return min((end for end in ends if end > num_tokens), default=num_tokens + 1)
 
     def undivided(self, holder: Holder) -> int:
         """The last rows, over which retention decides, are computed in one slice."""
@@ -195,10 +195,9 @@ class Retainer(NoRetention):
         """
         retained, table = path.retained, self.table
         if num_sealed and table.encodes and retained is not None:
-            first = (path.num_stored - 1) * PAGE_TOKENS
-            index = path.num_stored - path.num_dropped - 1
-            places = places_of(path.chunks[index : index + 1], retained.is_packed[..., None])
-            positions = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
+            chunk = path.num_stored - 1
+            places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
             table.place(places, np.tile(positions, (len(places[0]), 1)))
         missing = path.num_chunks - len(path.sums)
         if missing and (retained is not None or not path.is_decided):
