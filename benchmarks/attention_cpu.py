@@ -1,15 +1,17 @@
-"""Decode and prefill attention on CPU pages, against what torch offers for the same numbers, in one run.
+"""Decode and prefill attention on CPU pages, compared with torch on the same numbers in one run.
 
     python benchmarks/attention_cpu.py [--rounds 5] [--tables layers,shared,encoded,own] [--threads 2] [--json FILE]
 
-First table: our kernel on pages, the write of the step's own keys and values included; `scaled_dot_product_attention`
-in bfloat16 and float32 on contiguous keys and values it is given for free (no gathering of pages is charged to it);
-reading the same bytes once (a sum over them), which is the floor of decode attention. Second: decode rows that share a
-segment of 1,024 tokens and have 32 of their own, over the segment alone (the time less that of the same rows without
-it), read together and each by itself; must be at most 4 times one reader's for 16. Third: what a page costs decode rows
-of SmolLM2, dense and encoded with its own calibration, which is made first if there is none; its bytes are arbitrary.
-Fourth: the same for pages whose slots have positions of their own, in rising order, beside ordinary ones.
-Median microseconds per layer, interleaved.
+All times are medians per layer; the sides are interleaved.
+
+layers   our kernel on pages, including the write of the step's own keys and values; `scaled_dot_product_attention` in
+         bfloat16 and float32 on contiguous keys and values, without the cost of gathering pages; and one read of the
+         same bytes (a sum), the floor of decode attention
+shared   decode rows with a common segment of 1,024 tokens and 32 own tokens: the time over the segment (the time minus
+         that of the same rows without the segment), read together and separately. Bound for 16 rows: 4 times one row
+encoded  the cost of a page for decode rows of SmolLM2, dense and encoded. The calibration is made first if there is
+         none; the bytes of pages are arbitrary
+own      the same for pages whose slots have their own positions, in ascending order, beside ordinary pages
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ ENCODED = [(8, 2048), (16, 2048), (8, 512)]
 def make_spec(
     chunks: int, heads: int, group: int, dim: int, context: int, dtype: torch.dtype, *sealed: Codec
 ) -> AttentionSpec:
-    """A cache of bytes from 48 to 63: ordinary numbers in every format, and channels that every head has."""
+    """A cache of bytes from 48 to 63. In every format these are ordinary numbers, and channels that every head has."""
     codec = DenseCodec(dim, dtype)
     ledger = PageLedger((chunks * LAYERS * heads + 64) * codec.page_bytes, codec.page_bytes * 64)
     arena = Arena(ledger.num_bytes)
@@ -88,7 +90,7 @@ def attending(spec: AttentionSpec, slices: list[RowSlice]) -> Callable[[int], ob
 
 
 def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
-    """The case by our kernel."""
+    """A case, computed by our kernel."""
     batch, heads, group, dim, context, rows = case
     chunks = -(-context // 64)
     spec = make_spec(batch * chunks, heads, group, dim, context, dtype)
@@ -97,7 +99,7 @@ def ours(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
 
 
 def sharing(num_rows: int, shared_tokens: int, together: bool, dtype: torch.dtype) -> Callable[[int], object]:
-    """Decode rows that share the tokens before their own, by our kernel; read once for all of them if `together`."""
+    """Decode rows that share all tokens before their own, by our kernel. If `together`, these are read once for all."""
     shared = shared_tokens // 64
     spec = make_spec(shared + num_rows, *SMOLLM2_HEADS, shared_tokens + OWN_TOKENS, dtype)
     common, own = (spec.table.take(count, spec.table.open_codec) for count in (shared, num_rows))
@@ -107,7 +109,7 @@ def sharing(num_rows: int, shared_tokens: int, together: bool, dtype: torch.dtyp
 
 
 def torch_attention(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
-    """The same numbers through torch, contiguous."""
+    """The same case by torch, contiguous."""
     batch, heads, group, dim, context, rows = case
     k, v = (torch.randn(LAYERS, batch, heads, context, dim).to(dtype) for _ in range(2))
     q = torch.randn(batch, heads * group, rows, dim).to(dtype)
@@ -115,7 +117,7 @@ def torch_attention(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int]
 
 
 def read(case: tuple[int, ...], dtype: torch.dtype) -> Callable[[int], object]:
-    """A pass over as many bytes."""
+    """One read of the same number of bytes."""
     batch, heads, _, dim, context, _ = case
     data = torch.zeros(LAYERS, batch * heads * context * dim * 2 * dtype.itemsize // 4)
     return lambda layer: data[layer].sum()
@@ -132,7 +134,7 @@ def main() -> None:
 
 
 def layers(rounds: int, record: Path | None) -> None:
-    """A layer's attention beside torch's."""
+    """A layer's attention, ours and torch's."""
     rows = []
     for case in CASES:
         sides = {
@@ -156,7 +158,7 @@ def layers(rounds: int, record: Path | None) -> None:
 
 
 def shared_segment(rounds: int, record: Path | None) -> None:
-    """What a shared segment costs 1 to 64 sharers."""
+    """The cost of a shared segment for 1 to 64 rows."""
     rows, one = [], 0.0
     for count in SHARERS:
         sides = {
@@ -184,7 +186,7 @@ def shared_segment(rounds: int, record: Path | None) -> None:
 
 
 def encoded_pages(rounds: int, record: Path | None) -> None:
-    """What a page costs, by codec."""
+    """The cost of a page, by codec."""
     codecs = sealed_codecs()
     rows = []
     for batch, context in ENCODED:
@@ -200,7 +202,7 @@ def encoded_pages(rounds: int, record: Path | None) -> None:
 
 
 def own_positions(rounds: int, record: Path | None) -> None:
-    """What a page costs whose slots have positions of their own."""
+    """The cost of a page whose slots have their own positions."""
     codecs = sealed_codecs()
     rows = []
     for batch, context in ENCODED:
@@ -218,7 +220,7 @@ def own_positions(rounds: int, record: Path | None) -> None:
 
 
 def sealed_codecs() -> dict[str, Codec]:
-    """Those that encode SmolLM2's pages."""
+    """The codecs that encode SmolLM2's pages."""
     config = EngineConfig.from_options({"cache.codec": "nuq4", "runtime.threads": runtime.num_threads()})
     calibration = calibration_for(resolve_model("smollm2"), config)
     assert calibration is not None
@@ -229,8 +231,8 @@ def sealed_codecs() -> dict[str, Codec]:
 
 
 def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Callable[[int], object]:
-    """Decode rows of SmolLM2's heads with so many tokens each; if `own`, all pages but the open ones hold tokens of as
-    long a context that stand anywhere in it, and each head has others.
+    """Decode rows of SmolLM2's heads with `context` tokens each. If `own`, all pages but the open ones hold tokens from
+    random positions of the context, different ones in each head.
     """
     chunks = context // PAGE_TOKENS
     spec = make_spec(batch * chunks, *SMOLLM2_HEADS, context, torch.bfloat16, *sealed)
@@ -240,7 +242,7 @@ def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Cal
     ]
     for path in paths if own else []:
         of_head = (chunks - 1, *table.pages.shape[1:])
-        ids = table.ledger.take(math.prod(of_head), POSITION_BYTES)
+        ids = table.ledger.take(np.full(math.prod(of_head), POSITION_BYTES))
         slots = random.integers(context, size=(*of_head, PAGE_TOKENS), dtype=np.int32)
         slots = np.sort(slots.transpose(1, 2, 0, 3).reshape(*of_head[1:], -1), -1)
         images = torch.from_numpy(slots.reshape(*of_head[1:], -1, PAGE_TOKENS).transpose(2, 0, 1, 3).copy())
@@ -250,7 +252,7 @@ def decoding(batch: int, context: int, *sealed: Codec, own: bool = False) -> Cal
 
 
 def per_page(batch: int, context: int, microseconds: dict[str, float]) -> list[tuple[float, float]]:
-    """Nanoseconds a page, and microseconds, of each."""
+    """For each side nanoseconds per page, and microseconds."""
     pages = batch * (context // PAGE_TOKENS) * SMOLLM2_HEADS[0]
     return [(value / pages * 1e3, value) for value in microseconds.values()]
 

@@ -1,11 +1,11 @@
-"""Decoding while another program holds one core, beside decoding on a quiet machine.
+"""Decoding while another program occupies one core, compared with decoding on a quiet machine.
 
     python benchmarks/busy.py                        # five rounds, batch 1 and 8
     python benchmarks/busy.py --model FILE.gguf --cells decode-8 --engines quire-native,llamacpp-native
 
-The other program is an endless loop bound to the last of the cores this script may use; it runs during the second half
-of every turn. The cells are those of peers.py, and engines take turns as contest.py says. `busy / quiet` is the median
-of the ratios within a turn.
+The other program is an endless loop, bound to the last core that this script may use. It runs during the second half of
+every turn. Cells are those of peers.py; engines take turns as in contest.py. `busy / quiet` is the median of the ratios
+within a turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENGINES = [PACKED, PLAIN, PEER]
 
 @contextlib.contextmanager
 def held_core() -> Iterator[int]:
-    """Another process keeps the last usable core busy; its number."""
+    """Keeps the last usable core busy with another process. Yields the core's number."""
     core = max(os.sched_getaffinity(0))
     program = f"import os\nos.sched_setaffinity(0, [{core}])\nprint(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
@@ -51,7 +51,7 @@ def both(worker: Worker, cell: Cell, seed: int) -> Figures:
     """The cell's rate on a quiet machine, and with one core held."""
     quiet = measure(worker, cell, seed)["rates"]
     with held_core():
-        # Warm, as on the quiet machine: the request that runs when a core is taken is another matter.
+        # Warm-up, as on the quiet machine: the request that runs when the core is taken does not count.
         call(worker, cell, 16, seed + 4)
         busy = measure(worker, cell, seed + 2)["rates"]
     return {"rates": quiet, "busy": busy}
@@ -78,7 +78,7 @@ def main() -> None:
     """Runs everything, prints the table."""
     parser = argparse.ArgumentParser(description="Decoding with one core taken by another program.")
     contest.add_arguments(parser, ENGINES, SHAPES)
-    # What others use is mostly the program that this script starts.
+    # Most of the foreign load is the program that this script starts.
     parser.set_defaults(cells="decode-1,decode-8", engines=PACKED.name, quiet=float(os.cpu_count() or 1))
     given = contest.parse(parser, ENGINES, SHAPES)
     if Path(given.model).is_file():

@@ -1,18 +1,19 @@
-"""What encoded pages cost and save on a CPU: decoding, prefill, encoding and capacity, beside dense pages.
+"""Cost and savings of encoded pages on a CPU, compared with dense pages: decoding, prefill, encoding and capacity.
 
     python benchmarks/codecs_cpu.py [--codecs dense,nuq4,nuq3,nuq2,g4] [--batches 8,16] [--context 2048] [--rounds 5]
                                     [--memory 1GiB] [--threads 2] [--json FILE] [--markdown]
 
-SmolLM2 in bfloat16, one copy of its weights, an arena for each codec. A codec that needs a calibration uses the one
-that was made for it, or makes it first.
+SmolLM2 in bfloat16, with one copy of its weights and an arena for each codec. If a codec needs a calibration and there
+is none, it is made first.
 
-decode    batches of prompts that end 48 tokens before the context are computed once for each codec; then all batches
-          stay in memory and decode in turns, 16 steps at a time, after a turn each to warm up. A sequence fills a chunk
-          once in 64 steps, so encoding is in it
-prefill   one prompt as long as the context and one token, in turns
-encoding  the prompt's pages encoded again, on as many threads: its share of the dense prefill
-capacity  of more requests than fit into --memory, how many are past the whole context at once, nobody preempted;
-          and the largest size of the process beyond weights and arena. Each codec in its own process
+decode    Each codec computes a batch of prompts that end 48 tokens before the context. Then all batches stay in memory
+          and decode in turns, 16 steps at a time, after one turn each to warm up. A sequence fills a chunk every 64
+          steps, so the time includes encoding
+prefill   one prompt as long as the context, and one token, in turns
+encoding  the prompt's pages encoded again, on all threads: the share of the dense prefill
+capacity  More requests than fit into --memory are queued. The result is the number of sequences that run at once beyond
+          the whole context, without preemption, and the peak size of the process beyond weights and arena. Each codec
+          runs in its own process
 
 Ratios are medians over the rounds, each within one round.
 """
@@ -46,10 +47,10 @@ MODEL = "smollm2"
 STEPS = 16
 VOCABULARY = 49_000
 PROMPT_STEPS = 3
-"""Steps that a prompt takes beside those that decode."""
+"""Steps for a prompt besides those that decode."""
 
 SPARE = 4
-"""Tokens for each request of a batch that the first may have while the last prompt is computed."""
+"""Tokens, per request of a batch, that the first may generate while the last prompt is computed."""
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
@@ -57,9 +58,9 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
-    parser.add_argument("--codecs", default="dense,nuq4,nuq3,nuq2,g4", help="the first is what others are compared to")
+    parser.add_argument("--codecs", default="dense,nuq4,nuq3,nuq2,g4", help="the first is the baseline")
     parser.add_argument("--batches", default="8,16", help="sequences that decode together")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence")
     parser.add_argument("--memory", default="1GiB", help="arena of the capacity runs")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     parser.add_argument("--capacity-of", help=argparse.SUPPRESS)
@@ -120,7 +121,7 @@ def main() -> None:
 
 
 def cells(values: dict[str, list[float]], codecs: Sequence[str], base: str) -> list[str]:
-    """Medians, and for all but the first how many times better than it they are."""
+    """Medians; for all codecs but the baseline also the improvement over it, as a factor."""
     row = []
     for codec in codecs:
         row.append(f"{median(values[codec]):.3g}")
@@ -130,7 +131,7 @@ def cells(values: dict[str, list[float]], codecs: Sequence[str], base: str) -> l
 
 
 def prompt_of(length: int, chance: random.Random) -> list[int]:
-    """A prompt nobody has seen."""
+    """A new random prompt."""
     return [chance.randrange(VOCABULARY) for _ in range(length)]
 
 
@@ -181,7 +182,7 @@ def encoding(engine: Engine, context: int, rounds: int) -> list[float]:
 def decode(
     engines: dict[str, Engine], batch: int, context: int, rounds: int, chance: random.Random
 ) -> dict[str, list[float]]:
-    """Tokens a second of whole batches, in turns."""
+    """Tokens per second of whole batches, in turns."""
     steps = STEPS * (rounds + 1)
     prompts = [prompt_of(context - 48, chance) for _ in range(batch)]
     for engine in engines.values():
@@ -203,7 +204,7 @@ def decode(
 
 
 def start_batch(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """Computes all prompts: what follows is decode steps of the whole batch."""
+    """Computes all prompts. All later steps decode the whole batch."""
     for index, prompt in enumerate(prompts):
         engine.add(str(index), None, prompt, SamplingParams(max_tokens=max_tokens, **GREEDY))
     scheduler = engine.scheduler
@@ -223,7 +224,9 @@ def run_capacity(codec: str, given: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dict[str, float]:
-    """Queues more requests than fit; how many decode at once when no more is admitted, all past their whole context."""
+    """Queues more requests than fit. Counts those that decode at once beyond their whole context when no more is
+    admitted.
+    """
     options = {"runtime.threads": threads, "cache.share": False, "cache.memory": memory, "scheduler.max_running": 512}
     engines, _ = load_engines(MODEL, [codec], 2 * context, options)
     engine = engines[codec]
@@ -233,7 +236,7 @@ def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dic
     one = context // PAGE_TOKENS * table.chunk_bytes(table.sealed_codec) + table.sidecar_bytes
     fixed = engine.runner.model.shape.weight_bytes("bfloat16") + arena
     count = arena // one + 1
-    # Those computed first go on decoding until the last is.
+    # Sequences computed first decode until the last prompt is computed.
     params = SamplingParams(max_tokens=PROMPT_STEPS * count + PAGE_TOKENS, **GREEDY)
     for index in range(count):
         engine.add(str(index), None, prompt_of(context - 1, chance), params)
@@ -250,7 +253,7 @@ def measure_capacity(codec: str, context: int, memory: str, threads: int) -> dic
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident bytes of this process."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096
 

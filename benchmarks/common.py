@@ -1,6 +1,6 @@
-"""What the benchmark scripts share: medians, tables, and records that say on what they were measured.
+"""Shared by the benchmark scripts: medians, tables, and records with commit and hardware.
 
-Knows the standard library only, so that a script runs under any Python that has the thing it measures.
+Needs only the standard library, so that a script runs under any Python that has the measured engine.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Processor features that decide how fast 16-bit and 8-bit arithmetic runs; named in every record that has them.
+# Processor features that decide the speed of 16-bit and 8-bit arithmetic. Records list those that the processor has.
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 
 
 def arguments(doc: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """The arguments of every script that times Quire on a CPU; `doc` is its help."""
+    """The arguments of all scripts that time Quire on a CPU; `doc` is the help text."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"how often each thing is timed (default: {rounds})")
     parser.add_argument("--threads", type=int, default=2, help="threads that compute (default: 2)")
@@ -30,19 +30,19 @@ def arguments(doc: str | None, rounds: int = 5) -> argparse.ArgumentParser:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median of all values that are numbers; NaN when nothing was measured."""
+    """The median without NaN; NaN if nothing was measured."""
     values = [value for value in values if not math.isnan(value)]
     return statistics.median(values) if values else math.nan
 
 
 def spread(values: Sequence[float]) -> float:
-    """Largest minus smallest as a share of the median: how far a number moved within one run."""
+    """(maximum - minimum) / median: the variation of a number within one run."""
     values = [value for value in values if not math.isnan(value)]
     return (max(values) - min(values)) / median(values) if values else math.nan
 
 
 def commit() -> str:
-    """The commit measured, with a + when the working tree differs from it; "none" outside a git checkout."""
+    """The measured commit, with a + if the working tree differs from it; "none" outside a git checkout."""
     try:
         found = _git("rev-parse", "--short=12", "HEAD")
         return found + ("+" if _git("status", "--porcelain") else "")
@@ -67,14 +67,14 @@ def hardware() -> dict[str, object]:
 
 
 def hardware_line(facts: Mapping[str, object]) -> str:
-    """One line for a reader: what `hardware()` found."""
+    """The result of `hardware()` in one line."""
     features = ", ".join(f for f in facts["features"] if f not in ("avx2", "asimd"))  # type: ignore[attr-defined]
     parts = [f"{facts['cpu']}, {facts['cores']} cores", features, f"{facts['memory_gib']} GiB"]
     return ", ".join(str(part) for part in [*parts, *facts["gpus"]] if part)  # type: ignore[misc]
 
 
 def append_record(path: Path, record: Mapping[str, object]) -> None:
-    """Append one JSON line: the record, when and on which commit and hardware it was measured."""
+    """Appends one JSON line: the record, with time, commit and hardware."""
     stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "hardware": hardware()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -82,7 +82,7 @@ def append_record(path: Path, record: Mapping[str, object]) -> None:
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[object]], markdown: bool = False) -> str:
-    """A table as text: the first column to the left, the others to the right; with pipes if `markdown`."""
+    """A table as text, the first column left-aligned and the others right-aligned; with pipes if `markdown`."""
     lines = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     padded = [
@@ -96,7 +96,7 @@ def format_table(head: Sequence[str], rows: Iterable[Sequence[object]], markdown
 
 
 def format_rate(value: float) -> str:
-    """Tokens a second with three digits or more: 8.41, 59.8, 1106; a dash when nothing was measured."""
+    """Tokens per second with at least three digits: 8.41, 59.8, 1106; a dash if nothing was measured."""
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 200 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

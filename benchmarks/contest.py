@@ -1,12 +1,12 @@
-"""Engines in turn on one machine: how each is started, held against the others and timed.
+"""Engines that take turns on one machine: starting, timing and comparing them.
 
-Knows no shape of work: a script brings its cells, how one is measured, and what is done to warm an engine up.
+The workload comes from a script: its cells, the measurement of a cell, and the warm-up of an engine.
 
-Each engine is one process, started and warmed up once in every shape, and stopped (SIGSTOP) while it is not its turn:
-some keep threads spinning after a call, which would slow down whoever is next. In a round every cell is measured on
-every engine, the order of engines moving on by one from round to round. Beside its figures each turn records how many
-cores other processes kept busy meanwhile; a turn during which that exceeds --quiet is repeated, at most --retries
-times. Numbers taken on a busy machine are worth little: two busy threads and one competitor can cost a factor of ten.
+Each engine is one process. It is started once, warmed up in every cell, and stopped (SIGSTOP) while it is not its turn:
+some engines keep threads spinning after a call, which would slow down the next one. A round measures every cell on
+every engine; the order of engines rotates by one from round to round. Each turn also records the number of cores that
+other processes kept busy. A turn in which this exceeds --quiet is repeated, at most --retries times. Numbers from a
+busy machine mean little: with two busy threads, one competitor can cost a factor of ten.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent / "peers"
 # The first start of vLLM compiles for about two minutes.
 START_SECONDS = 900
 CACHE_GIB = 1
-# Engines in agreement differ only where two tokens are almost equally likely in bf16: later than this.
+# Engines that agree differ only where two tokens are almost equally likely in bf16, and not before this many tokens.
 MIN_SAME_TOKENS = 8
 
 
@@ -43,7 +43,7 @@ class Cell(Protocol):
 
     @property
     def name(self) -> str:
-        """What the command line and the records call it."""
+        """Its name on the command line and in records."""
         ...
 
 
@@ -52,8 +52,8 @@ class Engine:
     """How to start one engine. `python`, `model` and `programs` are paths below the folder of the peers.
 
     restarts  every run is a fresh process
-    options   settings of Quire's own, as its flags have them
-    tree      checkout that holds Quire's sources; None is this one
+    options   settings of Quire, as its flags
+    tree      checkout with Quire's sources; None is this one
     """
 
     name: str
@@ -69,12 +69,12 @@ class Engine:
 
     @property
     def is_peer(self) -> bool:
-        """Whether this is somebody else's engine."""
+        """Whether this is not Quire."""
         return family(self.name) != "quire"
 
     @property
     def counts(self) -> bool:
-        """Whether Quire with the same weights is compared with it."""
+        """Whether Quire is compared with it: both have the same weights."""
         return self.is_peer and not self.native
 
 
@@ -84,21 +84,21 @@ OPENVINO = Engine("openvino", "OpenVINO GenAI", "run_openvino.py", "openvino/bin
 LLAMACPP = Engine("llamacpp", "llama.cpp", "run_llamacpp.py", None, "models/bf16.gguf", "llamacpp/bin", restarts=True)
 
 Figures = dict[str, float]
-"""What one turn measured, by name; NaN where there is nothing to measure."""
+"""The measurements of one turn, by name; NaN if there is nothing to measure."""
 
 Samples = dict[str, list[float]]
 """The figures of all rounds."""
 
 Results = dict[tuple[str, str], Samples]
-"""By engine and cell name. `other_cores` is among the samples of each."""
+"""By engine and cell name. The samples always include `other_cores`."""
 
 OTHER_CORES = "other_cores"
 
 
 class Contest:
-    """The engines of one run, `workers` those still in it. All end with the context.
+    """The engines of one run; `workers` are those that still take part. All end with the context.
 
-    given    what `parse` found
+    given    the result of `parse`
     measure  (engine's worker, cell, seed) -> figures; seeds within ten of each other belong to one turn
     joins    whether an engine takes part in a cell
     """
@@ -114,7 +114,7 @@ class Contest:
         self.workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Self:
-        # Paused engines would outlive this script if it simply ended.
+        # Without this, paused engines would outlive the script.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         return self
 
@@ -125,8 +125,8 @@ class Contest:
             worker.close()
 
     def start(self, warm: Callable[[Worker, Any], object]) -> None:
-        """Start every engine and warm it up with all its cells; one that fails or computes something else is left
-        out. Ends the script when none remains.
+        """Starts every engine and warms it up with all its cells. An engine that fails or computes other tokens is left
+        out. Ends the script if none remains.
         """
         answers: dict[str, list[int]] = {}
         for engine in self.engines.values():
@@ -152,9 +152,9 @@ class Contest:
             sys.exit("no engine could be started")
 
     def rounds(self, describe: Callable[[Figures], str]) -> Results:
-        """All rounds; an engine that fails is left out, with all it measured.
+        """Runs all rounds. An engine that fails is left out with all its results.
 
-        describe  one turn's figures in a few words, for the progress
+        describe  one turn's figures in a few words, for the progress line
         """
         results: Results = {}
         turns = [(number, cell) for number in range(self.given.rounds) for cell in self.given.cells]
@@ -163,7 +163,7 @@ class Contest:
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 try:
-                    # The same seed, thus the same token ids, for every engine; 1000 leaves room for repeats.
+                    # The same seed gives every engine the same token ids; 1000 leaves room for repeats.
                     figures = self._take_turn(self.workers[name], cell, self.given.seed + 1000 * turn)
                 except WorkerError as error:
                     self._leave_out(name, error)
@@ -176,9 +176,9 @@ class Contest:
         return {key: samples for key, samples in results.items() if key[0] in self.workers}
 
     def conditions(self, results: Results, spread_of: str) -> str:
-        """The machine, how quiet it was, and the engines' versions and settings.
+        """The machine, its foreign load, and the engines' versions and settings.
 
-        spread_of  the figure whose movement from round to round is told
+        spread_of  the figure whose variation between rounds is reported
         """
         given = self.given
         others = [cores for samples in results.values() for cores in samples[OTHER_CORES]]
@@ -199,16 +199,16 @@ class Contest:
         )
 
     def about(self, name: str) -> dict[str, Any]:
-        """What a record says of an engine and the run."""
+        """The fields of a record about an engine and the run."""
         settings = {"threads": self.given.threads, "cache_gib": CACHE_GIB, "seed": self.given.seed}
         return {"engine": name, **self.workers[name].ready, **settings}
 
     def rivals(self) -> list[str]:
-        """The engines Quire is compared with; none where it does not take part itself."""
+        """The engines that Quire is compared with; none if it does not take part itself."""
         return [name for name in self.workers if self.engines[name].counts] if QUIRE.name in self.workers else []
 
     def _take_turn(self, worker: Worker, cell: Cell, seed: int) -> Figures:
-        """Measure one cell on one engine; of repeated turns the quietest counts."""
+        """Measures one cell on one engine. If the turn is repeated, the quietest one counts."""
         attempts: list[Figures] = []
         worker.resume()
         while len(attempts) <= self.given.retries and not (
@@ -224,7 +224,7 @@ class Contest:
         return min(attempts, key=lambda attempt: attempt[OTHER_CORES])
 
     def _leave_out(self, name: str, error: WorkerError) -> None:
-        """Report an engine's failure and go on without it."""
+        """Reports an engine's failure and continues without it."""
         say(f"LEFT OUT  {error}")
         if name in self.workers:
             self.workers.pop(name).close()
@@ -246,21 +246,21 @@ def start(engine: Engine, given: argparse.Namespace) -> Worker:
 
 
 def family(name: str) -> str:
-    """What variants of one engine have in common, which makes their agreement worth nothing."""
+    """The engine that variants have in common. Agreement within a family proves nothing."""
     return name.partition("-")[0]
 
 
 def same_tokens(tokens: list[int], other: list[int]) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     pairs = enumerate(zip(tokens, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(other)))
 
 
 def times_the_best(ours: Sequence[float], rivals: Iterable[Sequence[float]], less_is_better: bool = False) -> float:
-    """How many times as good Quire is as the rival with the best median: the median of the ratios within each round;
-    NaN without a rival.
+    """Quire's advantage over the rival with the best median: the median of the ratios within each round; NaN without a
+    rival.
 
-    ours, rivals  one number for each round, of which more is better unless `less_is_better`
+    ours, rivals  one number per round; more is better unless `less_is_better`
     """
     known = [samples for samples in rivals if not math.isnan(median(samples))]
     if not known:
@@ -271,7 +271,7 @@ def times_the_best(ours: Sequence[float], rivals: Iterable[Sequence[float]], les
 
 
 def bootstrap(ratios: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
-    """The 95 % interval of the median of `ratios`, one a round: 2.5 % and 97.5 % of the medians of random resamples.
+    """The 95 % interval of the median of `ratios`, one per round: 2.5 % and 97.5 % quantiles over random resamples.
 
     The same ratios give the same interval. NaN without a ratio.
     """
@@ -285,7 +285,7 @@ def bootstrap(ratios: Sequence[float], resamples: int = 10_000) -> tuple[float, 
 
 @contextlib.contextmanager
 def checkouts(revisions: Sequence[str]) -> Iterator[dict[str, Path]]:
-    """A folder with the sources of each revision of this repository, while the context lasts."""
+    """A folder with the sources of each revision of this repository, which exists during the context."""
     with tempfile.TemporaryDirectory() as name:
         folders = {}
         for number, revision in enumerate(revisions):
@@ -299,25 +299,25 @@ def checkouts(revisions: Sequence[str]) -> Iterator[dict[str, Path]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> None:
-    """The arguments every contest takes."""
+    """The arguments of every contest."""
     names, shapes = (", ".join(each.name for each in group) for group in (engines, cells))
     parser.add_argument("--engines", help=f"comma-separated, of {names} (default: all but those with 4-bit weights)")
     parser.add_argument("--cells", help=f"comma-separated, of {shapes} (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default="smollm2", help="what Quire loads")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
-    parser.add_argument("--logs", type=Path, help="folder for what the engines print (default: PEERS/logs)")
+    parser.add_argument("--model", default="smollm2", help="the model that Quire loads")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of scripts/peers.sh")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' output (default: PEERS/logs)")
     parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use before a turn is repeated")
-    parser.add_argument("--retries", type=int, default=2, help="how often a disturbed turn is repeated")
+    parser.add_argument("--retries", type=int, default=2, help="most repetitions of a disturbed turn")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**9), help="of all token ids")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per engine and cell")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
 
 
 def parse(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> argparse.Namespace:
-    """The command line, with `engines` and `cells` as lists of these objects in their order here. Where the script
-    has a flag --native, that adds the engines with 4-bit weights.
+    """Parses the command line. `engines` and `cells` become lists of the given objects, in the given order. If the
+    script has a flag --native, this adds the engines with 4-bit weights.
     """
     given = parser.parse_args()
     given.logs = given.logs or given.peers / "logs"
@@ -335,5 +335,5 @@ def parse(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Seq
 
 
 def say(text: str) -> None:
-    """Progress goes to standard error: standard output carries the table alone."""
+    """Prints progress to standard error. Standard output has only the table."""
     print(text, file=sys.stderr, flush=True)

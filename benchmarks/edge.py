@@ -52,7 +52,7 @@ WARM = b'{"model":"%s","messages":[{"role":"user","content":"Say hi."}],"max_tok
 
 @dataclass(frozen=True)
 class Kind:
-    """How one server is started, and what it calls its health, its model and a text to tokenize."""
+    """How one server is started, and its names for health, model and a text to tokenize."""
 
     title: str
     health: str
@@ -94,7 +94,7 @@ def server(name: str, mode: str, given: argparse.Namespace) -> AbstractContextMa
     keys = mode == "keys"
     if name == "quire":
         words = ["--runtime.threads", given.threads] if given.threads else []
-        # The soak's arena fills in its first half: an arena that is still being filled looks like a leak.
+        # The soak's arena is full after the first half. An arena that still fills looks like a leak.
         words += ["--cache.memory", SOAK_ARENA] if given.soak else []
         return quire_server(log, given.model, *words, *(["--api-key-file", key_file] if keys else []))
     key = ["--api-key", KEY] if keys else []
@@ -109,7 +109,7 @@ def server(name: str, mode: str, given: argparse.Namespace) -> AbstractContextMa
 
 
 class Probe:
-    """The process that watches a server, and the most that the server's cache was seen to hold."""
+    """The process that watches a server, and the peak of the server's cache."""
 
     def __init__(self, found: Server, path: str) -> None:
         words = [sys.executable, HERE / "edge/probe.py", found.port, path, found.process.pid]
@@ -119,7 +119,7 @@ class Probe:
         self.most_cached = cached(found)
 
     def ask(self) -> dict[str, float]:
-        """What it saw since it was last asked."""
+        """Its observations since the last call."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         return json.loads(self.process.stdout.readline())
@@ -139,21 +139,21 @@ def throw(found: Server, name: str, target: Target, probe: Probe) -> Seen:
     except OSError as error:
         outcome = type(error).__name__
     seconds = time.monotonic() - begun
-    time.sleep(1.0)  # what it left behind
+    time.sleep(1.0)  # for the effects that follow the bomb
     seen = probe.ask()
     growth = seen["peak"] - seen["before"]
     try:
         now = cached(found)
     except OSError:  # no answer excuses no growth
         now = 0.0
-    # Pages of the arena that nothing had been in: those that were used before are resident already.
+    # Only newly touched pages of the arena count: pages used before are resident already.
     arena = min(growth, max(0.0, now - probe.most_cached))
     probe.most_cached = max(now, probe.most_cached)
     return Seen(outcome, seconds, seen["worst"], growth, arena, int(seen["failed"]), int(seen["probes"]))
 
 
 def cached(found: Server) -> float:
-    """Bytes of the cache's arena that hold something; 0 for servers that do not say. Raises OSError if none answers."""
+    """Used bytes of the cache's arena; 0 for servers that do not report them. Raises OSError without an answer."""
     request = urllib.request.Request(found.url + "/metrics", headers={"Authorization": f"Bearer {KEY}"})
     with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(request, timeout=60) as answer:
         lines = (line.rpartition(" ") for line in answer.read().decode().splitlines())
@@ -163,7 +163,7 @@ def cached(found: Server) -> float:
 
 @contextmanager
 def running(name: str, mode: str, given: argparse.Namespace) -> Iterator[tuple[Server, Probe, Target]]:
-    """A server that has answered a request, and who watches it."""
+    """A server that has answered a request, and its probe."""
     with ExitStack() as stack:
         found = stack.enter_context(server(name, mode, given))
         kind = KINDS[name]
@@ -231,12 +231,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="open,keys", help="open, keys or both")
     parser.add_argument("--bombs", action="append", help="one of them, repeatable (default: all)")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of one bomb")
-    parser.add_argument("--model", default="smollm2", help="what Quire loads")
+    parser.add_argument("--model", default="smollm2", help="the model that Quire loads")
     parser.add_argument("--threads", type=int, help="threads that Quire computes with (default: its own)")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
-    parser.add_argument("--logs", type=Path, help="folder for what the servers print (default: a temporary one)")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of scripts/peers.sh")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a temporary one)")
     parser.add_argument("--soak", action="store_true", help="many requests instead of bombs")
-    parser.add_argument("--requests", type=int, default=2000, help="of the soak")
+    parser.add_argument("--requests", type=int, default=2000, help="number of requests of the soak")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per server, mode and bomb")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     given = parser.parse_args()
@@ -252,12 +252,12 @@ def arguments() -> argparse.Namespace:
 
 
 def say(text: str) -> None:
-    """Progress goes to standard error: standard output carries the table alone."""
+    """Prints progress to standard error. Standard output has only the table."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    """Throw everything at everyone, print the tables."""
+    """Sends all bombs to all servers, prints the tables."""
     given = arguments()
     if given.soak:
         from soak import run_soak

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: copy bandwidth, timing under CUDA graphs, and the skip where there is no GPU."""
+"""Shared by the GPU benchmarks: copy bandwidth, timing with CUDA graphs, and the exit without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common import median
 
 
 def require_gpu() -> str:
-    """The device's name; ends the program with a message and success where there is none."""
+    """The device's name. Without a device, ends the program with a message and exit code 0."""
     if not torch.cuda.is_available():
         print("skipped: torch sees no CUDA device on this machine")
         sys.exit(0)
@@ -42,7 +42,7 @@ def event_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """Median device seconds of what `run` launches, as one graph: the host's speed does not count."""
+    """Median device seconds of the launches of `run` as one graph, so that the host's speed does not count."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

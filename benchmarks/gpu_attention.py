@@ -1,11 +1,11 @@
-"""Attention on pages in GPU memory, against what torch offers for the same numbers, in one run.
+"""Attention on pages in GPU memory, compared with torch on the same numbers in one run.
 
     python benchmarks/gpu_attention.py [--tables shared] [--sweep] [--json FILE]
 
-Decode: GB/s of keys and values, and their share of what a copy reads and writes on this device, measured in the same
-run; ours includes rotating and storing the new key and value. `scaled_dot_product_attention` has contiguous keys and
-values that are rotated already. Prefill: TFLOP/s. Shared prefixes: gpu_shared.py. All under CUDA graphs, over enough
-layers to leave the caches. --sweep tries other launches of the decode kernel and of shared runs.
+Decode: GB/s of keys and values, and the share of the copy bandwidth of this device in the same run. Our time includes
+rotating and storing the new key and value; `scaled_dot_product_attention` gets contiguous, rotated keys and values.
+Prefill: TFLOP/s. Shared prefixes: gpu_shared.py. All sides run as CUDA graphs over enough layers to exceed the caches.
+--sweep tries other launches of the decode kernel and of shared runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TORCH = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 
 
 def num_layers(batch: int, context: int) -> int:
-    """Layers that hold at least a gigabyte of keys and values, so that no cache does."""
+    """Number of layers with at least a gigabyte of keys and values, which exceeds every cache."""
     layer_bytes = batch * context * HEADS * DIM * 2 * DTYPE.itemsize
     return min(32, max(2, -(-(1 << 30) // layer_bytes)))
 
@@ -61,7 +61,7 @@ def make_spec(batch: int, context: int) -> AttentionSpec:
 def quire_seconds(
     spec: AttentionSpec, batch: int, start: int, rows: int, launch: tuple[int, int] | None = None
 ) -> float:
-    """Of one layer. launch: warps and stages of the decode kernel in place of its own."""
+    """Seconds of one layer. launch: warps and stages of the decode kernel instead of its own."""
     from quire.attention.kernels.launch import Launch
     from quire.attention.triton import TritonAttention
 
@@ -86,7 +86,7 @@ def quire_seconds(
 
 
 def torch_seconds(layers: int, batch: int, context: int, rows: int, backend: SDPBackend) -> float:
-    """Of one layer; NaN where this backend does not take the shape."""
+    """Seconds of one layer; NaN if this backend does not support the shape."""
     k, v = (torch.randn(layers, batch, HEADS, context, DIM, device="cuda", dtype=DTYPE) for _ in range(2))
     q = torch.randn(batch, GROUP * HEADS, rows, DIM, device="cuda", dtype=DTYPE)
 

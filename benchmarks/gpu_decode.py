@@ -1,10 +1,10 @@
-"""Decode of the Llama-3-8B shape with random bfloat16 weights on one GPU, against the time its weights take to copy.
+"""Decoding with the Llama-3-8B shape and random bfloat16 weights on one GPU, compared with a copy of the weights.
 
     python benchmarks/gpu_decode.py [--parts products,decode,engine,transformers] [--profile] [--json FILE]
 
 products      the matrix products of one row: torch and our kernel, GB/s of weights
-decode        a decode step under CUDA graphs at batch 1 and 64, context 1,024: on the device alone, and as the engine
-              sees it (plan, copies, replay, the best token back on the host); weights over copy bandwidth is the floor
+decode        a decode step as a CUDA graph at batch 1 and 64, context 1,024: on the device alone, and as the engine
+              sees it (plan, copies, replay, the best token back on the host); the floor is weights / copy bandwidth
 engine        64 requests of 1,024 tokens through the engine, 64 tokens each
 transformers  the same batch through `generate`
 --profile adds the time of every kernel of one step. Needs about 60 GiB of GPU memory.
@@ -56,14 +56,14 @@ WARM_STEPS, TIMED_STEPS = 5, 50
 
 
 class RandomWeights(Checkpoint):
-    """Every tensor drawn when it is asked for, where it is to live."""
+    """Draws each tensor when it is requested, on its device."""
 
     def __init__(self, shape: ModelShape, device: str) -> None:
         self.shape = shape
         self._device = device
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Small enough that activations stay finite."""
+        """Random numbers, small enough for finite activations."""
         return torch.empty(self.shape.tensor_shapes[name], dtype=dtype, device=self._device).normal_(std=0.02)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class RandomWeights(Checkpoint):
 
 
 class NoText:
-    """A tokenizer for requests whose text nobody reads."""
+    """A tokenizer for requests without text."""
 
     eos_ids: tuple[int, ...] = ()
 
@@ -93,7 +93,7 @@ class NoText:
 
 
 def products(shape: ModelShape, copy: float) -> None:
-    """GB/s of one-row products; weights of at least a gigabyte, so that no cache holds them."""
+    """GB/s of one-row products. At least a gigabyte of weights exceeds every cache."""
     from quire.models.triton_ops import TritonOps
 
     sizes = {
@@ -118,7 +118,7 @@ def products(shape: ModelShape, copy: float) -> None:
 
 
 def make_cache(shape: ModelShape, batch: int, tokens: int) -> AttentionSpec:
-    """A cache of random numbers for so many sequences."""
+    """A cache of random numbers for `batch` sequences."""
     codec = DenseCodec(shape.head_dim, torch.bfloat16)
     per_chunk = shape.num_layers * shape.num_kv_heads * codec.page_bytes
     ledger = PageLedger((batch * -(-tokens // PAGE_TOKENS) + 1) * per_chunk, per_chunk)
@@ -156,7 +156,7 @@ def decode(shape: ModelShape, model: Model, copy: float, profile: bool, record: 
         wall = median(walls[WARM_STEPS:])
         ((graph, _),) = graphs._graphs.values()
         device = event_seconds(graph.replay, 20)
-        # What the step's own keys and values take is not the weights' time, and is small: 1 % at batch 1.
+        # The floor leaves out the time for the step's keys and values, which is small: 1 % at batch 1.
         cells = [device * 1e3, wall * 1e3, floor * 1e3]
         rows.append([batch, *(f"{cell:.2f}" for cell in cells), f"{wall / floor:.2f}", f"{batch / wall:.0f}"])
         if record:
@@ -204,7 +204,7 @@ def engine(shape: ModelShape, model: Model, device: str, batch: int, prompt: int
         while running.has_work:
             outputs = running.step()
             tokens += sum(len(output.token_ids) for delta in outputs for output in delta.outputs)
-            # The step in which the last request has its first token ends prefill.
+            # Prefill ends with the step in which the last request has its first token.
             if not first and not running.scheduler.waiting and tokens >= batch:
                 first, at_first = time.perf_counter() - started, tokens
         total = time.perf_counter() - started
@@ -213,7 +213,7 @@ def engine(shape: ModelShape, model: Model, device: str, batch: int, prompt: int
 
 
 def transformers_generate(shape: ModelShape) -> None:
-    """`generate` with its default cache, and the decode rate without its prefill."""
+    """`generate` with its default cache; also its decode rate without the prefill."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers import __version__ as version
 

@@ -1,11 +1,11 @@
-"""Decode attention on encoded pages in GPU memory against bfloat16 attention of torch and of the dense pages; encoding
-against the products of a layer; and how exact it is. One run, all under CUDA graphs.
+"""Encoded pages in GPU memory: decode attention compared with torch and dense pages in bfloat16, encoding compared with
+the products of a layer, and exactness. One run, all sides as CUDA graphs.
 
     python benchmarks/gpu_encoded.py [--codecs nuq4,nuq3,nuq2,g4] [--shapes 32x32768,1x131072] [--json FILE]
 
-The shape of Llama-3-8B: 8 kv heads of 4 query heads, head size 128. Keys and values are normal numbers, books the ones
-for normal numbers; `mixed` has widths as calibration chooses them, from one bit less to one bit more, where the others
-have the same everywhere. Layers hold at least a gigabyte, so that no cache does.
+The shape is Llama-3-8B's: 8 kv heads of 4 query heads, head size 128. Keys and values are normally distributed, and
+books are made for that. `mixed` has widths like those that calibration chooses, from one bit less to one bit more; the
+others have one width everywhere. The layers together have at least a gigabyte, which exceeds every cache.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from quire.cache.ledger import PAGE_TOKENS, PageLedger
 from quire.cache.table import ChunkTable
 
 LARGEST_ERROR = 1e-2
-"""Relative error of decoded values that the kernels may have."""
+"""Largest relative error that the kernels may have."""
 
 PROMPT = 2048
-"""Tokens whose encoding is timed, and written at a time."""
+"""Tokens of the timed encoding, and of one write."""
 
 # Llama-3-8B: inputs and outputs of a layer's products.
 PRODUCTS = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
 
 
 def normal_book(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids [32] and edges [31] of so many bits for normal numbers, by Lloyd's iteration on a sample."""
+    """Centroids [32] and edges [31] of `bits` bits for normal numbers, by Lloyd's iteration on a sample."""
     sample = torch.erfinv(torch.linspace(-0.9999, 0.9999, 20_001)) * math.sqrt(2)
     count = 1 << bits
     book = torch.quantile(sample, (torch.arange(count) + 0.5) / count)
@@ -60,7 +60,7 @@ def normal_book(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_tables(layers: int, bits: int, mixed: bool) -> NuqTables:
-    """Tables for normal numbers; one slot a vector."""
+    """Tables for normal numbers, with one slot per vector."""
     lead, generator = (layers, HEADS), torch.Generator().manual_seed(0)
     widths = torch.full((*lead, DIM // (2 * BLOCK_PAIRS)), bits)
     if mixed:
@@ -94,7 +94,7 @@ def codec_of(name: str, layers: int) -> Codec:
 
 
 def encoded_spec(codec: Codec, batch: int, context: int, layers: int) -> AttentionSpec:
-    """An empty cache with room for so many sequences and what it takes to fill them."""
+    """An empty cache with room for the sequences, and for the chunks needed to fill them."""
     dense = DenseCodec(DIM, DTYPE)
     sealed = context // PAGE_TOKENS
     page = int(np.max(codec.page_bytes))
@@ -110,8 +110,8 @@ def encoded_spec(codec: Codec, batch: int, context: int, layers: int) -> Attenti
 
 
 def filled(spec: AttentionSpec, batch: int, context: int) -> list[RowSlice]:
-    """Decode rows of sequences as long as the context but for a token, so that none fills its chunk: all whole chunks
-    were encoded by the backend.
+    """Decode rows of sequences one token shorter than the context, so that none fills its chunk. The backend has
+    encoded all whole chunks.
     """
     from quire.attention.triton import TritonAttention
 
@@ -132,7 +132,7 @@ def filled(spec: AttentionSpec, batch: int, context: int) -> list[RowSlice]:
 
 
 def decode_seconds(spec: AttentionSpec, slices: list[RowSlice]) -> float:
-    """Of one layer."""
+    """Seconds of one layer."""
     from quire.attention.triton import TritonAttention
 
     plan = TritonAttention(spec).plan(slices)
@@ -148,7 +148,7 @@ def decode_seconds(spec: AttentionSpec, slices: list[RowSlice]) -> float:
 
 
 def decode(shapes: list[tuple[int, int]], codecs: list[str], copy: float, record: Path | None) -> None:
-    """Every codec beside torch and the dense pages."""
+    """Decode attention of every codec, torch and dense pages."""
     for batch, context in shapes:
         numbers = batch * context * HEADS * DIM * 2
         dense = make_spec(batch, context)
@@ -177,7 +177,7 @@ def decode(shapes: list[tuple[int, int]], codecs: list[str], copy: float, record
 
 
 def encode(codecs: list[str]) -> None:
-    """Writing and encoding a prompt's keys and values, beside the products of the layer that made them."""
+    """Writing and encoding a prompt's keys and values, compared with the products of the layer."""
     from quire.attention.triton import TritonAttention
 
     x = {width: torch.randn(PROMPT, width, device="cuda", dtype=DTYPE) for width, _ in PRODUCTS}
@@ -195,7 +195,7 @@ def encode(codecs: list[str]) -> None:
 
 
 def exactness(codecs: list[str]) -> None:
-    """Against attention in float32 over what the pages hold; ends the run where it is past LARGEST_ERROR."""
+    """The error against float32 attention over the decoded pages. Ends the run if it exceeds LARGEST_ERROR."""
     rows, errors = [], []
     for name in codecs:
         spec = encoded_spec(codec_of(name, 1), 2, 4096, 1)
@@ -213,7 +213,7 @@ def exactness(codecs: list[str]) -> None:
         rows.append([name, f"{error.item():.1e}"])
         errors.append(error.item())
     print(format_table(["2 x 4,096", "relative error"], rows), "\n")
-    # Not a number is no small error either.
+    # NaN also fails this.
     if not all(error <= LARGEST_ERROR for error in errors):
         sys.exit(f"the kernels are wrong: an error is past {LARGEST_ERROR}")
 

@@ -1,12 +1,12 @@
-"""What retention costs and saves on pages in GPU memory, in one run.
+"""Cost and savings of retention on pages in GPU memory, in one run.
 
     python benchmarks/gpu_retention.py [--json FILE]
 
-Prefill: a layer's attention of a prompt without and with column sums, and one `recovered` over the prompt's last 256
-rows in all layers, as a host waits for it. Decode: a layer's attention to all tokens of sequences of a length; the same
-read through masks that hide nothing; to half of them, packed into half of the pages, or in place, where masks hide half
-of every page; and packed with column sums besides. Dense pages of Llama-3-8B's shape in bfloat16, over enough layers to
-leave the caches; all but `recovered` under CUDA graphs.
+Prefill: a layer's attention of a prompt without and with column sums; and one `recovered` over the prompt's last 256
+rows in all layers, until the host has the result. Decode: a layer's attention to all tokens; the same through masks
+that hide nothing; to half of the tokens, packed into half of the pages, or in place with masks that hide half of each
+page; and packed with column sums. Dense bfloat16 pages of Llama-3-8B's shape, over enough layers to exceed the caches.
+All sides but `recovered` run as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SLAB_BYTES = 4 << 20
 
 
 def make_spec(batch: int, context: int, retains: bool) -> AttentionSpec:
-    """A cache of random numbers for so many sequences; with room for column sums, and masks, if it retains."""
+    """A cache of random numbers for `batch` sequences; with column sums and masks if it retains."""
     layers = num_layers(batch, context)
     codec = DenseCodec(DIM, DTYPE)
     pages = layers * HEADS * (batch * -(-context // PAGE_TOKENS) + 1)
@@ -57,7 +57,7 @@ def make_spec(batch: int, context: int, retains: bool) -> AttentionSpec:
 
 
 def make_rows(spec: AttentionSpec, batch: int, start: int, rows: int, kept: float = 1.0) -> list[RowSlice]:
-    """Slices of sequences of which only a share of the chunks is left."""
+    """Slices of sequences that have only a share of their chunks left."""
     num_chunks = -(-(start + rows) // PAGE_TOKENS)
     left = max(1, round(kept * num_chunks))
     table = spec.table
@@ -65,7 +65,7 @@ def make_rows(spec: AttentionSpec, batch: int, start: int, rows: int, kept: floa
 
 
 def profiled(spec: AttentionSpec, slices: list[RowSlice], last_rows: int = 0) -> list[RowSlice]:
-    """The slices on sums of their own, which are zero."""
+    """The slices with their own column sums, which are zero."""
     table, found = spec.table, []
     assert table.sums is not None
     for piece in slices:
@@ -76,7 +76,7 @@ def profiled(spec: AttentionSpec, slices: list[RowSlice], last_rows: int = 0) ->
 
 
 def hide_half(spec: AttentionSpec, slices: list[RowSlice]) -> None:
-    """Half of the slots of every page but a sequence's last, at random."""
+    """Hides a random half of the slots of every page but the last one of each sequence."""
     table, random = spec.table, np.random.default_rng(0)
     assert table.masks is not None
     for piece in slices:
@@ -86,7 +86,7 @@ def hide_half(spec: AttentionSpec, slices: list[RowSlice]) -> None:
 
 
 def seconds_of(spec: AttentionSpec, slices: list[RowSlice]) -> float:
-    """Of one layer."""
+    """Seconds of one layer."""
     from quire.attention.triton import TritonAttention
 
     plan = TritonAttention(spec).plan(slices)
@@ -103,7 +103,7 @@ def seconds_of(spec: AttentionSpec, slices: list[RowSlice]) -> float:
 
 
 def recovered_seconds(spec: AttentionSpec, piece: RowSlice) -> float:
-    """Of all layers, from the call until the host has the numbers."""
+    """Seconds for all layers, from the call until the host has the numbers."""
     from quire.attention.triton import TritonAttention
 
     plan = TritonAttention(spec).plan([piece])

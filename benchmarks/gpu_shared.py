@@ -1,8 +1,9 @@
-"""Decode attention over prefixes that rows share, on a GPU; run by gpu_attention.py.
+"""Decode attention over shared prefixes on a GPU. Run by gpu_attention.py.
 
-Ours in two phases, ours with every row by itself, and FlashInfer's cascade and paged decode on pages of 64 tokens where
-it can be imported; all in bfloat16 under CUDA graphs over enough layers to leave the caches. Ours includes rotating and
-storing the new key and value. The floor is the bytes of the distinct tokens at the speed of a copy.
+The sides are our attention in two phases, our attention with separate rows, and, if it can be imported, FlashInfer's
+cascade and paged decode on pages of 64 tokens. All are in bfloat16, as CUDA graphs over enough layers to exceed the
+caches. Our time includes rotating and storing the new key and value. The floor is the time to read the distinct tokens
+at copy bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """levels: (segments, tokens of each) from the root; the rows are divided evenly among the segments of a level."""
+    """levels: (segments, tokens of each) from the root. Rows are divided evenly among the segments of a level."""
 
     batch: int
     q_heads: int
@@ -38,7 +39,7 @@ class Case:
     levels: tuple[tuple[int, int], ...]
     own: int
     goal: float | None
-    """Times the floor."""
+    """Goal, as a multiple of the floor."""
 
     @property
     def tokens(self) -> int:
@@ -47,12 +48,12 @@ class Case:
 
     @property
     def layer_bytes(self) -> int:
-        """Of their keys and values in one layer."""
+        """Bytes of their keys and values in one layer."""
         return self.tokens * self.kv_heads * self.dim * 2 * DTYPE.itemsize
 
     @property
     def name(self) -> str:
-        """In the tables."""
+        """Its name in the tables."""
         levels = " + ".join(f"{count} x {tokens}" for count, tokens in self.levels)
         return f"{self.batch} rows, {self.q_heads}/{self.kv_heads} heads, {levels} + {self.own}"
 
@@ -64,7 +65,7 @@ CASES = [
     Case(128, 32, 8, 128, ((1, 2048),), 256, 2.0),
     Case(32, 32, 8, 128, ((1, 4096), (4, 1024)), 128, None),
 ]
-# (rows of a tile, warps, stages, tiles that a multiprocessor holds) of shared runs, for --sweep.
+# Launches of shared runs for --sweep: (rows of a tile, warps, stages, tiles per multiprocessor).
 LAUNCHES = [(128, 8, 3, 1), (128, 8, 2, 1), (64, 4, 3, 1), (64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 3, 2)]
 
 
@@ -99,7 +100,7 @@ def make_case(case: Case) -> tuple[AttentionSpec, list[RowSlice]]:
 def quire_seconds(
     spec: AttentionSpec, rows: list[RowSlice], launch: tuple[int, int, int, int] | None = None
 ) -> tuple[float, torch.Tensor]:
-    """Of one layer, and what the first gives. launch: one of LAUNCHES in place of its own."""
+    """Seconds of one layer, and the output of the first layer. launch: one of LAUNCHES instead of its own."""
     from quire.attention.kernels.launch import Launch
     from quire.attention.triton import TritonAttention
 
@@ -128,7 +129,7 @@ def quire_seconds(
 
 
 def flashinfer_seconds(case: Case, layers: int) -> dict[str, float]:
-    """Of one layer: cascade, and paged decode on pages that are shared physically; nothing where it is missing."""
+    """Seconds of one layer: cascade, and paged decode on physically shared pages; empty if it is not installed."""
     try:
         import flashinfer
     except ImportError:
@@ -173,7 +174,7 @@ def flashinfer_seconds(case: Case, layers: int) -> dict[str, float]:
 
 
 def shared(copy: float, record: Path | None) -> None:
-    """Microseconds of every side, and ours as times the floor."""
+    """Microseconds of every side, and ours as a multiple of the floor."""
     table = []
     for case in CASES:
         spec, rows = make_case(case)

@@ -1,24 +1,24 @@
-"""What each part of the non-uniform codec is worth: it is switched off alone, and the model reads on.
+"""Ablation of the non-uniform codec: perplexity with each of its parts switched off.
 
     python benchmarks/kv_ablation.py --data DIR                        # DIR has wiki.test.raw; 8 windows of it
     python benchmarks/kv_ablation.py --data DIR --bits 2 --windows 1   # a quick look
     python benchmarks/kv_ablation.py --data DIR --work W --out F       # may be stopped: the same command goes on
 
-SmolLM2 reads WikiText-2's test text in windows of 2,048 tokens, the same ones in every row. Two codecs are taken apart:
-ours, as `quire calibrate` makes it, and one as in the paper (Fisher books, the same bits everywhere). All calibrations
-are made of the same samples, gathered once from what the model writes, or from --text FILE.
+SmolLM2 reads WikiText-2's test text in windows of 2,048 tokens, the same windows in every row. There are two base
+codecs: ours, as `quire calibrate` makes it, and the paper's (Fisher books, the same bits everywhere). All calibrations
+use the same samples, gathered once from text that the model writes, or from --text FILE.
 
-Most rows are the engine's own: an artefact in a file, an engine that takes it, its perplexity and its bytes. It cannot
-store keys per token, nor after rotation: rows with a * are simulated (kv_simulation.py) with the codec's own books and
-kernels. `nothing *` holds the simulation to the engine: it is to give what `nothing` gives, within rounding.
+Most rows come from an engine with the calibration in a file: its perplexity and its bytes. The engine cannot store keys
+per token, nor after rotation. Rows with a * are therefore simulated (kv_simulation.py) with the codec's own books and
+kernels. `nothing *` checks the simulation: it must equal `nothing` within rounding.
 
-Keys per token have a range, a book and a width for each head, as values have; what their ranges take is not counted.
-After rotation, books are made of rotated keys and gradients. No Fisher information at all: errors in all elements cost
-the same, for books, widths and slots. Without outlier slots pages are smaller, and so is what widths may spend.
+Keys per token have a range, a book and a width for each head, like values; the bytes of their ranges are not counted.
+After rotation, books are made from rotated keys and gradients. Without Fisher information, errors in all elements cost
+the same, for books, widths and slots. Without outlier slots, pages are smaller, and so is the budget of widths.
 
-Ratios are to the dense cache's perplexity. What a switch costs is against `nothing`, for simulated rows against
-`nothing *`, with its standard error over windows, which read the same text: so small differences show. Bits are those
-of an element in full pages, with slots, ranges and padding.
+Ratios are relative to the dense cache's perplexity. The cost of a switch is relative to `nothing`, or for simulated
+rows `nothing *`, with the standard error over windows. All rows read the same text, so small differences show. Bits are
+per element in full pages, including slots, ranges and padding.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ PARTS = ("keys", "values", "key_grads", "value_grads")
 
 @dataclass(frozen=True)
 class Fits:
-    """What books are made of.
+    """How books are made.
 
-    slots    for outliers
-    rotated  whether keys are, and what an error in them costs
-    swapped  whether keys stand where values do
-    fisher   whether an error costs what it costs the loss; else all cost the same
+    slots    outlier slots per vector
+    rotated  whether keys and the costs of their errors are rotated
+    swapped  whether keys take the place of values
+    fisher   whether an error's cost is its effect on the loss; otherwise all errors cost the same
     """
 
     slots: int = 1
@@ -91,11 +91,11 @@ class Fits:
 class Variant:
     """A codec.
 
-    kinds      of books to choose from
-    spends     whether bits go where they pay; else all have the same
+    kinds      kinds of books to choose from
+    spends     whether widths are allocated by their benefit; otherwise all are equal
     sinks      tokens kept exact
-    per_token  whether a key's range is its own, as a value's is
-    simulated  whether no engine is asked
+    per_token  whether each key has its own range, like values
+    simulated  whether the row is simulated instead of run by an engine
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -106,7 +106,7 @@ class Variant:
     simulated: bool = False
 
     def __str__(self) -> str:
-        """What is other than in ours."""
+        """The differences from our codec."""
         changed = {name: value for name, value in vars(self).items() if value != getattr(Variant, name)}
         return ", ".join(f"{name} {value}" for name, value in changed.items()) or "ours"
 
@@ -132,20 +132,20 @@ OWN_SWITCHES: dict[str, dict[str, Any]] = {
     "books per channel": {"kinds": ("uniform", "plain", "fisher", "damped")},
     "widths per block: same bits": {"spends": False},
 }
-"""Of what the paper does not have."""
+"""Switches of the parts that the paper does not have."""
 
 
 def variants(base: str) -> dict[str, Variant]:
-    """What becomes of a base by each switch that it has."""
+    """The variants of a base codec: one for each part that can be switched off."""
     switches = SWITCHES | OWN_SWITCHES if base == "ours" else SWITCHES
     return {name: dataclasses.replace(BASES[base], **changes) for name, changes in switches.items()}
 
 
 class Samples:
-    """Keys, values and gradients of a model over windows of a text, and the books made of them.
+    """Keys, values and gradients of a model over windows of a text, and the books made from them.
 
-    text    None: what the model writes itself
-    folder  keeps what is gathered, a file a window
+    text    None: text that the model writes itself
+    folder  stores the samples, one file per window
     """
 
     def __init__(self, model: str, text: str | None, folder: Path, threads: int) -> None:
@@ -184,7 +184,7 @@ class Samples:
         return write(loaded.engine, loaded.tokenizer, count, self.window_tokens, seed, lambda done, total: None)
 
     def layer(self, layer: int, fits: Fits) -> LayerSamples:
-        """The samples of a layer, of all windows one after the other."""
+        """The samples of a layer, over all windows."""
         skip = self.settings.skipped
         found: dict[str, list[Tensor]] = {name: [] for name in PARTS}
         for window in self._gathered:
@@ -203,13 +203,13 @@ class Samples:
 
     @functools.cache  # noqa: B019, one lives as long as the script
     def fits(self, fits: Fits) -> list[LayerFit]:
-        """Books of all kinds and widths for every layer, with what they cost."""
+        """Books of all kinds and widths for every layer, with their costs."""
         say(f"fitting {fits}")
         held_out = (self.window_tokens - self.settings.skipped) * self.settings.num_held_out
         return [fit_layer(self.layer(layer, fits), held_out, fits.slots) for layer in range(self.shape.num_layers)]
 
     def calibration(self, variant: Variant) -> Calibration:
-        """What `quire calibrate` makes with these settings."""
+        """The calibration that `quire calibrate` makes with these settings."""
         fits, slots = self.fits(variant.fits), variant.fits.slots
         tables, report = {}, {}
         for bits in WIDTHS:
@@ -220,11 +220,11 @@ class Samples:
 
 
 Row = Mapping[str, Any]
-"""A record: mean `nll` of each window, `bits_per_element`, None where there is no page."""
+"""A record: mean `nll` of each window; `bits_per_element`, None if there are no pages."""
 
 
 class Ablation:
-    """Measures variants at widths, and keeps the rows by both. No variant at 16 bits is the dense cache."""
+    """Measures variants at widths, and keeps the rows by both. The dense cache is variant None at 16 bits."""
 
     def __init__(self, given: argparse.Namespace, windows: Sequence[Sequence[int]], work: Path) -> None:
         self._given, self._windows, self._work = given, windows, work
@@ -242,14 +242,14 @@ class Ablation:
         self.rows: dict[tuple[str, int], Row] = {}
 
     def resume(self, file: Path) -> None:
-        """Takes those rows of a file that were measured with these settings, of this commit."""
+        """Reads the rows of a file that were measured with these settings at this commit."""
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if all(row.get(name) == value for name, value in self.settings.items()):
                 self.rows[row["variant"], row["bits"]] = row
 
     def measure(self, variant: Variant | None, widths: Sequence[int]) -> None:
-        """Measures what is not known yet."""
+        """Measures the rows that are missing."""
         name = REFERENCE if variant is None else str(variant)
         widths = [bits for bits in widths if (name, bits) not in self.rows]
         if not widths:
@@ -297,7 +297,7 @@ class Ablation:
             append_record(self._given.out, row)
 
     def table(self, bits: int) -> str:
-        """What was switched off at one width, in both bases."""
+        """The rows of one width, for both bases."""
         words = ("ppl", "ratio", "costs, %", "bits")
         found = {base: variants(base) for base in BASES}
         lines = [
@@ -330,14 +330,14 @@ class Ablation:
 
 
 def apart(row: Row, other: Row) -> tuple[float, float | None]:
-    """How much larger one's loss is, and the standard error of that over windows; None for a single one."""
+    """The difference of the losses, and its standard error over windows; None for a single window."""
     losses = [one - two for one, two in zip(row["nll"], other["nll"], strict=True)]
     error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
     return statistics.fmean(losses), error
 
 
 def say(line: str) -> None:
-    """Tells on stderr how it goes."""
+    """Prints progress to standard error."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
 
 
@@ -345,14 +345,14 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder that has wiki.test.raw")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what to calibrate on; without it the model writes")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="calibration text; without it the model writes one")
     parser.add_argument("--bits", default="4,3,2", help="comma-separated widths (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="of the 148 of the text (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=8, help="windows, of the text's 148 (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads that compute (default: %(default)s)")
-    parser.add_argument("--model", default="smollm2", help="one that rotates (default: %(default)s)")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keeps what is gathered for another run, 0.4 GB")
+    parser.add_argument("--model", default="smollm2", help="a model that rotates (default: %(default)s)")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keeps the samples for another run, 0.4 GB")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="append a JSON line a row; rows it has are not repeated"
+        "--out", type=Path, metavar="FILE", help="append one JSON line per row; rows in FILE are not repeated"
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     given = parser.parse_args()

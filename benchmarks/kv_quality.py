@@ -1,4 +1,4 @@
-"""What quantized key-value caches cost in quality and bytes: Quire's codecs beside those of other engines.
+"""Quality and bytes of quantized key-value caches: Quire's codecs and those of other engines.
 
     make peers                                       # or scripts/peers.sh: installs the peers below .peers/
     python benchmarks/kv_quality.py --data DIR       # DIR has wiki.test.raw; 8 windows of it
@@ -7,18 +7,18 @@
     python benchmarks/kv_quality.py --data DIR --plot FILE.png                   # needs matplotlib
 
 SmolLM2-135M-Instruct reads WikiText-2's test text in windows of 2,048 tokens that do not overlap. Quire's tokenizer
-cuts the text, everyone gets the same token ids, and every token of a window but its first is scored. The others are
-fed in slices of 64 tokens, Quire's chunk, because what a cache loses shows only to tokens of later calls.
+cuts the text, and every engine gets the same token ids. Every token of a window but the first is scored. The other
+engines read slices of 64 tokens, Quire's chunk, because the loss of a cache affects only tokens of later calls.
 
-A cache's quality is its perplexity divided by that of the same engine's 16-bit cache, so that what else differs
-between engines drops out; behind it stands the ratio's standard error over windows. Bytes are those of the engine's
-own tensors or pool for a full window, with scales, zero points and what is kept exact, divided by the window's tokens.
+The quality of a cache is its perplexity divided by that of the same engine's 16-bit cache, so that other differences
+between engines cancel. The ratio's standard error over windows follows it. Bytes are those of the engine's own tensors
+or pool for a full window, including scales, zero points and exact tokens, divided by the window's tokens.
 
-What each does with a slice is told in its runner below kv_quality/. In short: transformers, KIVI and Quire read a
-slice's own tokens exact, llama.cpp and OpenVINO as they are stored. KIVI is a simulation of the paper's scheme with
-packed tensors, not its authors' code.
+The runners in kv_quality/ describe how each engine handles a slice. In short: transformers, KIVI and Quire read a
+slice's own tokens exact, llama.cpp and OpenVINO as stored. KIVI is a simulation of the paper's scheme with packed
+tensors, not its authors' code.
 
-The exit status is 1 when some cache is no larger than one of Quire's and no worse, 2 when nothing was measured.
+The exit status is 1 if some cache is no larger than one of Quire's and no worse, 2 if nothing was measured.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ START_SECONDS = 300
 CACHE_SECONDS = 4 * 3600
 BEATEN = "BEATEN by"
 LEAST_LOSS = 0.05
-"""Percent. Only the 8-bit caches cost less, and a logarithm needs some cost."""
+"""Smallest loss in the plot, in percent, because a logarithm needs one. Only 8-bit caches lose less."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """How to start one engine's runner. `python`, `model`, `programs` and `packages` are paths below --peers.
 
-    python    of its environment; None: the one that runs this
-    packages  a folder of packages beside those of its environment
+    python    interpreter of its environment; None: the one that runs this script
+    packages  a folder of further packages
     """
 
     title: str
@@ -86,11 +86,11 @@ TITLES = {QUIRE: "Quire"} | {name: peer.title for name, peer in PEERS.items()}
 class Row:
     """One cache of one engine.
 
-    bits         of a code; where keys and values differ, the fewer
+    bits         bits of a code; if keys and values differ, the smaller number
     baseline     perplexity with the engine's 16-bit cache
-    perplexity   with this one
+    perplexity   perplexity with this cache
     ratio_error  standard error of their ratio over windows; None for a single window and for the 16-bit cache itself
-    surprise     by window the sum of -ln p; empty where the engine does not tell
+    surprise     sum of -ln p of each window; empty if the engine does not report it
     """
 
     engine: str
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """1 is as good as the 16-bit cache."""
+        """Perplexity relative to the 16-bit cache; 1 is equal."""
         return self.perplexity / self.baseline
 
     def beats(self, other: Row) -> bool:
@@ -124,7 +124,7 @@ def cut_windows(text: Path, model: str, number: int) -> list[list[int]]:
 
 
 def start(name: str, windows: Path, given: argparse.Namespace) -> Worker:
-    """A peer's runner, running. Raises WorkerError."""
+    """Starts a peer's runner. Raises WorkerError."""
     peer = PEERS[name]
     python = given.peers / peer.python if peer.python else Path(sys.executable)
     further = {key: given.peers / place for key in ("programs", "packages") if (place := getattr(peer, key))}
@@ -134,7 +134,7 @@ def start(name: str, windows: Path, given: argparse.Namespace) -> Worker:
     command = [python, HERE / "kv_quality" / peer.runner, "--model", given.peers / peer.model]
     command += ["--windows", windows, "--threads", given.threads]
     command += ["--programs", further["programs"]] if peer.programs else []
-    # The loop that ends a runner with this script is shared with the other benchmark of the peers.
+    # The code that ends a runner with this script is shared with the other benchmarks of peers.
     packages = [HERE / "peers", *([further["packages"]] if peer.packages else [])]
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, packages))}
     environment["OMP_NUM_THREADS"] = str(given.threads)
@@ -144,7 +144,7 @@ def start(name: str, windows: Path, given: argparse.Namespace) -> Worker:
 
 
 def measure_peer(name: str, windows: Path, given: argparse.Namespace) -> Iterator[Row]:
-    """The 16-bit cache of one engine and all others that are wanted. One that fails is reported and left out."""
+    """Measures one engine's 16-bit cache and its requested caches. One that fails is reported and left out."""
     worker = start(name, windows, given)
     try:
         bits = worker.ready["caches"]
@@ -162,7 +162,7 @@ def measure_peer(name: str, windows: Path, given: argparse.Namespace) -> Iterato
             losses = [total / scored for total in found["surprise"]]
             base = base or losses
             perplexity, baseline = (math.exp(statistics.fmean(each)) for each in (losses, base))
-            # Both read the same tokens, so only how they differ within a window is noise.
+            # Both read the same tokens, so the noise is in the difference within each window.
             spread = standard_error([loss - unquantized for loss, unquantized in zip(losses, base, strict=True)])
             ratio_error = None if spread is None or cache == exact else perplexity / baseline * spread
             size = found["bytes_per_token"]
@@ -174,7 +174,7 @@ def measure_peer(name: str, windows: Path, given: argparse.Namespace) -> Iterato
 
 
 def measure_quire(text: Path, given: argparse.Namespace) -> Iterator[Row]:
-    """Quire's codecs, as its own command measures them: the same windows of the same text."""
+    """Quire's codecs, measured by its own command on the same windows of the same text."""
     command = [sys.executable, "-m", "quire", "eval", "ppl", given.model, "--text", text, "--context", CONTEXT]
     command += ["--windows", given.windows, "--codecs", ",".join([DENSE, *given.codecs]), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(given.threads)}
@@ -193,14 +193,14 @@ def measure_quire(text: Path, given: argparse.Namespace) -> Iterator[Row]:
     for result in found:
         perplexity = math.exp(result["nll"])
         ratio_error = None if result is found[0] else result["ratio_error"]
-        # The last token of a window is scored and not stored: with it the open chunk were encoded too.
+        # The last token of a window is scored but not stored. If it were stored, the open chunk would be encoded too.
         stored = result["bytes_per_token"] * (CONTEXT - 1) - chunk_bytes(found[0]) + chunk_bytes(result)
         codec, size = result["codec"], stored / CONTEXT
         yield Row(QUIRE, commit(), codec, CODECS[codec], size, baseline, perplexity, ratio_error)
 
 
 def earlier(file: Path, given: argparse.Namespace) -> list[Row]:
-    """What an earlier run recorded of engines that are not measured now, on the same number of windows; the latest
+    """The records of an earlier run, over the same number of windows, for engines that are not measured now; the latest
     record of each cache.
     """
     records = [json.loads(line) for line in file.read_text().splitlines()]
@@ -216,7 +216,7 @@ def earlier(file: Path, given: argparse.Namespace) -> list[Row]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; None for fewer than two values."""
+    """Standard error of the mean; None for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -255,7 +255,7 @@ def report(rows: Sequence[Row], given: argparse.Namespace) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """How each codec of Quire's stands to the caches whose codes have as many bits, and who of all beats it."""
+    """Compares each of Quire's codecs with the caches of equal code width, and lists all caches that beat it."""
     lines = []
     for ours in (row for row in rows if row.engine == QUIRE and row.cache != DENSE):
         others = [row for row in rows if row.engine != QUIRE]
@@ -275,9 +275,9 @@ def names(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """What the caches cost over what they take, both axes logarithmic, a colour an engine; without the 16-bit caches.
+    """Plots the loss of caches over their bytes, both axes logarithmic, one colour per engine, without 16-bit caches.
 
-    A cache that costs less than LEAST_LOSS is drawn there.
+    A cache with less than LEAST_LOSS is drawn there.
     """
     from matplotlib.figure import Figure
 
@@ -334,13 +334,13 @@ def arguments() -> argparse.Namespace:
         "--caches", help="comma-separated caches of the peers, besides their 16-bit ones (default: all)"
     )
     parser.add_argument("--codecs", default="nuq4,nuq3,nuq2", help="Quire's, besides dense (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=8, help="of the 148 of the text (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=8, help="windows, of the text's 148 (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute (default: %(default)s)")
-    parser.add_argument("--model", default="smollm2", help="what Quire loads, and whose tokenizer cuts the text")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
-    parser.add_argument("--logs", type=Path, help="folder for what the engines print (default: PEERS/logs)")
+    parser.add_argument("--model", default="smollm2", help="the model of Quire; its tokenizer cuts the text")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of scripts/peers.sh")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' output (default: PEERS/logs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per cache")
-    parser.add_argument("--earlier", type=Path, metavar="FILE", help="a --json file, for the engines not measured now")
+    parser.add_argument("--earlier", type=Path, metavar="FILE", help="a --json file with engines not measured now")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against bytes: PNG, SVG or PDF")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     given = parser.parse_args()
@@ -354,7 +354,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure everything, print the table."""
+    """Measures everything, prints the table."""
     given = arguments()
     text = given.data / "wiki.test.raw"
     rows: list[Row] = []

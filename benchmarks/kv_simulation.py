@@ -1,7 +1,7 @@
-"""Caches that the engine does not have, simulated over one window: keys per token, keys quantized after rotation.
+"""Simulations, over one window, of caches that the engine does not have: keys per token, keys quantized after rotation.
 
-A row sees its own chunk exact, all earlier ones as the codec's kernels encode and decode them, sinks exact: what an
-engine in strict mode computes. In float32 that is what the reference backend gives, to the last digits.
+A row sees its own chunk exact, earlier chunks as the codec's kernels encode and decode them, and sinks exact, like an
+engine in strict mode. In float32 the result equals the reference backend's to the last digits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.models.plan import Model
 from quire.models.shape import ModelShape
 
 Stored = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of a layer, keys and values float32 [T, H, D] as a cache gives them back."""
+"""(layer, keys, values) -> keys and values as a cache returns them, float32 [T, H, D]."""
 
 
 def per_channel(tables: NuqTables) -> Stored:
-    """As a codec with these tables stores them, rotated or not."""
+    """Keys and values as a codec with these tables stores them, rotated or not."""
     names = NuqTables.__dataclass_fields__
     layers = [
         NuqTables(**{name: getattr(tables, name)[layer : layer + 1] for name in names})
@@ -44,12 +44,12 @@ def per_token(
     kinds: Sequence[str],
     spends: bool,
 ) -> Stored:
-    """Keys stored as values are: a range for each token, a book and a width for each head.
+    """Keys stored like values: a range for each token, a book and a width for each head.
 
-    key_fits  made with keys in the place of values
-    bits      on average
-    kinds     of books to choose from
-    spends    whether bits go where they pay; else all have the same
+    key_fits  fits with keys in the place of values
+    bits      average width
+    kinds     kinds of books to choose from
+    spends    whether widths are allocated by their benefit; otherwise all are equal
     """
     sources = (key_fits, value_fits)
     chosen = [
@@ -75,9 +75,9 @@ def per_token(
 
 
 def spread_bits(cost: Tensor, bits: int) -> Tensor:
-    """Widths [...] of `bits` on average: each next bit goes where it saves most.
+    """Widths [...] with an average of `bits`: each further bit goes where it saves most.
 
-    cost  float64 [..., 6], by width. None gets less than two bits, nor less than a bit below the average
+    cost  float64 [..., 6], by width. The minimum is the larger of two bits and one bit below the average
     """
     flat = cost.flatten(0, -2)
     widths = torch.full((len(flat),), max(2, bits - 1))
@@ -88,7 +88,7 @@ def spread_bits(cost: Tensor, bits: int) -> Tensor:
 
 
 def _head_tables(fit: LayerFit, kind: str, widths: Tensor, slots: int) -> NuqTables:
-    """Tables of a layer for values alone, of widths [H]; of keys they keep nothing."""
+    """Tables of a layer with widths [H], for values only; keys get no bits."""
     nothing = torch.zeros(*fit.key_weight.shape, 1)
     even = even_tables(Book(nothing, nothing), fit.key_weight, 0, fit.value_books[kind, 1], slots)
     books = [
@@ -106,9 +106,9 @@ def rotation(shape: ModelShape, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class SimulatedPlan:
-    """The StepPlan of one window from its beginning.
+    """The StepPlan of one whole window.
 
-    rotated  whether `stored` takes and gives rotated keys
+    rotated  whether `stored` takes and returns rotated keys
     sinks    first tokens that stay exact
     """
 
@@ -148,7 +148,7 @@ class SimulatedPlan:
 
 @torch.inference_mode()
 def simulated_loss(model: Model, window: Sequence[int], plan: SimulatedPlan) -> float:
-    """Mean negative log-likelihood of a window's tokens but the first; the plan is of all but the last."""
+    """Mean negative log-likelihood of a window's tokens but the first. The plan covers all tokens but the last."""
     tokens = torch.tensor(window)
     hidden = model.hidden(tokens[:-1], torch.arange(len(window) - 1), plan)
     total = 0.0

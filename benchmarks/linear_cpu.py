@@ -1,11 +1,11 @@
-"""The embedded model's matrix products on a CPU: `F.linear`, oneDNN's packed weights and our own panels, in bfloat16.
+"""The embedded model's matrix products on a CPU in bfloat16: `F.linear`, oneDNN's packed weights and our panels.
 
     python benchmarks/linear_cpu.py [--rounds 7] [--threads 2] [--types Q4_1,Q8_0] [--json FILE]
 
-Panels are also of blocks of the types that are given, of those with 32 weights a block.
+--types adds panels of packed blocks; only types with 32 weights per block work.
 
-Median milliseconds a step, over all layers, and the output head up to 64 rows; interleaved, warmed up. oneDNN also has
-float32 copies of the weights, twice the bytes: it takes no bfloat16 where the CPU has no AVX-512.
+Median milliseconds per step over all layers, with the output head up to 64 rows; interleaved, warmed up. oneDNN is also
+measured with float32 copies of the weights, twice the bytes: without AVX-512 it does not take bfloat16.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024]
 
 
 def in_float32(weight: torch.Tensor, bias: None) -> Linear:
-    """A product of oneDNN's with a copy in float32."""
+    """The product by oneDNN with a float32 copy."""
     product = PackedLinear(weight.float(), bias)
     return lambda x: product(x.float()).bfloat16()
 
 
 def panels(weight: torch.Tensor, bias: None, *, carver: Carver, kind: str = "") -> Linear:
-    """A product over panels of the weight, or of random blocks of its size."""
+    """The product with panels of the weight, or with random blocks of the same size."""
     outputs, inputs = weight.shape
     if kind:
         raw = torch.randint(0, 60, (outputs, block_bytes(kind, inputs)), dtype=torch.uint8)
@@ -52,7 +52,7 @@ def panels(weight: torch.Tensor, bias: None, *, carver: Carver, kind: str = "") 
 def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__, rounds=7)
-    parser.add_argument("--types", default="Q4_1", help="types of packed blocks, with commas between")
+    parser.add_argument("--types", default="Q4_1", help="types of packed blocks, comma-separated")
     args = parser.parse_args()
     runtime.set_num_threads(args.threads)
     carver = Carver()

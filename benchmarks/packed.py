@@ -1,15 +1,15 @@
-"""Packed weights: one GGUF file in Quire as it is, in Quire in 16 bits, and in llama.cpp, in turns.
+"""Packed weights: one GGUF file in Quire packed, in Quire dequantized to 16 bits, and in llama.cpp, in turns.
 
     scripts/peers.sh --only llamacpp                 # installs llama.cpp below .peers/
     python benchmarks/packed.py --model FILE.gguf    # nine rounds of every cell
     python benchmarks/packed.py --model FILE.gguf --cells decode-1 --level v3
 
-The cells are those of peers.py, and engines take turns as contest.py says. The second table has, for each cell, the
-median of the ratios within a round of packed weights to llama.cpp and to 16 bits; then what a step at batch 1 reads of
-the file beside the time the same bytes take two threads to read in this run, and the process's peak memory beside file
-and cache.
+Cells are those of peers.py; engines take turns as in contest.py. For each cell, the second table has the median ratio,
+within a round, of packed weights to llama.cpp and to 16 bits. Then follow the bytes of the file that a step at batch 1
+reads, compared with the time that two threads need to read as many bytes in this run; and the peak memory of the
+process, compared with file and cache.
 
---level forces Quire's instructions and torch's beside them; llama.cpp is built for the machine it was built on.
+--level restricts the instructions of Quire and torch. llama.cpp uses those of the machine that built it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENGINES = [PACKED, PLAIN, PEER]
 
 
 def reading_speed(threads: int, rounds: int = 5) -> float:
-    """Bytes a second that threads read from memory, at best: sums of 256 MiB each."""
+    """Best rate at which threads read memory, in bytes per second: sums of 256 MiB each."""
     parts = [np.ones(1 << 25, np.int64) for _ in range(threads)]
 
     def once() -> float:
@@ -58,7 +58,7 @@ def reading_speed(threads: int, rounds: int = 5) -> float:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory a process ever had resident."""
+    """Peak resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Packed weights beside 16 bits and llama.cpp.")
     contest.add_arguments(parser, ENGINES, SHAPES)
-    parser.add_argument("--level", help="instructions to force on Quire and torch, as runtime.cpu_level")
+    parser.add_argument("--level", help="instruction level of Quire and torch, as runtime.cpu_level")
     parser.set_defaults(rounds=9, native=True)
     given = contest.parse(parser, ENGINES, SHAPES)
     given.model = Path(given.model).resolve()

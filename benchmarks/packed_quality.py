@@ -1,11 +1,11 @@
-"""What weights in fewer bits cost: perplexity of GGUF files, packed and dequantized, and llama.cpp's on the same ids.
+"""Quality of quantized weights: perplexity of GGUF files, packed and dequantized, and llama.cpp's on the same ids.
 
     scripts/peers.sh --only llamacpp,logprobs        # llama.cpp and a small program over its library
     python benchmarks/packed_quality.py --data DIR A-Q4_0.gguf A-Q6_K.gguf ... [--windows 20] [--context 1024]
 
-DIR has wiki.test.raw. Each file is read by Quire as it is (native), in 16 bits (dequantized) and once, the first file,
-in its own codes of 4 bits (g4), through a dense cache in bfloat16; llama.cpp multiplies by 8-bit activations and has a
-cache in float16. Columns are ratios of perplexities; without the peer its columns are empty.
+DIR has wiki.test.raw. Quire reads each file packed (native) and in 16 bits (dequantized), and the first file also in
+Quire's 4-bit codes (g4), with a dense cache in bfloat16. llama.cpp multiplies by 8-bit activations and has a float16
+cache. Columns are ratios of perplexities. Without the peer, its columns are empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def quire_nll(model: Path, weights: str, text: str, given: argparse.Namespace) -
 
 
 def peer_nll(model: Path, windows: list[list[int]], given: argparse.Namespace) -> float:
-    """The same of llama.cpp; NaN if it is not there."""
+    """llama.cpp's mean -ln p; NaN if it is not installed."""
     program = given.peers / "llamacpp/bin/llamacpp_logprobs"
     if not program.exists():
         return math.nan
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--dtype", default="bfloat16", help="model.dtype; in float32 nothing else is rounded")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of scripts/peers.sh")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per file")
     given = parser.parse_args()
     text = (given.data / "wiki.test.raw").read_text(encoding="utf-8")

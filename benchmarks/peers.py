@@ -6,29 +6,29 @@
     python benchmarks/peers.py --markdown --json results.jsonl
     python benchmarks/peers.py --engines quire --before HEAD~1:1.0,0fe7588:0.97 --rounds 9
 
-All engines compute SmolLM2-135M-Instruct with bf16 weights (dequantized from the same 4-bit file) and a 16-bit cache
-on the same number of threads, greedily, to the full length. Prompts are random token ids, new in every repeat and the
-same for every engine that takes ids; tokens come back as ids, so no engine spends time on text.
+All engines run SmolLM2-135M-Instruct with bf16 weights (dequantized from the same 4-bit file) and a 16-bit cache on the
+same number of threads, greedily, to the full length. Prompts are random token ids, new in every repeat and the same for
+every engine that takes ids. Tokens come back as ids, so no engine spends time on text.
 
 Cells
     prefill-N   prompt tokens/s of one request of N tokens with one token out: N / seconds
     decode-B    tokens/s of B requests of 128 tokens in, 128 out: B * 127 / (seconds - seconds of the same for 1 token)
-    request-B   the plain throughput of those same requests: B * 128 / seconds
+    request-B   throughput of the same requests: B * 128 / seconds
 
-Decode speed is a difference of two whole requests because that needs nothing from an engine but its ordinary call and
-favours no schedule: with first-token timestamps, an engine that decodes early requests while it still prefills late
-ones could not be compared with one that prefills all of them first. The request for one token uses other prompts of
-the same shape, so that a prefix cache cannot shorten either. llama.cpp's program does run all prompts first, for the
-whole batch, and times that phase itself: there the difference is taken within one run.
+Decode speed is the difference of two whole requests. This needs only an engine's ordinary call and favours no schedule:
+with first-token timestamps, an engine that decodes early requests while it prefills late ones could not be compared
+with one that prefills all of them first. The request for one token uses other prompts of the same shape, so that a
+prefix cache cannot shorten either. llama.cpp's program runs all prompts of a batch first and times that phase itself;
+there the difference is taken within one run.
 
-Engines take turns as `contest.py` says; medians over the rounds are shown, and ratios are medians of the ratios within
-a round.
+Engines take turns as in contest.py. The table shows medians over the rounds; ratios are medians of the ratios within a
+round.
 
 With --before, earlier commits of Quire take turns too. Each line of the second table is a cell: the median of the
-ratios to that commit and their bootstrap interval. "No cell slower" holds if every interval reaches the least ratio,
-which stands behind the commit's colon and is 1 by default.
+ratios to that commit, and their bootstrap interval. "No cell slower" holds if every interval reaches the least ratio,
+which follows the commit after a colon and is 1 by default.
 
-The exit status is 1 when a cell is slower than that, or when peers are asked for and fewer than three are measured.
+The exit status is 1 if a cell is slower than that, or if peers are requested and fewer than three are measured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MIN_PEERS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape of work. `output` of 1 makes it a prefill cell."""
+    """One shape of work. With an `output` of 1 it is a prefill cell."""
 
     name: str
     batch: int
@@ -81,17 +81,17 @@ ENGINES = [
 
 
 def call(worker: Worker, cell: Cell, output: int, seed: int) -> dict[str, float | None]:
-    """One call in the cell's shape with `output` new tokens per request: its `seconds` and `first_seconds`."""
+    """One call in the cell's shape with `output` new tokens per request. Returns its `seconds` and `first_seconds`."""
     return worker.ask(op="run", batch=cell.batch, prompt=cell.prompt, output=output, seed=seed)
 
 
 def measure(worker: Worker, cell: Cell, seed: int) -> Figures:
-    """The cell's rate and its whole-request rate, both in tokens a second; NaN where there is none.
+    """The cell's rate and its whole-request rate, in tokens per second; NaN if there is none.
 
-    A decode rate is NaN when the request for one token took longer than the whole one, on a machine too busy to tell.
+    The decode rate is NaN if the request for one token took longer than the whole one, because the machine is too busy.
     """
     if cell.output == 1:
-        # Too short to be timed once.
+        # One call is too short to be timed.
         seconds = median(call(worker, cell, 1, seed + repeat)["seconds"] for repeat in range(3))
         return {"rates": cell.batch * cell.prompt / seconds, "request_rates": math.nan}
     whole = call(worker, cell, cell.output, seed)
@@ -102,9 +102,9 @@ def measure(worker: Worker, cell: Cell, seed: int) -> Figures:
 
 
 def report(run: Contest, results: Results) -> str:
-    """Everything that was found, as text or Markdown."""
+    """All tables, as text or Markdown."""
     cells = run.given.cells
-    # A heading, the cell, and which of its samples.
+    # Heading, cell, and name of the samples.
     columns = [(cell.name, cell.name, "rates") for cell in cells]
     columns += [
         (cell.name.replace("decode", "request"), cell.name, "request_rates") for cell in cells if cell.output > 1
@@ -129,7 +129,7 @@ def report(run: Contest, results: Results) -> str:
 
 @dataclass(frozen=True)
 class Before:
-    """An earlier commit that Quire is compared with, and the ratio to it that every cell has to reach."""
+    """An earlier commit, and the ratio to it that every cell must reach."""
 
     revision: str
     least: float
@@ -146,12 +146,12 @@ class Before:
         return f"quire-{self.revision}"
 
     def engine(self, tree: Path) -> Engine:
-        """How to start it from its sources."""
+        """The engine that runs from its sources."""
         return dataclasses.replace(QUIRE, name=self.name, title=f"Quire at {self.revision}", tree=tree)
 
 
 def compare(run: Contest, results: Results, before: Sequence[Before]) -> tuple[str, bool]:
-    """The table of every cell beside earlier commits, and whether no cell is slower."""
+    """The table that compares every cell with earlier commits, and whether no cell is slower."""
     rows, holds = [], True
     for earlier in before:
         for cell in run.given.cells:
@@ -167,7 +167,7 @@ def compare(run: Contest, results: Results, before: Sequence[Before]) -> tuple[s
 
 
 def record(run: Contest, results: Results) -> None:
-    """Append one JSON line per engine and cell."""
+    """Appends one JSON line per engine and cell."""
     for (name, cell), samples in results.items():
         about = {"benchmark": "peers", **run.about(name), "cell": cell, "tokens_per_second": median(samples["rates"])}
         append_record(run.given.json, {**about, **samples})
@@ -185,7 +185,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run everything, print the tables."""
+    """Runs everything, prints the tables."""
     given = arguments()
     before = [Before.parse(text) for text in given.before.split(",") if text]
     wants_peers = any(engine.is_peer for engine in given.engines)

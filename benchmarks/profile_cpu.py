@@ -1,12 +1,13 @@
-"""What profiling a prompt costs on a CPU: prefill with and without it, and the question what its last rows recover.
+"""The cost of profiling a prompt on a CPU: prefill with and without profile, and one `recovered` of its last rows.
 
     python benchmarks/profile_cpu.py [--codecs dense,nuq3] [--context 2048] [--slice 1024] [--last-rows 128,256]
                                      [--rounds 5] [--threads 2] [--json FILE] [--markdown]
 
-SmolLM2 in bfloat16, one copy of its weights. The whole model without its head, in slices, on the same tokens: not
-profiled; profiled as for a threshold, column sums of all rows and so many last ones kept; and as for a budget, peaks of
-as many rows alone, which nobody asks for recovery. In turns, after a turn each to warm up. Ratios are medians over the
-rounds, each within one round. A codec that needs a calibration uses the one that was made for it, or makes it first.
+SmolLM2 in bfloat16, with one copy of its weights. The whole model without its head computes the same tokens in slices:
+without a profile; with the profile for a threshold, which has column sums of all rows and keeps the last rows; and with
+the profile for a budget, which has only the peaks of the last rows and needs no recovery. The sides take turns, after
+one turn each to warm up. Ratios are medians over the rounds, each within one round. If a codec needs a calibration and
+there is none, it is made first.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--codecs", default="dense,nuq3", help="codecs of sealed chunks")
     parser.add_argument("--context", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--slice", type=int, default=1024, help="rows of a slice")
-    parser.add_argument("--last-rows", default="128,256", help="rows at the prompt's end that are kept")
+    parser.add_argument("--last-rows", default="128,256", help="rows kept at the prompt's end")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     given = parser.parse_args()
     kept = [int(count) for count in given.last_rows.split(",")]
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 class Prompt:
-    """One prompt and a cache of its own, which every run writes again."""
+    """One prompt with its own cache, which every run overwrites."""
 
     def __init__(self, engine: Engine, context: int, rows: int) -> None:
         self.model: Model = engine.runner.model
@@ -98,9 +99,7 @@ class Prompt:
         self.rows = rows
 
     def run(self, last_rows: int | None, *, peaks: bool = False) -> tuple[float, float]:
-        """Seconds of the prefill, profiled unless last_rows is None, and of one question what they recover, if not
-        their peaks are wanted.
-        """
+        """Seconds of the prefill, profiled unless last_rows is None; and of one `recovered`, 0 with `peaks` or None."""
         spec, table = self.spec, self.spec.table
         shape = spec.num_layers, spec.num_kv_heads
         assert table.sums is not None
@@ -129,7 +128,7 @@ class Prompt:
 
 
 def with_sums(spec: AttentionSpec, tokens: int) -> AttentionSpec:
-    """The same over a cache of its own, with column sums."""
+    """The same spec with its own cache and column sums."""
     table = spec.table
     sealed = (table.sealed_codec,) if table.encodes else ()
     pages = spec.num_layers * spec.num_kv_heads * (tokens // PAGE_TOKENS + 8)

@@ -3,13 +3,13 @@
     python benchmarks/retention_capacity.py --data DIR [--memory 1GiB] [--context 2048] [--threads 2] [--json FILE]
                                             [--settings dense,nuq3,dense+0.8,nuq3+0.8] [--model smollm2] [--markdown]
 
-DIR has war_and_peace.txt: prompts are stretches of it, one token shorter than the context. A setting is a codec and,
-after a +, a threshold (retain.threshold) or, as in nuq3+b0.5, a budget (retain.budget). More requests than can fit are
-queued; sequences whose prompt is computed go on decoding until no more are admitted and all are past the context,
-nobody preempted. Each setting in a process of its own, in bfloat16; prefixes are not shared.
+DIR has war_and_peace.txt. Prompts are excerpts of it, one token shorter than the context. A setting is a codec and,
+after a +, a threshold (retain.threshold) or, as in nuq3+b0.5, a budget (retain.budget). More requests than fit are
+queued. Sequences with a computed prompt decode until no more are admitted and all are beyond the context, without
+preemption. Each setting runs in its own process, in bfloat16, without shared prefixes.
 
-kept   of the prompts' tokens in all heads, on average
-bytes  of pages, positions and sums that a sequence holds at the end, from the allocator
+kept   mean share of the prompts' tokens, over all heads
+bytes  pages, positions and sums of one sequence at the end, from the allocator
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire import LLM, SamplingParams
 from quire.config import format_bytes
 
 AHEAD = 3
-"""Steps for each further prompt that those already computed are to last."""
+"""Decode steps of the computed sequences for each further prompt."""
 
 
 def main() -> None:
@@ -37,9 +37,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--memory", default="1GiB", help="arena")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each sequence")
-    parser.add_argument(
-        "--settings", default="dense,nuq3,dense+0.8,nuq3+0.8", help="the first is what others are compared to"
-    )
+    parser.add_argument("--settings", default="dense,nuq3,dense+0.8,nuq3+0.8", help="the first is the baseline")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -79,7 +77,7 @@ def main() -> None:
 
 
 def measure(setting: str, given: argparse.Namespace) -> dict[str, float]:
-    """Queues more requests than fit, and counts who decodes when no more is admitted."""
+    """Queues more requests than fit. Counts those that decode when no more is admitted."""
     codec, _, kept = setting.partition("+")
     options = {
         "cache.memory": given.memory,
@@ -116,7 +114,7 @@ def measure(setting: str, given: argparse.Namespace) -> dict[str, float]:
 
 
 def has_room(engine: object) -> bool:
-    """Whether the next request would be admitted now: it is, then."""
+    """Whether a step admits the next request."""
     scheduler = engine.scheduler  # type: ignore[attr-defined]
     before = len(scheduler.running)
     engine.step()  # type: ignore[attr-defined]

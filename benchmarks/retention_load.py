@@ -1,13 +1,13 @@
-"""A server short of memory, with retention and without: tokens a second, preemptions, and what requests keep.
+"""A server short of memory, with and without retention: tokens per second, preemptions, and the kept share.
 
     python benchmarks/retention_load.py --data DIR [--requests 16] [--input 1024] [--output 512] [--share 0.25]
                                         [--settings retain.threshold=0.8,retain.budget=0.5] [--rounds 5] [--threads 2]
                                         [--model smollm2] [--json FILE] [--markdown]
 
-DIR has war_and_peace.txt: prompts are stretches of it, all different. Each setting has a `quire serve` of its own in
-bfloat16, whose cache holds --share of what all requests need together when they are at their ends, and gets them all
-at once over HTTP. Servers take turns; what a round measures is from the first request sent to the last answer. A round
-before the first is not counted. Prefixes are not shared: no round finds what another has left.
+DIR has war_and_peace.txt. Prompts are different excerpts of it. Each setting has its own `quire serve` in bfloat16,
+which gets all requests at once over HTTP. Its cache holds --share of the memory that all requests need together at
+their ends. Servers take turns. A round lasts from the first request sent to the last answer. One round to warm up is
+not counted. Prefixes are not shared, so no round finds those of an earlier one.
 
 Ratios are medians over the rounds, each within one round.
 """
@@ -51,7 +51,7 @@ class Server:
         self.url = self._wait()
 
     def _wait(self) -> str:
-        """Where it listens, once it says so."""
+        """Waits until it listens. Returns its address."""
         assert self.process.stdout is not None
         ends, seen = time.monotonic() + READY_SECONDS, ""
         for line in self.process.stdout:
@@ -64,7 +64,7 @@ class Server:
         sys.exit(f"the server did not start:\n{seen}")
 
     def ask(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """One answer, whole."""
+        """One complete answer."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="sent at once")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=512, help="tokens of an answer")
-    parser.add_argument("--share", type=float, default=0.25, help="of what all requests need, the cache's size")
-    parser.add_argument("--settings", default="retain.threshold=0.8", help="what is compared to retention off")
+    parser.add_argument("--share", type=float, default=0.25, help="cache size as a share of the need of all requests")
+    parser.add_argument("--settings", default="retain.threshold=0.8", help="settings to compare with retention off")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     given = parser.parse_args()
     text = (given.data / "war_and_peace.txt").read_text(encoding="utf-8")

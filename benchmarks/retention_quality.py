@@ -1,29 +1,29 @@
-"""What keeping only a part of a prompt's keys and values costs: Quire's way to choose that part beside others'.
+"""Quality after keeping only a part of a prompt's keys and values: Quire's retention compared with other methods.
 
     scripts/peers.sh --only transformers,checkpoint,openvino,openvino-model,kvpress    # below .peers/
     python benchmarks/retention_quality.py --data DIR          # DIR has wiki.test.raw and war_and_peace.txt; hours
     python benchmarks/retention_quality.py --data DIR --engines openvino --prompts 5 --windows 2
     python benchmarks/retention_quality.py --data DIR --json FILE --earlier FILE     # FILE's rows for engines not run
 
-SmolLM2-135M-Instruct, its prompt prefilled whole, then thinned to a share of its tokens. Quire's tokenizer and prompts,
-the same ids for everyone.
+SmolLM2-135M-Instruct prefills the whole prompt; then the cache is thinned to a share of its tokens. Quire's tokenizer
+and prompts give every engine the same ids.
 
-Retrieval, for each length the kinds filler, book and later: the prompts of `quire eval retrieval`, a five-digit number
-in about 1,000 or 2,000 tokens at five depths, the answer decoded greedily from what is left. "filler" and "book" hide
-it in that command's filler and in a novel, and the whole prompt, its question included, is thinned, as it is when one
-is served. Under "filler, question after" the question is read only when the text before it has been thinned.
+Retrieval (kinds filler, book and later, for each length): the prompts of `quire eval retrieval`, with a five-digit
+number in about 1,000 or 2,000 tokens at five depths. The answer is decoded greedily from the thinned cache. "filler"
+and "book" hide the number in that command's filler and in a novel, and the whole prompt is thinned, question included,
+as in serving. In "filler, question after", the question is read after the text before it has been thinned.
 
-Perplexity, the kind windows: of 256 tokens that follow 1,536 in WikiText-2's test text and in the novel, each given to
-the thinned cache in turn. The first token behind the prompt is predicted by the full cache and not scored. Ratios are
-to the same engine's full cache, with their standard error over windows; "same token" is how often the most probable
-token is that of the full cache, KL the mean divergence from it in nats.
+Perplexity (kind windows): of 256 tokens that follow 1,536 tokens of WikiText-2's test text or of the novel, read one
+after the other with the thinned cache. The full cache predicts the first of them, which is not scored. Ratios are
+relative to the same engine's full cache, with their standard error over windows. "same token" is the share of positions
+with the full cache's most probable token; KL is the mean divergence from it in nats.
 
-"resident" is the share of the full cache's bytes that is really held behind the prompt, whatever was to be kept; "at
-the end" the same behind a continuation, where an engine goes on dropping.
+"resident" is the share of the full cache's bytes that is really held after the prompt, whatever share was requested.
+"at the end" is the same after a continuation, during which an engine may drop more.
 
-An engine is a row of ENGINES and a runner below retention_quality/, whose tasks.py says what it is given and has to
-write. Results are kept below --peers, and what is there is not computed again: a run that was stopped goes on where it
-was. The exit status is 2 when nothing was measured.
+An engine is a row of ENGINES and a runner in retention_quality/; tasks.py there defines its input and output. Results
+are stored below --peers and not computed again, so an interrupted run continues. The exit status is 2 if nothing was
+measured.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEPT = (0.75, 0.5, 0.25)
 LENGTHS = (1024, 2048)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CONTEXT, CONTINUATION = 1536, 256
-# Behind the preface and the contents; sentences that one prompt can need at most.
+# First sentence after the preface and the contents; most sentences of a prompt.
 BOOK_START, BOOK_SENTENCES = 2000, 400
 KINDS = ("filler", "windows", "book", "later")
 FULL = "full"
@@ -61,14 +61,14 @@ TEXTS = {"wiki": "wiki.test.raw", "book": "war_and_peace.txt"}
 ABOUT = ["engine", "method", "kept", "resident"]
 
 Table = tuple[list[str], list[list[str]]]
-"""A head and lines."""
+"""Heading and rows."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """How to start one engine's runner. `python` and `model` are paths below --peers.
 
-    python  of its environment; None: the one that runs this
+    python  interpreter of its environment; None: the one that runs this script
     """
 
     title: str
@@ -86,10 +86,10 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Item:
-    """One task and where its result belongs.
+    """One task and the place of its result.
 
     column  "book 1024", or the name of a text that is continued
-    number  that is to be found; None for a continuation
+    number  the number to find; None for a continuation
     task    the fields of the runners' `Task` but its name
     """
 
@@ -99,7 +99,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        """Of the task: the same ids, the same name."""
+        """Name of the task; equal ids give equal names."""
         return checksum(self.task)
 
 
@@ -107,14 +107,14 @@ class Item:
 class Row:
     """One cache of one engine.
 
-    kept        share of the prompt that is to be kept
+    kept        requested share of the prompt
     resident    share of the full cache's bytes that was held, mean over tasks
-    resident_end  the same at the end of a continuation; NaN where the engine does not tell
-    tasks       names the tasks: rows with another name cannot be compared
-    found       by column, of each prompt whether its number was found
-    surprise    by text, of each window the sum of -ln p
-    agreeing    of each window how many most probable tokens are those of the full cache
-    divergence  of each window the sum of KL(full || thinned), in nats; empty where the engine does not tell
+    resident_end  the same at the end of a continuation; NaN if the engine does not report it
+    tasks       name of the set of tasks; only rows with equal names can be compared
+    found       by column: for each prompt, whether its number was found
+    surprise    by text: for each window, the sum of -ln p
+    agreeing    for each window, the number of positions with the full cache's most probable token
+    divergence  for each window, the sum of KL(full || thinned), in nats; empty if the engine does not report it
     """
 
     engine: str
@@ -140,7 +140,7 @@ class Row:
 
 
 def make_items(given: argparse.Namespace) -> list[Item]:
-    """The tasks of all kinds that are wanted."""
+    """The tasks of all requested kinds."""
     from quire.evaluation.retrieval import (
         ANSWER_TOKENS,
         FILLER,
@@ -173,7 +173,7 @@ def make_items(given: argparse.Namespace) -> list[Item]:
 
     def continuations(text: str, number: int) -> Iterator[Item]:
         ids = tokenizer.encode(texts[text])
-        # One more than is scored: the first is predicted by the full cache.
+        # One token more than is scored, because the full cache predicts the first.
         size = CONTEXT + CONTINUATION + 1
         for start in spread_starts(len(ids), size, number):
             window = ids[start : start + size]
@@ -196,12 +196,12 @@ def checksum(value: object) -> str:
 
 
 def find_last(ids: Sequence[int], part: Sequence[int]) -> int:
-    """Where a part stands in ids for the last time."""
+    """Index of the last occurrence of a part in ids."""
     return max(at for at in range(len(ids)) if ids[at : at + len(part)] == part)
 
 
 def spread_starts(total: int, size: int, number: int) -> list[int]:
-    """The starts of so many windows, spread evenly over a text, none at its very beginning."""
+    """The starts of `number` windows, spread evenly over a text, none at its very beginning."""
     room = (total - size) // max(number, 1)
     if room < size:
         raise ValueError(f"{number} windows of {size} tokens do not fit into {total}")
@@ -223,7 +223,7 @@ def measure(name: str, items: Sequence[Item], given: argparse.Namespace) -> list
     command = [python, HERE / BENCHMARK / peer.runner, "--model", model, "--tasks", tasks]
     command += ["--results", results, "--threads", given.threads]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(given.threads)}
-    # The call that ends a runner with this script is shared with the other benchmarks of the peers.
+    # The code that ends a runner with this script is shared with the other benchmarks of peers.
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "peers"), str(ROOT / "src")])
     log = given.peers / "logs" / f"retention-{name}.log"
     log.parent.mkdir(exist_ok=True)
@@ -269,7 +269,7 @@ def collect(name: str, items: Sequence[Item], lines: Sequence[dict[str, Any]], g
 
 
 def earlier(file: Path, given: argparse.Namespace) -> list[Row]:
-    """What a --json file has of engines that are not measured now, on the same tasks; the latest of each cache."""
+    """The rows of a --json file, on the same tasks, for engines not measured now; the latest row of each cache."""
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     fields = Row.__dataclass_fields__
     found = {
@@ -283,12 +283,12 @@ def earlier(file: Path, given: argparse.Namespace) -> list[Row]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN for fewer than two values."""
+    """Standard error of the mean; NaN for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def report(rows: Sequence[Row], given: argparse.Namespace) -> str:
-    """The tables of what was measured, and the conditions."""
+    """The tables, and the conditions."""
     tables = [
         format_table(head, lines, given.markdown) for head, lines in (found_table(rows), loss_table(rows)) if lines
     ]
@@ -302,7 +302,7 @@ def report(rows: Sequence[Row], given: argparse.Namespace) -> str:
 
 
 def found_table(rows: Sequence[Row]) -> Table:
-    """How many numbers were found."""
+    """The table of found numbers."""
     columns = list(dict.fromkeys(column for row in rows for column in row.found))
     lines = [
         [*about(row), *(f"{sum(hits)}/{len(hits)}" if (hits := row.found.get(column)) else "-" for column in columns)]
@@ -313,12 +313,12 @@ def found_table(rows: Sequence[Row]) -> Table:
 
 
 def loss_table(rows: Sequence[Row]) -> Table:
-    """What was lost in predicting a text."""
+    """The table of losses in predicting a text."""
     full = {row.engine: row for row in rows if row.method == FULL}
     texts = list(dict.fromkeys(text for row in rows for text in row.surprise))
 
     def ratio(row: Row, text: str | None = None) -> tuple[float, float]:
-        # Both read the same tokens, so only how they differ within a window is noise.
+        # Both read the same tokens, so the noise is in the difference within each window.
         pairs = zip(row.losses(text), full[row.engine].losses(text), strict=True)
         differences = [loss - dense for loss, dense in pairs]
         found = math.exp(statistics.fmean(differences))
@@ -342,7 +342,7 @@ def loss_table(rows: Sequence[Row]) -> Table:
 
 
 def about(row: Row) -> list[str]:
-    """The row's part below ABOUT."""
+    """The row's cells in the columns of ABOUT."""
     return [ENGINES[row.engine].title, row.method, f"{row.kept:.2f}", f"{row.resident:.2f}"]
 
 
@@ -351,20 +351,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder that has the two texts")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of tasks, comma-separated (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=20, help="of each kind and length (default: %(default)s)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="task kinds, comma-separated (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=20, help="prompts per kind and length (default: %(default)s)")
     parser.add_argument(
         "--lengths",
         type=lambda words: [int(word) for word in words.split(",")],
         default=list(LENGTHS),
-        help="of prompt and answer, in tokens, comma-separated (default: 1024,2048)",
+        help="tokens of prompt and answer, comma-separated (default: 1024,2048)",
     )
-    parser.add_argument("--windows", type=int, default=12, help="half of each text (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=12, help="windows, half of each text (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute (default: %(default)s)")
-    parser.add_argument("--model", default="smollm2", help="whose tokenizer cuts the text")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/peers.sh installed them")
+    parser.add_argument("--model", default="smollm2", help="model whose tokenizer cuts the text")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of scripts/peers.sh")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per cache")
-    parser.add_argument("--earlier", type=Path, metavar="FILE", help="a --json file, for the engines not measured now")
+    parser.add_argument("--earlier", type=Path, metavar="FILE", help="a --json file with engines not measured now")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     given = parser.parse_args()
     given.engines, given.kinds = given.engines.split(","), given.kinds.split(",")
@@ -377,7 +377,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure everything, print the tables."""
+    """Measures everything, prints the tables."""
     given = arguments()
     items = make_items(given)
     given.tasks = checksum([item.name for item in items])

@@ -1,19 +1,20 @@
-"""What thresholds and budgets cost: bytes, tokens and heads kept, and how a text goes on without the rest.
+"""Thresholds and budgets of retention: kept bytes, tokens and heads, and the loss in continuing a text.
 
     python benchmarks/retention_sweep.py --data DIR [--windows 8] [--thresholds 0.6,0.7,...] [--budgets 0.25,0.5,0.75]
                                          [--plot FILE.png] [--json FILE] [--threads 2] [--model smollm2] [--markdown]
 
-DIR has wiki.test.raw and war_and_peace.txt. A window is 1,536 tokens of one of them and the 256 that follow, given to
-the cache one after the other while heads go on dropping what they do not keep; one engine in bfloat16 does all.
+DIR has wiki.test.raw and war_and_peace.txt. A window has 1,536 tokens of one of them as the prompt, and the 256 that
+follow, which are read one after the other while heads continue to drop tokens. One engine in bfloat16 runs all
+settings.
 
-kept      of the prompts' tokens in all heads, on average; must not fall when the threshold rises, prompt by prompt
-bytes     of what the prompts' keys and values take without retention, held when they are computed; and at the end
-full      heads that keep everything, by their policy, on average
-ratio     of the continuations' perplexity to the full cache's, with its standard error over windows
-same      how often the most probable token is the full cache's
-KL        mean divergence from it, in nats
+kept      mean share of the prompts' tokens, over all heads; for no prompt may it fall as the threshold rises
+bytes     share of the bytes without retention, after the prompt and at the end
+full      mean number of heads whose policy keeps everything
+ratio     perplexity of the continuations relative to the full cache, with its standard error over windows
+same      share of positions with the full cache's most probable token
+KL        mean divergence from the full cache, in nats
 
-The picture has ratio and same token against the bytes. Exit status 1 if what is kept falls somewhere.
+The plot shows ratio and same token over bytes. The exit status is 1 if the kept share falls somewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BUDGETS = (0.25, 0.5, 0.75)
 
 @dataclass
 class Row:
-    """What one setting gave, a number for each window."""
+    """The results of one setting, one number per window."""
 
     threshold: float | None
     budget: float | None
@@ -50,18 +51,18 @@ class Row:
     full: list[int] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
     resident_end: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)  # beyond the full cache's, in nats a token
+    loss: list[float] = field(default_factory=list)  # minus the full cache's, in nats per token
     same: list[float] = field(default_factory=list)
     divergence: list[float] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Its name in the table."""
         return f"T {self.threshold:g}" if self.budget is None else f"budget {self.budget:g}"
 
     @property
     def ratio(self) -> float:
-        """Of perplexities."""
+        """Ratio of perplexities."""
         return math.exp(statistics.fmean(self.loss))
 
 
@@ -70,7 +71,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder that has the two texts")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--windows", type=int, default=8, help="half of each text")
+    parser.add_argument("--windows", type=int, default=8, help="windows, half of each text")
     parser.add_argument("--thresholds", type=numbers, default=list(THRESHOLDS), help="comma-separated")
     parser.add_argument("--budgets", type=numbers, default=list(BUDGETS), help="comma-separated")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves: .png, .svg or .pdf")
@@ -92,7 +93,7 @@ def main() -> int:
 
 
 def numbers(words: str) -> list[float]:
-    """Of an option."""
+    """The numbers of an option."""
     return [float(word) for word in words.split(",") if word]
 
 
@@ -151,7 +152,7 @@ def report(rows: list[Row], given: argparse.Namespace) -> str:
 
 
 def draw(rows: list[Row], file: Path) -> None:
-    """The curves."""
+    """Draws the curves."""
     from quire.evaluation.plot import load_figure, save_figure
 
     figure = load_figure()(figsize=(9, 4), dpi=150, layout="constrained")

@@ -1,12 +1,13 @@
-"""Requests a second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
+"""Requests per second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
 
     python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--rounds 5] [--json FILE]
 
-Prompts of 1,024 tokens, half of them in eight groups that share 512; 64 to 192 generated tokens; 32 layers of 8 kv
-heads of 128 in 16 bits. `taken`: every step is made as data and committed, as for a runner. `skipped`: the scheduler
-advances by itself, through all steps to which nothing happens at once. Tokens differ from sequence to sequence. Both
-make the same decisions at the same steps, which is checked. The arena holds twice what runs, or what runs and the
-chunks cached before, so that finished requests are cached and evicted. Seconds are the processor's, of this process.
+Prompts have 1,024 tokens; half of the requests are in eight groups that share 512 tokens. 64 to 192 tokens are
+generated. The model has 32 layers of 8 kv heads of 128 numbers in 16 bits. `taken`: every step is made as data and
+committed, as for a runner. `skipped`: the scheduler advances by itself and skips steps in which nothing happens. Tokens
+differ between sequences. Both modes make the same decisions at the same steps, which is checked. The arena holds twice
+the running sequences, or these and the chunks of --cached, so that finished requests are cached and evicted. Seconds
+are processor time of this process.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ PROMPT, SHARED, GROUPS = 1024, 512, 8
 OUTPUT = (64, 192)
 VOCABULARY = 50_000
 BUDGET = 2048
-"""Rows of a step beside those that decode."""
+"""Rows of a step besides those that decode."""
 
 
 @dataclass
 class Load:
-    """Requests one after the other, the same whatever the batch.
+    """A sequence of requests that does not depend on the batch.
 
-    output  of how many tokens answers are at least and at most
+    output  least and most tokens of an answer
     """
 
     count: int
@@ -71,7 +72,7 @@ class Load:
 
 
 def scheduler_of(running: int, cached: int) -> Scheduler:
-    """One whose arena holds so many running requests, and as many chunks or more beside them."""
+    """A scheduler whose arena holds `running` requests, and as many chunks again or `cached` ones."""
     codec = DenseCodec(DIM, torch.bfloat16)
     chunks = running * (-(-(PROMPT + OUTPUT[1]) // PAGE_TOKENS) + 1)
     chunks += max(cached, chunks)
@@ -102,7 +103,7 @@ MODES = {"taken": take, "skipped": skip}
 
 
 def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
-    """Seconds of the processor."""
+    """Seconds of processor time."""
     for request in requests:
         scheduler.add(request.sequences)
     gc.collect()
@@ -112,7 +113,7 @@ def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
 
 
 def decisions(running: int, mode: str) -> str:
-    """A digest of who is admitted and who ends, at which steps, of what is evicted and of all tokens."""
+    """A digest of admissions and ends with their steps, of evictions, and of all tokens."""
     scheduler, digest = scheduler_of(running, 0), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
@@ -144,8 +145,8 @@ def decisions(running: int, mode: str) -> str:
 def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
-    parser.add_argument("--running", default="32,128,256", help="sequences in the batch, with commas between")
-    parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts that are cached before")
+    parser.add_argument("--running", default="32,128,256", help="sequences in the batch, comma-separated")
+    parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts, cached before")
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
@@ -155,7 +156,7 @@ def main() -> None:
         for number in range(args.rounds + 1):
             for mode, rates in found.items():
                 scheduler = scheduler_of(running, args.cached)
-                # Half of them add half a prompt.
+                # Half of the requests add half a prompt.
                 before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
                 run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")
                 assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached

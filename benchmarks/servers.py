@@ -1,6 +1,6 @@
-"""Servers of language models as processes: how each is started, when it is ready, how it ends.
+"""Servers of language models as processes: their start, readiness and end.
 
-Knows command lines and ports; nothing of what is asked.
+Knows command lines and ports, not requests.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ PEER_START_SECONDS = 900
 
 
 class ServerError(Exception):
-    """A server did not start or did not end well; one line that says which and where to read more."""
+    """A server did not start, or did not end well. The message names it and its log in one line."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. It ends with the process that started it."""
+    """A running server. It ends with the process that started it."""
 
     process: subprocess.Popen[str]
     port: int
 
     @property
     def url(self) -> str:
-        """Where it is reached."""
+        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     def drain(self) -> None:
-        """End it as an operator does. Raises ServerError unless it leaves with exit code 0."""
+        """Ends it as an operator does. Raises ServerError unless its exit code is 0."""
         self.process.send_signal(signal.SIGTERM)
         if self.process.wait(60):
             raise ServerError(f"the server ended with exit code {self.process.returncode}")
 
     def kill(self) -> None:
-        """End it at once."""
+        """Ends it at once."""
         self.process.kill()
         self.process.wait()
 
@@ -77,7 +77,7 @@ def quire_server(log: Path, *words: object) -> Iterator[Server]:
 
 @contextmanager
 def peer_server(log: Path, command: Sequence[object], environment: Mapping[str, str]) -> Iterator[Server]:
-    """Another server, to which `--port` is told, as soon as its /health answers. Raises ServerError."""
+    """Another server, started with `--port`, as soon as its /health answers. Raises ServerError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +95,7 @@ def peer_server(log: Path, command: Sequence[object], environment: Mapping[str, 
 
 
 def answers(port: int, path: str, seconds: float = 1.0) -> bool:
-    """Whether a GET is answered 200 in time."""
+    """Whether a GET is answered with 200 in time."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:
         connection.request("GET", path)

@@ -1,12 +1,12 @@
-"""How a decode step grows with what its requests have in common, with `cache.share` and without it.
+"""Time of a decode step over the length of its requests' common prefix, with and without `cache.share`.
 
     python benchmarks/shared_growth.py [--rounds 5] [--lengths 512,1024,2048,4096] [--threads 2] [--json FILE]
                                        [--plot FILE.svg] [--markdown]
 
-SmolLM2 in bfloat16; 32 requests of so many tokens in common and 64 of their own. The prompts are computed once for each
-length and setting; then both batches stay in memory and decode in turns, 12 steps at a time, after a turn each to warm
-up. Median milliseconds a step over the turns. Without sharing, the prompts take the time: about two minutes for all
-four lengths on two cores, and 3 GB at 4,096.
+SmolLM2 in bfloat16; 32 requests with a common prefix of each length and 64 own tokens. The prompts are computed once
+for each length and setting. Then both batches stay in memory and decode in turns, 12 steps at a time, after one turn
+each to warm up. Results are median milliseconds per step over the turns. Most time goes into prompts without sharing:
+about two minutes for all four lengths on two cores. They take 3 GB at 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     given = parser.parse_args()
     lengths = sorted(map(int, given.lengths.split(",")))
-    # A step has room for a whole prompt: so it ends at least one, and when the last is done the first request is 32
-    # tokens ahead at most.
+    # A step has room for a whole prompt, so it ends at least one. When the last prompt is done, the first request is at
+    # most 32 tokens ahead.
     max_tokens = STEPS * (given.rounds + 1) + BATCH + 2
     budget = lengths[-1] + OWN + BATCH + CHUNK_TOKENS
     memory = BATCH * (lengths[-1] + OWN + max_tokens + CHUNK_TOKENS) * TOKEN_BYTES
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def start_batch(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """Computes all prompts: what follows is decode steps of the whole batch, until the first has `max_tokens`."""
+    """Computes all prompts. All later steps decode the whole batch, until the first request has `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     for index, prompt in enumerate(prompts):
         llm.engine.add(str(index), None, prompt, params)
@@ -103,7 +103,7 @@ def start_batch(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> None
 
 
 def end_batch(llm: LLM) -> None:
-    """Ends all requests; asserts that every step was one of the whole batch."""
+    """Ends all requests. Asserts that every step decoded the whole batch."""
     running = llm.engine.scheduler.running
     assert len(running) == BATCH, f"{len(running)} of {BATCH} requests are left"
     assert llm.stats()["preemptions"] == 0, "requests were preempted: the cache is too small"
@@ -112,12 +112,12 @@ def end_batch(llm: LLM) -> None:
 
 
 def growth(values: Sequence[float], at: int) -> str:
-    """How many times the first value one is."""
+    """A value as a multiple of the first one."""
     return f"{values[at] / values[0]:.2f}x"
 
 
 def plot(lengths: Sequence[int], lines: Mapping[str, Sequence[float]]) -> str:
-    """An SVG of milliseconds a step over tokens in common, both axes from zero, one line with dots for each name."""
+    """An SVG of milliseconds per step over common tokens, both axes from zero, a line with dots for each name."""
     width, height, left, right, top, bottom = 640, 360, 64, 150, 24, 48
     most = max(value for values in lines.values() for value in values)
     stride = next(size for size in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if most / size <= 6)

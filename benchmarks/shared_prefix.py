@@ -1,35 +1,35 @@
-"""Requests that begin with the same tokens: Quire, with sharing and without, and the peers with their prefix caches.
+"""Requests with a common prefix: Quire with and without sharing, and peers with their prefix caches.
 
     scripts/peers.sh                                # installs the peers below .peers/
     python benchmarks/shared_prefix.py              # every engine, every cell, five rounds: about 20 minutes
     python benchmarks/shared_prefix.py --engines quire,quire-unshared --cells apart-1,apart-32
     python benchmarks/shared_prefix.py --markdown --json results.jsonl
 
-The same model, weights, threads and turns as in `peers.py`; every engine has its prefix cache on, except Quire once,
-for comparison (`cache.share` false).
+Model, weights, threads and turns are those of `peers.py`. Every engine has its prefix cache on; Quire also runs without
+it for comparison (`cache.share` false).
 
 Cells
-    shared-B    B requests at once of 1,024 tokens in common and 64 of their own, 64 out. The common tokens are new in
-                every turn, so the time includes computing them once, or more often by an engine that starts all
-                requests before it looks for what they share
-    apart-B     B requests of 128 tokens with nothing in common, 128 out: what sharing costs those who have nothing to
-                share. Measured on Quire alone: `peers.py` has the peers' numbers
+    shared-B    B requests at once with a common prefix of 1,024 tokens and 64 own tokens, 64 out. The prefix is new in
+                every turn, so the time includes computing it once, or more often in an engine that starts all requests
+                before it looks for shared prefixes
+    apart-B     B requests of 128 tokens with nothing in common, 128 out: the cost of sharing when there is nothing to
+                share. Only for Quire; `peers.py` has the peers' numbers
 
 Figures
     total       seconds from all prompts to all answers
-    prompts     seconds of the same for one token, after another new prefix: at batch 1 the time to first token
+    prompts     seconds of the same for one token, with another new prefix: at batch 1 the time to first token
     decode      tokens/s: B * (out - 1) / (total - prompts)
-    hit         milliseconds to the one token of another request with the same prefix, asked after the batch
-    found       prompt tokens found in the cache by the batch, and by the request after it, as far as engines tell. At
-                most 1,024 for each request but the first, and 1,024
+    hit         milliseconds to the single token of another request with the same prefix, sent after the batch
+    found       prompt tokens that the batch finds in the cache, and that the request after it finds, if the engine
+                reports them. At most 1,024 for each request but the first, and 1,024
 
-Below each table stands how many times as good Quire is as the best peer, and as it is without sharing: medians of the
+The lines below each table are Quire's advantage over the best peer, and over Quire without sharing: medians of the
 ratios within a round.
 
-llama.cpp takes part twice: its server with its prompt cache, and its decoding loop alone (see `run_llamacpp.py`), an
-upper bound for whatever is built upon it, and compared with as if it were an engine.
+llama.cpp takes part twice: its server with its prompt cache, and its decoding loop alone (see `run_llamacpp.py`). The
+loop is an upper bound for everything built on it, and is compared like an engine.
 
-The exit status is 1 when an engine had to be left out.
+The exit status is 1 if an engine was left out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ENGINES = [
     dataclasses.replace(LLAMACPP, title="llama.cpp, loop alone"),
 ]
 
-# Of each figure its title, how a number is shown, and whether less of it is better.
+# For each figure its title, its format, and whether less is better.
 TABLES = {
     "total": ("total, s", lambda value: f"{value:.2f}", True),
     "decode": ("decode, tokens/s", format_rate, False),
@@ -83,18 +83,18 @@ TABLES = {
 
 
 def ask(worker: Worker, cell: Cell, output: int, seed: int, common_seed: int, batch: int) -> Figures:
-    """One call in the cell's shape: its `seconds`, `first_seconds` and `cached_tokens`, NaN where there is none."""
+    """One call in the cell's shape. Returns `seconds`, `first_seconds` and `cached_tokens`; NaN for missing ones."""
     shape = {"batch": batch, "prompt": cell.common + cell.own, "common": cell.common, "output": output}
     answer = worker.ask(op="run", **shape, seed=seed, common_seed=common_seed)
     return {key: math.nan if value is None else value for key, value in answer.items()}
 
 
 def measure(worker: Worker, cell: Cell, seed: int) -> Figures:
-    """All figures of a cell; decode is NaN on a machine too busy to tell."""
+    """All figures of a cell. decode is NaN if the machine is too busy."""
     whole = ask(worker, cell, cell.output, seed, seed, cell.batch)
     figures = {"total": whole["seconds"], "found": whole["cached_tokens"], "hit": math.nan, "hit_found": math.nan}
     if cell.common:
-        # Too short to be timed once.
+        # One call is too short to be timed.
         hits = [ask(worker, cell, 1, seed + repeat, seed, 1) for repeat in (1, 2, 3)]
         figures["hit"] = median(hit["seconds"] for hit in hits)
         figures["hit_found"] = hits[0]["cached_tokens"]
@@ -112,7 +112,7 @@ def joins(engine: Engine, cell: Cell) -> bool:
 
 
 def report(run: Contest, results: Results) -> str:
-    """Everything that was found, as text or Markdown."""
+    """All tables, as text or Markdown."""
 
     def samples(name: str, cell: Cell, figure: str) -> list[float]:
         return results.get((name, cell.name), {}).get(figure, [])
@@ -152,7 +152,7 @@ def show(value: float, form: Callable[[float], str]) -> str:
 
 
 def record(run: Contest, results: Results) -> None:
-    """Append one JSON line per engine and cell: the medians, and all samples under `rounds`."""
+    """Appends one JSON line per engine and cell: the medians, and all samples under `rounds`."""
     for (name, cell), samples in results.items():
         medians = {figure: median(values) for figure, values in samples.items()}
         about = {"benchmark": "shared_prefix", **run.about(name), "cell": cell}
@@ -167,7 +167,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run everything, print the tables."""
+    """Runs everything, prints the tables."""
     given = arguments()
     with Contest(given, measure, joins) as run:
         run.start(lambda worker, cell: ask(worker, cell, 8, given.seed - 1, given.seed - 1, cell.batch))

@@ -1,9 +1,9 @@
-"""Decode steps of the embedded model on a CPU, all layers in one foreign call and layer by layer from Python.
+"""Decode steps of the embedded model on a CPU: all layers in one foreign call, or layer by layer from Python.
 
     python benchmarks/stack_cpu.py [--rounds 5] [--threads 2] [--json FILE]
 
-Median milliseconds a step over 64 steps at a context of 128, bfloat16, interleaved, one round to warm up. Needs a CPU
-with bf16 dot products: on others there is no such call.
+Median milliseconds per step over 64 steps at a context of 128, bfloat16, interleaved, one round to warm up. Needs a CPU
+with bf16 dot products; others do not have this call.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""From the start of a process to its first token: Quire beside llama.cpp, in turns.
+"""Time from the start of a process to its first token: Quire and llama.cpp, in turns.
 
     python benchmarks/start.py --model FILE.gguf --peers DIR [--rounds 7] [--threads 2] [--json FILE]
 
-Each start is a new process with a warm page cache. One that is not counted goes first: it compiles kernels and writes
-the layer image. Rows
+Each start is a new process with a warm page cache. A first start, which compiles kernels and writes the layer image, is
+not counted. Rows
 
     quire generate    until the first byte of the answer
-    quire serve       until the first token of a streamed completion, asked for every 5 ms until it is answered
-    llama-server      likewise; -c 4096 -np 1, which allocates little, and all else as it comes
+    quire serve       until the first token of a streamed completion, requested every 5 ms until it is answered
+    llama-server      likewise, with -c 4096 -np 1, which allocates little, and otherwise default settings
 
-The ratios are those of medians to llama-server's. DIR holds llamacpp/bin, as `make peers` leaves it.
+Ratios are medians relative to llama-server's median. DIR has llamacpp/bin, installed by `make peers`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_SECONDS = 120.0
 
 
 def generate_seconds(command: Sequence[str]) -> float:
-    """Until a command's first byte of output; then it may end."""
+    """Seconds until a command's first byte of output."""
     begun = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as process:
         assert process.stdout is not None
@@ -48,7 +48,7 @@ def generate_seconds(command: Sequence[str]) -> float:
 
 
 def serve_seconds(command: Sequence[str]) -> float:
-    """Until a server's first token, on a port that is put behind the command."""
+    """Seconds until a server's first token. The port is appended to the command."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,7 +78,7 @@ def first_token(port: int) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """That of the processes: they run this tree."""
+    """The environment of the processes, which run this tree."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -88,7 +88,7 @@ def main() -> int:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--model", required=True, help="a .gguf file")
     parser.add_argument("--peers", type=Path, help="folder with llamacpp/bin; without it Quire starts alone")
-    parser.add_argument("--options", default="", help="settings of Quire, as its flags have them, with spaces between")
+    parser.add_argument("--options", default="", help="flags of Quire, separated by spaces")
     given: argparse.Namespace = parser.parse_args()
     quire = [sys.executable, "-m", "quire"]
     options = ["--runtime.threads", str(given.threads), *given.options.split()]

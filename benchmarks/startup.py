@@ -1,10 +1,10 @@
-"""From a cold process to the first token, and peak memory, of the embedded model.
+"""Time from a cold process to the first token, and peak memory, with the embedded model.
 
     python benchmarks/startup.py [--rounds 5] [--json FILE]
 
-First token: wall seconds of `quire generate smollm2 PROMPT --max-tokens 1`, a new process each time, kernels compiled
-before. Memory: the largest resident size of a process that runs 64 requests of 256 tokens in and 64 out with batches of
-every size, against weights + arena + 600 MB. Exits with 1 when a bound does not hold.
+First token: wall seconds of `quire generate smollm2 PROMPT --max-tokens 1`, each time in a new process, with compiled
+kernels. Memory: the peak resident size of a process that runs 64 requests of 256 tokens in and 64 out with batches of
+every size; the bound is weights + arena + 600 MB. The exit status is 1 if a bound does not hold.
 """
 
 from __future__ import annotations

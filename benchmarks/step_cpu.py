@@ -1,10 +1,10 @@
-"""A decode step outside the model: scheduler, cache, attention's plan and answers, in milliseconds.
+"""Milliseconds of a decode step outside the model: scheduler, cache, attention's plan and answers.
 
     python benchmarks/step_cpu.py [--batch 128] [--steps 100] [--rounds 5] [--source DIR] [--json FILE]
 
-The embedded model decodes greedily, without text, in one thread; prompts differ in length, so that chunks end in
-different steps. Of each step's processor time what the model's layers, its output head and sampling take is subtracted.
---source has another commit's `src`, whose steps are timed in turns with this one's.
+The embedded model decodes greedily, without text, in one thread. Prompts differ in length, so that chunks end in
+different steps. The result is each step's processor time minus that of the model's layers, output head and sampling.
+--source is the `src` of another commit, which is timed in turns with this one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTHS = 64
 
 
 def measure(batch: int, steps: int) -> float:
-    """The median of some steps, in milliseconds."""
+    """The median over `steps` steps, in milliseconds."""
     from quire import LLM, SamplingParams
 
     options = {
@@ -46,7 +46,7 @@ def measure(batch: int, steps: int) -> float:
 
             return call
 
-        runner = getattr(engine, "runner", engine)  # which another commit's engine may not have
+        runner = getattr(engine, "runner", engine)  # an earlier commit's engine may have no runner
         for name in ("hidden", "head"):
             object.__setattr__(runner.model, name, timed(getattr(runner.model, name)))
         runner.sampler.sample = timed(runner.sampler.sample)
@@ -68,7 +68,7 @@ def main() -> None:
     """Measures and prints."""
     parser = arguments(__doc__)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=100, help="of a round")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a round")
     parser.add_argument("--source", type=Path, metavar="DIR", help="another commit's src, measured too")
     parser.add_argument("--measure", action="store_true", help="print one round's number")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Programs that take turns on one machine: each is stopped while another is timed.
+"""Programs that take turns on one machine. Each is stopped while another is timed.
 
-Knows processes and a line of JSON out, a line of JSON in; does not know what the lines mean.
+Knows processes and lines of JSON, not their meaning.
 """
 
 import json
@@ -16,28 +16,28 @@ from typing import Any
 
 
 class WorkerError(Exception):
-    """A worker did not start, or failed; one line that says which and why."""
+    """A worker did not start, or failed. The message names it and the reason in one line."""
 
 
 class Worker:
-    """A program and all it starts, which run only between `resume` and `pause`.
+    """A program and all processes it starts, which run only between `resume` and `pause`.
 
-    It answers every line of JSON on its standard input with one on its standard output, the first without being asked.
+    It answers every line of JSON on its standard input with one on its standard output. The first answer comes unasked.
     """
 
     def __init__(
         self, name: str, command: Sequence[object], environment: Mapping[str, str], log: Path, limit_seconds: float
     ) -> None:
-        """Start the program, wait for its first answer (`ready`), and leave it paused.
+        """Starts the program, waits for its first answer (`ready`), and leaves it paused.
 
-        log            where its standard error goes
+        log            file for its standard error
         limit_seconds  longest wait for the first answer
         Raises WorkerError.
         """
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
-            # A session of its own, by which all its processes are found.
+            # A session of its own identifies all its processes.
             self.process = subprocess.Popen(
                 [str(word) for word in command],
                 stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ class Worker:
         self.pause()
 
     def ask(self, limit_seconds: float = 600, **request: object) -> dict[str, Any]:
-        """Send one request and wait for its answer. Raises WorkerError."""
+        """Sends one request and waits for its answer. Raises WorkerError."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -65,15 +65,15 @@ class Worker:
         return self._answer(limit_seconds)
 
     def pause(self) -> None:
-        """Stop every process of the program, so that no thread of it spins while others are timed."""
+        """Stops every process of the program, so that none of its threads spins while others are timed."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the program run again."""
+        """Continues the program."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End every process of the program."""
+        """Ends every process of the program."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -98,15 +98,15 @@ class Worker:
 
 
 class Meter:
-    """Cores kept busy by anything but one worker and this script, since construction."""
+    """The cores that other programs than one worker and this script kept busy since construction."""
 
     def __init__(self, worker: Worker) -> None:
-        """Begin counting."""
+        """Starts counting."""
         self.leader = worker.process.pid
         self.began, self.before = time.monotonic(), self._foreign_seconds()
 
     def other_cores(self) -> float:
-        """Average number of cores; 0 when the machine is otherwise idle."""
+        """Average number of cores; 0 if the machine is otherwise idle."""
         return max(0.0, (self._foreign_seconds() - self.before) / (time.monotonic() - self.began))
 
     def _foreign_seconds(self) -> float:
@@ -126,7 +126,7 @@ def session(leader: int) -> list[Process]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The program's name may hold spaces and brackets; nothing after its last bracket does.
+            # The program's name may have spaces and brackets. No field after its last bracket has any.
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
@@ -137,6 +137,6 @@ def session(leader: int) -> list[Process]:
 
 
 def busy_seconds() -> float:
-    """CPU seconds this machine has worked, or was kept from working by its host, since it started (Linux)."""
+    """CPU seconds that this machine worked, or that its host took from it, since it started (Linux)."""
     user, nice, system, _idle, _wait, interrupt, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")

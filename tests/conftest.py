@@ -1,4 +1,4 @@
-"""What every test shares: one compute thread, a printed seed, the effort, the data folder, and skips that say why."""
+"""Shared by all tests: one compute thread, a printed seed, the effort, the data folder, and skips with a reason."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How much a run tries: one dial, `QUIRE_EFFORT`, for random examples, matrices and slow tests.
+"""The effort of a test run: one setting, `QUIRE_EFFORT`, for random examples, matrices and slow tests.
 
     quick  what `make test` runs: some examples of every property, every pair of values in a matrix
     full   what `make test-full` runs: several times as many examples, whole matrices, slow tests
     night  many times as many examples
 
-A test says how many examples of its property a quick run tries; the dial multiplies that. No test sets a number of
-examples in any other way (tests/unit/test_effort.py).
+A test states the number of examples of a quick run; the effort multiplies it. No test sets a number of examples in
+any other way (tests/unit/test_effort.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Small engines in memory, and the oracle they are held to: the same weights, dense attention, one sequence at a time,
-one token a step."""
+"""Small engines in memory, and their oracle: the same weights, dense attention, one sequence and one token at a
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables for the non-uniform codecs, made up: for tests of what does not depend on how they were calibrated."""
+"""Made-up tables for the non-uniform codecs, for tests that do not depend on calibration."""
 
 from __future__ import annotations
 

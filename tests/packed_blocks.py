@@ -1,4 +1,4 @@
-"""Random blocks of every type that products read as they are."""
+"""Random blocks of every type that products read without dequantizing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Models whose heads look where they are told to, and engines whose every decision and logit is written down and then
-held to the oracle."""
+"""Models whose heads attend to chosen tokens; and engines that record every decision and logit, to compare with the
+oracle.
+"""
 
 from __future__ import annotations
 

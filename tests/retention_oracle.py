@@ -1,9 +1,9 @@
-"""Retention by brute force, of one sequence: every key and value stays, every row's attention is a whole matrix, and
-what a head no longer keeps is masked out of it. Rules are loops over tokens and heads.
+"""Retention by brute force, for one sequence: every key and value stays, every row has its whole attention matrix, and
+a mask hides the tokens that a head does not keep. Rules are loops over tokens and heads.
 
-Shares no code with `quire.attention` and `quire.cache`. Whoever computed the same with other kernels may have decided
-otherwise where two sums, or a recovery and the threshold, are equal up to rounding: such a decision is proved to be a
-tie, and followed.
+Shares no code with `quire.attention` and `quire.cache`. Other kernels may decide differently if two sums, or a
+recovery and the threshold, are equal up to rounding. The oracle proves that such a decision is a tie, and follows
+it.
 """
 
 from __future__ import annotations

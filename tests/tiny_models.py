@@ -1,8 +1,8 @@
-"""Tiny models of every family, made on the spot: nothing is downloaded and nothing is stored.
+"""Tiny models of every family, made on the spot without downloads or stored files.
 
-`save_tiny` writes a folder through `transformers` itself, so that names and settings are those of the field;
-`RandomWeights` is a checkpoint in memory for tests that want a model and no files; `write_gguf` writes GGUF files in
-any quantization.
+`save_tiny` writes a folder through `transformers` itself, so that names and settings are the field's.
+`RandomWeights` is a checkpoint in memory, for tests that need a model without files. `write_gguf` writes GGUF files
+in any quantization.
 """
 
 from __future__ import annotations

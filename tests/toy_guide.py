@@ -1,4 +1,4 @@
-"""A drafter of the tests: it knows how a sequence goes on, and proposes that, something else, or part of each."""
+"""A drafter for tests: it knows the sequence's continuation, and proposes that, something else, or a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store of the tests: it keeps runs in memory, brings every layer late, and now and then not at all, or damaged."""
+"""A store for tests: it keeps runs in memory and brings layers late, sometimes damaged or not at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The `openai` package, unmodified, against a running server: what it sends, what it gets, what it raises.
+"""Checks a running server with the unmodified `openai` package: requests, answers and exceptions.
 
     python check_openai.py http://127.0.0.1:8000/v1
 
-Runs in the virtual environment of the clients and knows nothing of Quire. Prints one line of JSON a check,
-{"what", "result", "ok"}; the exit status is 1 when one failed.
+Runs in the virtual environment of the clients, without Quire. Prints one line of JSON per check, {"what", "result",
+"ok"}. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT = "Paper is made of wood, and a book is made of"
 
 
 class Checks:
-    """The checks, each a method that returns what it found and raises AssertionError for what should not be."""
+    """The checks. Each is a method that returns its finding, or raises AssertionError."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -61,7 +61,7 @@ class Checks:
         assert streamed == text, (streamed, text)
         assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == usage.completion_tokens
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-        # The helper raises for answers that max_completion_tokens cuts off, so that one needs a stop string.
+        # The helper raises for answers that max_completion_tokens cuts off, so this answer needs a stop string.
         stop = text[len(text) // 2 :][:3]
         with self.chat.stream(model=MODEL, messages=MESSAGES, temperature=0, stop=stop) as stream:
             gathered = stream.get_final_completion().choices[0]
@@ -69,7 +69,7 @@ class Checks:
         return f"{usage.completion_tokens} tokens, the same in {len(chunks)} chunks"
 
     def chat_goes_on(self) -> str:
-        """A second turn that holds the first answer as the package returned it."""
+        """A second turn that contains the first answer as the package returned it."""
         first = self.chat.create(model=MODEL, messages=MESSAGES, max_completion_tokens=8, seed=1)
         turn = {"role": "user", "content": [{"type": "text", "text": "Say more."}]}
         more = [*MESSAGES, first.choices[0].message.model_dump(), turn]
@@ -207,7 +207,7 @@ class Checks:
         return "12 at once, 6 of them streams"
 
     def leaving(self) -> str:
-        """A stream that is closed early is aborted: no request runs on."""
+        """Closing a stream early aborts its request."""
         given = {"model": MODEL, "prompt": TEXT, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
         stream = self.api.completions.create(**given, stream=True)
         next(iter(stream))
@@ -234,7 +234,7 @@ class Checks:
 
 
 def main() -> int:
-    """Run all checks."""
+    """Runs all checks."""
     checks = Checks(sys.argv[1])
     todo: list[tuple[str, Callable[[], str]]] = [
         ("models", checks.models),

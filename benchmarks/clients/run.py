@@ -1,14 +1,14 @@
-"""Real clients, unmodified, against `quire serve smollm2`; scripts/clients.sh installs them and runs this.
+"""Runs real, unmodified clients against `quire serve smollm2`. scripts/clients.sh installs them and runs this.
 
     python benchmarks/clients/run.py [--clients DIR] [--vllm DIR] [--logs DIR] [--only openai,lm-eval,guidellm,vllm]
 
-openai     the package: chat, completions, streams, logprobs, n, errors, leaving (check_openai.py)
-lm-eval    three small tasks over token-id prompts (tasks/): choices scored with echo and logprobs, whole texts, greedy
-           answers, these over chat too. What it reports must be what `quire.LLM` computes here from the same questions.
-guidellm   a short benchmark each of completions and chat: every request succeeds, with the tokens that were asked for
-vllm       the same with `vllm bench serve`; left out where vLLM is not installed
+openai     the package: chat, completions, streams, logprobs, n, errors, closing (check_openai.py)
+lm-eval    three small tasks over token-id prompts (tasks/): choices scored with echo and logprobs; whole texts; greedy
+           answers, also over chat. Its results must equal those that `quire.LLM` computes here from the same questions
+guidellm   a short benchmark each of completions and chat: every request succeeds, with the requested number of tokens
+vllm       the same with `vllm bench serve`; left out if vLLM is not installed
 
-Prints client, what and result; the exit status is 1 when anything failed. Nothing is downloaded.
+Prints client, check and result. The exit status is 1 if anything failed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ MODEL = "smollm2"
 TASKS = HERE / "tasks"
 CLIENT_SECONDS = 600
 OPTIONS = {"cache.memory": "512MiB"}
-# Both sides run one request at a time: in bf16 another batch rounds differently, and greedy texts part at near ties.
+# Both sides run one request at a time: in bf16 another batch rounds differently, and greedy texts diverge at near ties.
 MAX_DIFFERENCE = 1e-3
-# Of the benchmarks.
+# Load of the benchmarks.
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 6, 48, 8
 
 Row = tuple[str, str, str, bool]
-"""Client, what, result, whether it passed."""
+"""Client, check, result, whether it passed."""
 
 
 class ClientError(Exception):
-    """A client failed; one line that says which and where to read more."""
+    """A client failed. The message names it and its log in one line."""
 
 
 def run_client(command: Sequence[object], log: Path, environment: Mapping[str, str], folder: Path = ROOT) -> str:
-    """The standard output of a client, which is written to `log` too. Raises ClientError."""
+    """Runs a client. Returns its standard output, which is also written to `log`. Raises ClientError."""
     words = [str(word) for word in command]
     with log.open("w") as errors:
         done = subprocess.run(
@@ -76,7 +76,7 @@ def run_client(command: Sequence[object], log: Path, environment: Mapping[str, s
 
 @contextmanager
 def server(log: Path) -> Iterator[str]:
-    """The address of a server of its own process, which is drained at the end and must leave with exit code 0."""
+    """The address of a server in its own process. At the end it is drained and must exit with code 0."""
     options = [word for key, value in OPTIONS.items() for word in (f"--{key}", value)]
     with quire_server(log, MODEL, *options) as found:
         yield found.url
@@ -84,7 +84,7 @@ def server(log: Path) -> Iterator[str]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """The embedded model's tokenizer in the form `transformers` reads, for the clients that count or make tokens."""
+    """Saves the embedded model's tokenizer for `transformers`, for clients that count or make tokens."""
     path = cached_path()
     if path is None:
         raise ClientError("the embedded model is not there: quire pull smollm2")
@@ -95,7 +95,7 @@ def save_tokenizer(folder: Path) -> None:
     special = {f"{role}_token": tokens[metadata[f"tokenizer.ggml.{role}_token_id"]] for role in ("bos", "eos")}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
     (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"])
-    # Only the kind is asked for, to choose a class of tokenizer.
+    # transformers reads only the kind of model, to choose a class of tokenizer.
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8192}))
 
 
@@ -128,7 +128,7 @@ class Clients:
         return [("openai", row["what"], row["result"], row["ok"]) for row in rows]
 
     def lm_eval(self) -> list[Row]:
-        """Runs the tasks; `compare_with_library` judges what it wrote."""
+        """Runs the tasks. `compare_with_library` judges the results."""
         by_ids = {
             "tokenizer": self.tokenizer,
             "tokenizer_backend": "huggingface",
@@ -148,7 +148,7 @@ class Clients:
             "--include_path", TASKS, "--tasks", tasks, "--output_path", self.logs / name, "--log_samples",
             *([] if more else ["--apply_chat_template"]),
         ]  # fmt: skip
-        # The tasks name their questions relative to their own folder.
+        # The tasks name their questions relative to their folder.
         run_client(command, self.logs / f"{name}.log", self.environment, TASKS)
 
     def guidellm(self) -> list[Row]:
@@ -203,13 +203,13 @@ class Clients:
 
 
 def _counts_prompts(endpoint: str, tokens: list[int]) -> bool:
-    """Whether the server counted the tokens the client made; in a chat the template adds the same number to each."""
+    """Whether the server counted the client's tokens. In a chat, the template adds the same number to each prompt."""
     wanted = PROMPT_TOKENS if endpoint == "/v1/completions" else max(tokens)
     return tokens == [wanted] * REQUESTS and wanted >= PROMPT_TOKENS
 
 
 def server_rows(url: str, log: Path) -> list[Row]:
-    """What the server itself says about the run."""
+    """The server's own report about the run."""
     with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     counts: dict[str, int] = {}
@@ -225,7 +225,7 @@ def server_rows(url: str, log: Path) -> list[Row]:
 
 
 def compare_with_library(logs: Path) -> list[Row]:
-    """lm-eval's reports against the library's own probabilities and answers for the same questions."""
+    """Compares lm-eval's reports with the library's own probabilities and answers for the same questions."""
     questions = [json.loads(line) for line in (TASKS / "questions.jsonl").read_text().splitlines()]
     with LLM(MODEL, options=OPTIONS) as llm:
         return [
@@ -296,7 +296,7 @@ def _compare_answers(llm: LLM, questions: list[dict], logs: Path, chat: bool) ->
 
 
 def _context(question: dict) -> str:
-    """As the tasks write it."""
+    """The context of a question, as the tasks write it."""
     return f"Question: {question['question']}\nAnswer:"
 
 
@@ -313,7 +313,7 @@ def _score(llm: LLM, ids: list[int], begin: int) -> tuple[float, bool]:
 
 
 def _truth(value: object) -> bool:
-    """lm-eval writes replies as text."""
+    """A truth value that lm-eval wrote as text."""
     return value is True or value == "True"
 
 
@@ -327,14 +327,14 @@ def _lm_eval_results(logs: Path, task: str, run: str = "lm_eval") -> tuple[list[
 
 
 def main() -> int:
-    """Start the server, run the clients in turn, stop it, compare, print."""
+    """Starts the server, runs the clients in turn, stops it, compares, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=Path, default=ROOT / ".peers/clients", help="their virtual environment")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".peers/vllm", help="vLLM's virtual environment")
     parser.add_argument("--logs", type=Path, default=ROOT / ".peers/logs/clients", help="emptied first")
-    parser.add_argument("--only", default="openai,lm-eval,guidellm,vllm", help="names with commas between")
+    parser.add_argument("--only", default="openai,lm-eval,guidellm,vllm", help="clients, comma-separated")
     args = parser.parse_args()
-    # Who ends this script ends the server with it.
+    # Ending this script also ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     shutil.rmtree(args.logs, ignore_errors=True)
     args.logs.mkdir(parents=True)
@@ -375,7 +375,7 @@ def main() -> int:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """All columns to the left."""
+    """A table with all columns left-aligned."""
     lines = [("client", "what", "result", ""), *((*row[:3], "ok" if row[3] else "FAILED") for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     lines.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]

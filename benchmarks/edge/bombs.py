@@ -1,6 +1,6 @@
-"""What a hostile or broken client sends: bodies, heads and connections made to cost a server more than they cost them.
+"""What hostile or broken clients send: bodies, heads and connections that cost a server more than the client.
 
-Knows HTTP as bytes on sockets, and the names of endpoints that servers of OpenAI's API share; nothing of the servers.
+Knows HTTP as bytes on sockets, and the endpoints that servers of OpenAI's API share; nothing else about the servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 SMALL, LARGE = 1_200_000, 8_300_000
-"""Bytes of a body: 600,000 numbers, and as much as the default limit of 8 MiB lets through."""
+"""Bytes of a body: 600,000 numbers, and the most that the default limit of 8 MiB accepts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Client:
         self.socket = socket.create_connection(("127.0.0.1", target.port), timeout=target.seconds)
 
     def send(self, data: bytes) -> bool:
-        """Send, and look for an answer; whether it makes sense to go on."""
+        """Sends, and looks for an answer. Returns whether to continue."""
         try:
             view = memoryview(data)
             while view and not self.received and not self.ended:
@@ -52,7 +52,7 @@ class Client:
         return not self.received and not self.ended
 
     def look(self, seconds: float) -> None:
-        """Read what is there, waiting for the first byte for up to `seconds`."""
+        """Reads available bytes, waiting up to `seconds` for the first."""
         try:
             self._left(seconds)
             part = self.socket.recv(65536)
@@ -66,7 +66,7 @@ class Client:
             self.ended = type(error).__name__
 
     def outcome(self) -> str:
-        """The status answered, waiting for it until the time is over; else how the connection ended."""
+        """Waits for the answer until the time is over. Returns its status, or how the connection ended."""
         while b"\r\n" not in self.received and not self.ended:
             self.look(min(1.0, max(0.01, self.until - time.monotonic())))
         self.socket.close()
@@ -85,7 +85,7 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def ask(target: Target, sent: bytes) -> str:
-    """The outcome of some bytes."""
+    """Sends some bytes. Returns the outcome."""
     client = Client(target)
     client.send(sent)
     return client.outcome()
@@ -98,7 +98,7 @@ def together(outcomes: Iterator[str]) -> str:
 
 
 def side_by_side(count: int, work: Callable[[int], str]) -> str:
-    """The outcomes of as many clients at once."""
+    """The outcomes of `count` clients at once."""
     with ThreadPoolExecutor(count) as pool:
         return together(pool.map(work, range(count)))
 
@@ -109,22 +109,22 @@ MESSAGE = b'"messages":[{"role":"user","content":"a"}]'
 
 
 def numbers(size: int) -> bytes:
-    """A list of ones, so many bytes long."""
+    """A list of ones, `size` bytes long."""
     return b"[" + b",".join([b"1"] * (size // 2)) + b"]"
 
 
 def pairs(size: int) -> bytes:
-    """Names and numbers, about so many bytes long."""
+    """Names and numbers, about `size` bytes long."""
     return b",".join(b'"%07d":1' % each for each in range(size // 12))
 
 
 def repeated(item: bytes, size: int) -> bytes:
-    """A list of equal items, about so many bytes long."""
+    """A list of equal items, about `size` bytes long."""
     return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
 
 
 def body(where: str, size: int) -> tuple[str, bytes]:
-    """(path, body) of a bomb in a place of the request."""
+    """(path, body) of a bomb in a field of the request."""
     chat = "/v1/chat/completions"
     match where:
         case "messages":
@@ -152,7 +152,7 @@ def named(target: Target, path: str, text: bytes) -> bytes:
 
 
 def validation(where: str, size: int, count: int = 1) -> Callable[[Target], str]:
-    """Bodies that take long to check."""
+    """Bodies that are slow to validate."""
 
     def send(target: Target) -> str:
         sent = named(target, *body(where, size))
@@ -182,7 +182,7 @@ CHUNKED += b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def endless(begin: bytes, more: bytes, size: int) -> Callable[[Target], str]:
-    """A beginning, and more of the same up to some bytes."""
+    """A beginning, then `more` repeated up to `size` bytes."""
 
     def send(target: Target) -> str:
         client = Client(target)
@@ -198,13 +198,13 @@ def endless(begin: bytes, more: bytes, size: int) -> Callable[[Target], str]:
 def many_heads(target: Target) -> str:
     """200 connections with 1 MB of headers each, none of which ends."""
     one = endless(HEAD, b"x-header: " + b"a" * 1000 + b"\r\n", 1_000_000)
-    # They are held until answered, or for a while: what they have sent stays in memory together.
+    # Connections stay open until answered, or for a while, so that all their bytes are in memory at once.
     short = dataclasses.replace(target, seconds=min(20.0, target.seconds))
     return side_by_side(200, lambda _: one(short))
 
 
 def dripping(begin: bytes, drop: bytes, count: int) -> Callable[[Target], str]:
-    """Connections on which after the beginning a drop comes every second; an empty one: nothing."""
+    """Connections that send a beginning, then a drop every second; with an empty drop, nothing more."""
 
     def send(target: Target) -> str:
         def one(_: int) -> str:
@@ -225,7 +225,7 @@ def dripping(begin: bytes, drop: bytes, count: int) -> Callable[[Target], str]:
 
 
 def many_connections(begin: bytes) -> Callable[[Target], str]:
-    """3,000 connections that send a beginning and no more, held for five seconds."""
+    """3,000 connections that send only a beginning and stay open for five seconds."""
 
     def send(target: Target) -> str:
         held, outcomes = [], []
@@ -253,7 +253,7 @@ def many_connections(begin: bytes) -> Callable[[Target], str]:
 
 
 def pipelined(target: Target) -> str:
-    """100,000 requests ahead of their answers on one connection, of which nothing is read."""
+    """100,000 pipelined requests on one connection, without reading any answer."""
     client = Client(target)
     sent = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100_000
     client.send(sent)
@@ -280,4 +280,4 @@ BOMBS: dict[str, Callable[[Target], str]] = {
     "prompt scores, n = 8": prompt_scores,
     "8 MB of one word": one_word,
 }
-"""By name; each sends to a server and tells how it was answered."""
+"""By name; each sends to a server and returns the outcome."""

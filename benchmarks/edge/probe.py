@@ -1,9 +1,9 @@
-"""Watches a server from a process of its own: how long its health takes to answer, and how much memory it has.
+"""Watches a server from a separate process: the latency of its health endpoint, and its memory.
 
     python probe.py PORT PATH PID
 
-For each line on standard input one JSON line of what was seen since the last: {"worst": seconds of the slowest answer,
-"probes": how many, "failed": those without status 200, "before": bytes at the begin, "peak": bytes at most}.
+Answers each line of standard input with a JSON line about the time since the last one: {"worst": seconds of the slowest
+answer, "probes": number, "failed": number without status 200, "before": bytes at the start, "peak": most bytes}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = 4096
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """A process and its descendants."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -35,7 +35,7 @@ def family(pid: int) -> list[int]:
 
 
 def resident(pids: list[int]) -> int:
-    """Bytes in memory of some processes."""
+    """Resident bytes of some processes."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def resident(pids: list[int]) -> int:
 
 
 def is_well(port: int, path: str) -> bool:
-    """Whether a new connection is answered 200."""
+    """Whether a new connection is answered with 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         connection.request("GET", path)
@@ -58,7 +58,7 @@ def is_well(port: int, path: str) -> bool:
 
 
 class Memory(threading.Thread):
-    """Samples the memory of a process and of all that it has started, while health may be without an answer."""
+    """Samples the memory of a process and its descendants, even while health does not answer."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -67,19 +67,19 @@ class Memory(threading.Thread):
         self.start()
 
     def begin(self) -> None:
-        """Forget the peak."""
+        """Forgets the peak."""
         self.pids = family(self.pid)
         self.before = self.peak = resident(self.pids)
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Samples until the process ends."""
         while True:
             self.peak = max(self.peak, resident(self.pids))
             time.sleep(PERIOD)
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Answers until the input ends."""
     port, path = int(sys.argv[1]), sys.argv[2]
     memory = Memory(int(sys.argv[3]))
     while True:

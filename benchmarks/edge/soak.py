@@ -1,8 +1,8 @@
-"""A soak: many streams, a third of them dropped midway, and clients that do not read answers of several MB.
+"""A soak test: many streams, a third of them dropped midway, and clients that do not read answers of several MB.
 
 Bounds
-    lag      of the server's event loop, 99.9th percentile, by its own metric: at most 3 times that of the same loop
-             while as many requests run in the engine and nobody is streamed to
+    lag      99.9th percentile of the event loop's lag, by the server's own metric: at most 3 times the lag while the
+             same number of requests runs without streams
     memory   at most weights + arena + 600 MB; the second half of the requests adds at most 20 MB
 """
 
@@ -25,20 +25,20 @@ from servers import Server
 AT_ONCE = 32
 CALM_SECONDS = 60.0
 UNREAD = 8
-"""Clients that do not read, spread over the requests: 10 MB each."""
+"""Clients that do not read, spread over the requests; 10 MB of answer each."""
 
 MAX_RATIO, MAX_EXTRA, MAX_GROWTH = 3.0, 600e6, 20e6
 
 
 def completion(**fields: object) -> bytes:
-    """A request for a completion, on a connection that ends with it."""
+    """A request for a completion that closes its connection."""
     body = json.dumps({"prompt": [600] * 32, "ignore_eos": True, "temperature": 1.0, **fields}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def stream(port: int, draw: random.Random) -> str:
-    """One stream of 4 to 40 tokens; one of three is dropped somewhere. How it ended."""
+    """Runs one stream of 4 to 40 tokens; one of three is dropped midway. Returns how it ended."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     tokens, dropped = draw.randrange(4, 41), draw.random() < 1 / 3
     try:
@@ -55,7 +55,7 @@ async def stream(port: int, draw: random.Random) -> str:
 
 
 def unread(port: int) -> socket.socket:
-    """A stream with the scores of 20 tokens for each of 16 x 300 tokens, which nobody reads."""
+    """An unread stream with the scores of 20 tokens for each of 16 x 300 tokens."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", port))
@@ -71,7 +71,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def lag(before: dict[str, float], after: dict[str, float], share: float) -> float:
-    """The lag that a share of the observations between two looks stayed below, by the buckets' upper ends."""
+    """The quantile `share` of the lag between two readings of the metrics, as the upper end of a bucket."""
     begin = 'quire_event_loop_lag_seconds_bucket{le="'
     counts = [
         (float(name.removeprefix(begin).rstrip('"}')), after[name] - before[name])
@@ -83,7 +83,7 @@ def lag(before: dict[str, float], after: dict[str, float], share: float) -> floa
 
 
 async def calm(port: int, seconds: float) -> None:
-    """As many requests as in the soak, all at once in the engine, whose answers come in one piece."""
+    """The same number of concurrent requests as in the soak, without streams."""
 
     async def one() -> None:
         while True:
@@ -100,7 +100,7 @@ async def calm(port: int, seconds: float) -> None:
 
 
 async def soak(port: int, pid: int, requests: int) -> tuple[Counter[str], list[int], list[int]]:
-    """How the requests ended, and the server's memory over the first and the second half of them."""
+    """Runs the soak. Returns how requests ended, and the server's memory over the first and the second half."""
     draw = random.Random(0)
     ends: Counter[str] = Counter()
     halves: tuple[list[int], list[int]] = ([], [])
@@ -128,10 +128,10 @@ async def soak(port: int, pid: int, requests: int) -> tuple[Counter[str], list[i
 
 
 def run_soak(found: Server, given: argparse.Namespace) -> bool:
-    """Measures, prints, and tells whether the bounds hold."""
+    """Measures and prints. Returns whether the bounds hold."""
     command = [sys.executable, "-m", "quire", "inspect", given.model, "--json"]
     facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-    asyncio.run(calm(found.port, 5.0))  # wakes everything up
+    asyncio.run(calm(found.port, 5.0))  # warm-up
     start = metrics(found.url)
     asyncio.run(calm(found.port, CALM_SECONDS))
     before = metrics(found.url)

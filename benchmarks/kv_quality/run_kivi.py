@@ -1,12 +1,12 @@
-"""KIVI-style quantization of the same model, and plain integers for scale: a simulation, but with real packed tensors.
+"""KIVI-style quantization of the same model, and plain integers for comparison: a simulation with real packed tensors.
 
-KIVI quantizes keys (after RoPE) per channel in groups of tokens, values per token in groups of channels, uniformly and
-asymmetrically with float16 scales and zero points, and keeps new tokens exact: keys until as many have gathered as the
-residual holds, when all are quantized (so at the end of a window none is exact); values always the last so many.
-"steady" is a variant that always keeps the last keys exact too, at more bytes. "int" is one group per token and head,
-for keys as for values, and keeps nothing exact.
+KIVI quantizes keys (after RoPE) per channel in groups of tokens, and values per token in groups of channels, uniformly
+and asymmetrically, with float16 scales and zero points. New tokens stay exact. Keys are quantized all at once when the
+residual is full, so at the end of a window none is exact. Of values, the last tokens, up to the residual's size, always
+stay exact. The variant "steady" also keeps the last keys exact always, at more bytes. "int" has one group per token and
+head for keys and values, and keeps nothing exact.
 
-What is read is decoded from packed codes; the decoded copies that are kept beside them are not counted.
+Reads decode packed codes. The decoded copies that are kept as well are not counted.
 
 Source: KIVI, arXiv 2402.02750, section 3; written from the paper.
 """
@@ -24,13 +24,13 @@ from windows import Cache, Engine, Score, Windows, serve
 
 @dataclass(frozen=True)
 class Kivi:
-    """How to quantize.
+    """Settings of the quantization.
 
-    bits          of a code
+    bits          bits of a code
     group         numbers that share a scale
     residual      tokens kept exact; 0 or a multiple of `group`
-    by_token      keys per token, as values are
-    steady        keys leave the residual group by group, not all at once
+    by_token      whether keys are quantized per token, like values
+    steady        whether keys leave the residual group by group, not all at once
     """
 
     bits: int
@@ -56,7 +56,7 @@ CACHES: dict[str, Cache[Kivi | None]] = {"f16": Cache(16, None)} | {
 
 @dataclass
 class Packed:
-    """Groups of codes, eight codes in as many bytes as a code has bits.
+    """Groups of codes; eight codes of n bits take n bytes.
 
     codes        u8 [..., groups, group * bits / 8]
     scale, zero  f16 [..., groups, 1]
@@ -68,12 +68,12 @@ class Packed:
 
 
 def encode(groups: Tensor, bits: int) -> Packed:
-    """Quantize the last dimension of [..., groups, group] uniformly between its least and greatest number."""
+    """Quantizes the last dimension of [..., groups, group] uniformly between its minimum and maximum."""
     groups = groups.float()
     levels = 2**bits - 1
     zero = groups.amin(-1, keepdim=True).half()
     scale = ((groups.amax(-1, keepdim=True) - zero.float()) / levels).half()
-    # A group of equal numbers has no scale; its codes are all 0.
+    # A group of equal numbers has scale 0 and codes 0.
     divisor = torch.where(scale == 0, 1, scale).float()
     codes = ((groups - zero.float()) / divisor).round().clamp(0, levels).to(torch.int64)
     words = (codes.unflatten(-1, (-1, 8)) << bits * torch.arange(8)).sum(-1, keepdim=True)
@@ -92,7 +92,7 @@ class Half:
     """The keys or the values of one layer: packed blocks, then exact tokens.
 
     packed   the blocks as they would be stored
-    exact    f16 [1, H, tokens, D], those behind the blocks
+    exact    f16 [1, H, tokens, D], the tokens after the blocks
     """
 
     def __init__(self, settings: Kivi, by_channel: bool) -> None:
@@ -103,7 +103,7 @@ class Half:
         self._decoded = torch.empty(0)
 
     def append(self, states: Tensor) -> Tensor:
-        """Take a slice's f16 [1, H, tokens, D]; what it attends to: earlier tokens as stored, its own exact."""
+        """Appends a slice, f16 [1, H, tokens, D]. Returns what it reads: earlier tokens as stored, its own exact."""
         self.exact = states if self.exact.numel() == 0 else torch.cat([self.exact, states], dim=-2)
         read = self.exact.float()
         if self._decoded.numel():
@@ -113,7 +113,7 @@ class Half:
         return read
 
     def _leaving(self) -> int:
-        """How many of the exact tokens are to be quantized now."""
+        """The number of exact tokens to quantize now."""
         tokens, residual = self.exact.shape[-2], self.settings.residual
         if not self.by_channel:
             return max(0, tokens - residual)
@@ -143,18 +143,18 @@ class KiviLayer(DynamicLayer):
         self.tokens = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
-        """Take a slice, return what it attends to."""
+        """Appends a slice. Returns what it attends to."""
         self.tokens += key_states.shape[-2]
         keys, values = (half.append(new) for half, new in zip(self.halves, (key_states, value_states), strict=True))
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Tokens stored."""
+        """Number of stored tokens."""
         return self.tokens
 
 
 def held(cache: HalfCache) -> list[object]:
-    """What would be stored."""
+    """The tensors that would be stored."""
     return [(half.packed, half.exact) for layer in cache.layers for half in layer.halves]
 
 

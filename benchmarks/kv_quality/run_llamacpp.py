@@ -1,7 +1,7 @@
-"""llama.cpp's cache types, through a small program of ours beside its own (llamacpp_logprobs.cpp).
+"""llama.cpp's cache types, through a small program of ours over its library (llamacpp_logprobs.cpp).
 
-Flash attention is on for every type. Where the type is quantized llama.cpp rotates keys and values by a Hadamard
-matrix first, its default, and a slice reads even its own tokens as they are stored.
+Flash attention is on for every type. For quantized types, llama.cpp first rotates keys and values by a Hadamard matrix,
+its default, and a slice reads even its own tokens as stored.
 """
 
 import argparse
@@ -15,7 +15,7 @@ CACHES = {name: Cache(bits, name) for name, bits in {"f16": 16, "q8_0": 8, "q4_1
 
 
 def start(given: argparse.Namespace) -> Engine[str]:
-    """The program; it loads the model anew for each cache."""
+    """The program. It loads the model again for each cache."""
     printed = subprocess.run([given.programs / "llama-bench", "--version"], capture_output=True, text=True)
     version = (printed.stdout + printed.stderr).split("\n")[0].removeprefix("version: ")
 
@@ -26,7 +26,7 @@ def start(given: argparse.Namespace) -> Engine[str]:
         done = subprocess.run([*map(str, command)], input=lines, capture_output=True, text=True)
         print(done.stderr, file=sys.stderr)
         done.check_returncode()
-        # Its own words on what it has allocated, to a hundredth of a MiB.
+        # The program reports its allocation to a hundredth of a MiB.
         size, cells = re.search(r"size = +([\d.]+) MiB \( *(\d+) cells", done.stderr).groups()
         return Score(float(size) * 2**20 / int(cells), [float(line) for line in done.stdout.split()])
 

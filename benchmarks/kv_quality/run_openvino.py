@@ -1,9 +1,9 @@
-"""OpenVINO's CPU plugin with a paged cache: the model GenAI's pipeline runs, asked directly for the logits.
+"""OpenVINO's CPU plugin with a paged cache: the model of GenAI's pipeline, called directly for its logits.
 
-The pipeline gives no probabilities of prompt tokens cut into slices. What it does first is done here as well: the
-stateful model becomes one of paged attention, whose compiled form says of what type and shape its pages are. Sizes
-are those of the tensors we give it. A page has 32 tokens, and keys are quantized per channel within it: slices of
-whole pages never quantize a key twice.
+The pipeline does not return probabilities of prompt tokens read in slices. Like the pipeline, this script first
+transforms the stateful model into one with paged attention. The compiled model names the type and shape of its pages.
+Sizes are those of the tensors that we pass. A page has 32 tokens, and keys are quantized per channel within a page, so
+slices of whole pages never quantize a key twice.
 """
 
 import argparse
@@ -27,15 +27,15 @@ CACHES: dict[str, Cache[Properties]] = {
 
 
 class Paged:
-    """A compiled model and pages for one sequence of so many tokens; nothing else is in its cache."""
+    """A compiled model, and the pages of one sequence of `tokens` tokens, alone in its cache."""
 
     def __init__(self, compiled: openvino.CompiledModel, tokens: int) -> None:
-        """Make the pages, zeroed."""
+        """Makes zeroed pages."""
         self.request = compiled.create_infer_request()
         self.bytes = 0
         for port in compiled.inputs:
             if port.any_name.startswith("value_cache"):
-                # Only here no scales are laid into the dimension of the tokens.
+                # Only this input has no scales in the dimension of tokens.
                 self.page_tokens = port.partial_shape[2].get_length()
         pages = -(-tokens // self.page_tokens)
         for port in compiled.inputs:
@@ -47,7 +47,7 @@ class Paged:
                 self.request.set_tensor(port.any_name, tensor)
 
     def logits(self, begin: int, tokens: list[int]) -> numpy.ndarray:
-        """[tokens, vocabulary] of a slice whose first token is at position `begin`; writes it to the pages."""
+        """Logits [tokens, vocabulary] of a slice from position `begin` on. Writes the slice to the pages."""
         end = begin + len(tokens)
         pages = -(-end // self.page_tokens)
         given = {
@@ -71,7 +71,7 @@ def surprise(logits: numpy.ndarray, tokens: list[int]) -> float:
 
 
 def start(given: argparse.Namespace) -> Engine[Properties]:
-    """The exported model; compiled for each cache, computed in float32."""
+    """The exported model, compiled for each cache, in float32."""
     core = openvino.Core()
     model = core.read_model(Path(given.model) / "openvino_model.xml")
     paged_attention_transformation(model)

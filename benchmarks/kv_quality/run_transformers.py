@@ -1,6 +1,6 @@
-"""transformers' QuantizedCache, with the packages quanto and hqq behind it.
+"""transformers' QuantizedCache, with the packages quanto and hqq.
 
-Each time 128 tokens have gathered beside it the cache decodes all it holds and quantizes everything anew. The first
+Whenever 128 exact tokens have accumulated, the cache decodes all its contents and quantizes everything again. The first
 slice is quantized at once.
 """
 
@@ -12,9 +12,9 @@ from torch_model import ExactCache, HalfCache, Model
 from transformers import QuantizedCache
 from windows import Cache, Engine, serve
 
-# Groups of 64 and up to 128 tokens kept exact: its defaults. So is axis 0, which for quanto means groups of one token
-# and head; for hqq that is axis 1, what its documentation recommends, and 0 groups numbers from all over the window.
-# hqq cannot read back 3 bits along axis 1: it cuts the codes to a length that is right for matrices only.
+# Groups of 64, up to 128 exact tokens and axis 0 are defaults. For quanto, axis 0 means groups within one token and
+# head. For hqq that is axis 1, which its documentation recommends; axis 0 groups numbers from the whole window. hqq
+# cannot read back 3 bits along axis 1, because it cuts the codes to a length that is right only for matrices.
 AXIS_1 = {"axis_key": 1, "axis_value": 1}
 CACHES: dict[str, Cache[dict[str, Any]]] = {
     "f16": Cache(16, {}),
@@ -28,7 +28,7 @@ CACHES: dict[str, Cache[dict[str, Any]]] = {
 
 
 class HalfQuantizedCache(HalfCache, QuantizedCache):
-    """A QuantizedCache that is given float16."""
+    """A QuantizedCache that gets float16."""
 
 
 def start(given: argparse.Namespace) -> Engine[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""The model in PyTorch with any of transformers' caches in it: windows scored, the cache's tensors counted.
+"""The model in PyTorch with any of transformers' caches: scores windows, and counts the cache's tensors.
 
-Weights and arithmetic are float32, what the cache is given is float16, as on a GPU: so scales, zero points and the
-tokens kept exact cost two bytes a number, and no other rounding is mistaken for the cache's.
+Weights and arithmetic are float32. The cache gets float16, as on a GPU: scales, zero points and exact tokens take two
+bytes per number, and no other rounding is attributed to the cache.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ from windows import Score, Windows, slices
 
 
 class HalfCache(Cache):
-    """Between a float32 model and a float16 cache."""
+    """Connects a float32 model with a float16 cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Store in float16, return float32."""
+        """Stores float16, returns float32."""
         keys, values = super().update(key_states.half(), value_states.half(), *rest, **named)
         return keys.float(), values.float()
 
@@ -43,7 +43,7 @@ class Model:
         windows: Windows,
         held: Callable[[Cache], object] = lambda cache: cache.layers,
     ) -> Score:
-        """Every window through a new cache. `held` gives that in which all tensors of a cache are found."""
+        """Scores every window with a new cache. `held` returns the objects from which all its tensors are reachable."""
         surprise, held_bytes = [], 0
         for window in windows:
             cache, total = make_cache(), 0.0
@@ -59,7 +59,7 @@ class Model:
 
 
 def storages(value: object) -> dict[int, int]:
-    """Bytes by address of every tensor's storage that can be reached from a value, each once."""
+    """Address -> bytes of the storages of all tensors that are reachable from a value."""
     if isinstance(value, Tensor):
         # A subclass made of several tensors has no bytes of its own.
         if hasattr(value, "__tensor_flatten__"):

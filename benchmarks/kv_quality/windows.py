@@ -1,13 +1,13 @@
-"""What the runners share: windows of tokens, what an engine made of them through one cache, and the loop that asks.
+"""Shared by the runners: windows of tokens, the score of a cache, and the loop that answers requests.
 
-Runs in each engine's own virtual environment, so it knows the standard library only. One line of JSON in, one out; the
-first answer comes unasked and names the caches with the bits of their codes, first the one that quantizes nothing:
+Runs in each engine's own virtual environment, so it needs only the standard library. Each line of JSON in gets one line
+out. The first answer comes unasked. It names the caches with the bits of their codes, the unquantized cache first:
 
     {"version": "5.23.0", "caches": {"f16": 16, "quanto-4": 4}}
     {"cache": "quanto-4"}  ->  {"bytes_per_token": 8190.0, "surprise": [5662.7, 6011.2]}
 
-Windows are run in slices of SLICE_TOKENS, Quire's own chunk: in one call the later tokens would read the earlier ones
-before anything was quantized, and most caches would show no loss at all.
+Windows are read in slices of SLICE_TOKENS, Quire's chunk. In one single call, tokens would read earlier ones before
+they are quantized, and most caches would show no loss.
 """
 
 import argparse
@@ -34,8 +34,8 @@ Windows = list[list[int]]
 class Score:
     """One cache's figures.
 
-    bytes_per_token  what the cache holds of a whole window, divided by the window's tokens
-    surprise         for every window the sum of -ln p over all its tokens but the first
+    bytes_per_token  bytes of the cache for a whole window, divided by the window's tokens
+    surprise         for every window, the sum of -ln p over all its tokens but the first
     """
 
     bytes_per_token: float
@@ -44,7 +44,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Cache(Generic[Settings]):
-    """A cache that an engine can have: the bits of a code, the fewer where keys and values differ; and how to ask."""
+    """A cache of an engine: the bits of a code, the smaller if keys and values differ; and its settings."""
 
     bits: int
     settings: Settings
@@ -52,7 +52,7 @@ class Cache(Generic[Settings]):
 
 @dataclass(frozen=True)
 class Engine(Generic[Settings]):
-    """An engine that has started, and the caches it can have; the first quantizes nothing."""
+    """A started engine, and its caches, the unquantized one first."""
 
     version: str
     caches: Mapping[str, Cache[Settings]]
@@ -60,12 +60,12 @@ class Engine(Generic[Settings]):
 
 
 def arguments() -> argparse.Namespace:
-    """The arguments every runner takes; `windows` is read already."""
+    """The arguments of every runner; `windows` is already read."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="checkpoint folder or GGUF file")
     parser.add_argument("--windows", type=read_windows, required=True, metavar="FILE", help="JSON: lists of token ids")
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--programs", type=Path, help="folder of the engine's programs, where it is no Python package")
+    parser.add_argument("--programs", type=Path, help="folder of the engine's programs, if it is no Python package")
     return parser.parse_args()
 
 
@@ -76,8 +76,8 @@ def read_windows(path: str) -> Windows:
 
 
 def slices(window: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
-    """(position of the first token, a slice's tokens, the tokens that follow each): the last slice has one fewer of
-    these, since nothing follows the window.
+    """(position of the first token, a slice's tokens, the token that follows each). The last slice has one fewer of
+    these, because nothing follows the window.
     """
     for begin in range(0, len(window), SLICE_TOKENS):
         end = begin + SLICE_TOKENS
@@ -85,12 +85,12 @@ def slices(window: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
 
 
 def serve(start: Callable[[argparse.Namespace], Engine[Settings]]) -> None:
-    """Start the engine and measure one cache per line until the input ends. A cache that fails is answered as an
-    error, and the next may be asked for.
+    """Starts the engine and measures one cache per line until the input ends. A cache that fails is answered with an
+    error, and the next one may follow.
     """
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What libraries print must not come between the answers.
+    # Output of libraries must not mix with the answers.
     os.dup2(2, 1)
 
     def failed(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""llama-server: started, asked, ended. Knows its HTTP, not what is measured."""
+"""Starts, queries and ends llama-server. Knows its HTTP, not the measurement."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ class LlamaServer:
     """One llama-server on a free local port. It ends with the context, or with the process that started it."""
 
     def __init__(self, command: Sequence[object]) -> None:
-        """Start it and wait until it has loaded its model. Raises RuntimeError if that fails."""
+        """Starts it and waits until it has loaded its model. Raises RuntimeError if that fails."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -59,6 +59,6 @@ class LlamaServer:
         )
         with urllib.request.urlopen(request) as reply:
             answers = json.load(reply)
-        # One prompt is answered by an object, several by a list in their order.
+        # The answer to one prompt is an object, to several a list in their order.
         answers = answers if isinstance(answers, list) else [answers]
         return [Answer(answer["tokens"], answer["timings"]["cache_n"]) for answer in answers]

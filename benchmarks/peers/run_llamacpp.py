@@ -1,11 +1,12 @@
-"""llama.cpp, through `llama-batched-bench`: its decoding loop with no server, scheduler or sampler around it.
+"""llama.cpp, through `llama-batched-bench`: its decoding loop without server, scheduler or sampler.
 
-That makes these numbers an upper bound of what its server reaches. Every run is a fresh process whose loading is not
-timed, and runs the prompts once before the run that counts: the first pass also pays for touching the buffers.
+So these numbers are an upper bound for its server. Every run is a fresh process. Loading is not timed. The prompts run
+once before the timed run, because the first pass also pays for touching the buffers.
 
-A common prefix is computed once and copied to the others' caches (-pps), which is its way to share. It knows prompts
-that are equal or have nothing in common, so such work is put together from three runs: the prefix alone, the requests'
-own tokens alone, and decoding after a prompt common to all. The second attends to no prefix, which favours it.
+The program shares a common prefix by computing it once and copying it to the other caches (-pps). It has only prompts
+that are equal or have nothing in common. Work with a prefix is therefore put together from three runs: the prefix
+alone, the requests' own tokens alone, and decoding after a common prompt. The second run attends to no prefix, which
+favours llama.cpp.
 """
 
 import json
@@ -24,12 +25,12 @@ def start() -> Engine:
     computed: set[int] = set()
 
     def bench(batch: int, prompt: int, steps: int, in_common: bool = False) -> tuple[float, float]:
-        """Seconds of the prompts and of `steps` decoding steps after them; of the steps alone if `in_common`, where
-        one prompt is computed for all.
+        """Seconds of the prompts and of `steps` decoding steps after them. If `in_common`, one prompt is computed for
+        all, and only the steps are timed.
         """
         shape = ["-ntg", str(steps), "-npl", str(batch)]
         shape += ["-npp", str(prompt), "-pps"] if in_common else ["-npp", f"{prompt},{prompt}"]
-        # One place more: a step that is thrown away follows the copying of a common prompt.
+        # One position more: an uncounted step follows the copy of a common prompt.
         context = ["-c", str(batch * (prompt + steps + 1))]
         command = [programs / "llama-batched-bench", *common, *context, *shape, "--output-format", "jsonl"]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -39,8 +40,8 @@ def start() -> Engine:
         return measured["t_pp"], measured["t_tg"]
 
     def run(work: Work) -> Timing:
-        # The prompts' own pass gives the first token, so `output` tokens take one decoding step fewer. Token ids are
-        # the program's own random ones: a fresh process has no cache in which an earlier prompt could be found.
+        # The pass over the prompts gives the first token, so `output` tokens take one decoding step fewer. The program
+        # makes its own random token ids; a fresh process has no cache with an earlier prompt.
         steps = max(1, work.output - 1)
         if not work.common:
             prompts, decoding = bench(work.batch, work.prompt, steps)
@@ -54,7 +55,7 @@ def start() -> Engine:
         return Timing(prompts + (decoding if work.output > 1 else 0.0), prompts)
 
     def check() -> list[int]:
-        # Through the server, since the benchmark program shows no tokens.
+        # Through the server, because the benchmark program shows no tokens.
         with LlamaServer([programs / "llama-server", *common, "-c", "512", "-np", "1"]) as server:
             return server.generate([CHECK_PROMPT], CHECK_TOKENS)[0].token_ids
 

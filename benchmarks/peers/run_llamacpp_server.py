@@ -6,10 +6,10 @@ from llama_server import LlamaServer
 from run_llamacpp import version
 from worker import Engine, arguments, library, serve
 
-# Requests at once. What shares a prefix with a slot's last request goes there and finds it; what starts together finds
-# nothing, so that every slot computes the prefix once. 16 and 32 requests with a prefix in common took 12.3 and 20.9 s
-# on 4 slots, 15.0 and 28.9 on 8, 21.0 and 41.3 on 32 (one run each beside another process, fewer slots not tried); one
-# cache for all slots, --kv-unified, made it no better.
+# Requests at once. A request that shares a prefix with a slot's last request goes to that slot and finds the prefix.
+# Requests that start together find nothing, so every slot computes the prefix once. 16 and 32 requests with a common
+# prefix took 12.3 and 20.9 s on 4 slots, 15.0 and 28.9 on 8, 21.0 and 41.3 on 32 (one run each while another process
+# ran; fewer slots not tried). One cache for all slots, --kv-unified, was no better.
 SLOTS = 4
 SLOT_TOKENS = 2048
 

@@ -1,4 +1,4 @@
-"""transformers' `generate`: one static batch, which every prompt enters and leaves together."""
+"""transformers' `generate`: one static batch, which all prompts enter and leave together."""
 
 import torch
 import transformers
@@ -11,7 +11,7 @@ def start() -> Engine:
     given = arguments()
     torch.set_num_threads(given.threads)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).eval()
-    # The model's own end token would otherwise come back for every request that names none.
+    # Otherwise requests without an end token would get the model's own.
     model.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], output: int) -> list[Answer]:

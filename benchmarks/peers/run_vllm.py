@@ -6,16 +6,16 @@ from worker import Answer, Engine, arguments, library, serve
 
 
 def start() -> Engine:
-    """bf16 weights and cache. vLLM reads the environment when it is imported, so that comes second."""
+    """bf16 weights and cache. vLLM reads the environment on import, so the environment is set first."""
     given = arguments()
     cores = sorted(os.sched_getaffinity(0))[: given.threads]
     os.environ |= {
         "OMP_NUM_THREADS": str(given.threads),
-        # One OpenMP thread on each core we may use.
+        # One OpenMP thread per usable core.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
-        # Its engine normally runs in a second process, which on two cores competes with its own front end: with both in
-        # one process it was 1.6 times as fast at batch 1 (one quiet pair) and 1.4 to 1.5 times at batch 8 (two).
+        # vLLM's engine normally runs in a second process, which on two cores competes with its front end. With both in
+        # one process, it was 1.6 times as fast at batch 1 (one quiet pair) and 1.4 to 1.5 times at batch 8 (two).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -1,7 +1,7 @@
-"""The loop every engine under test runs inside: one JSON request per line in, one JSON answer per line out.
+"""The loop around every engine under test: one JSON request per line in, one JSON answer per line out.
 
-Runs in the engine's own virtual environment, so it knows the standard library only. The engine logs what it likes:
-file descriptor 1 is given to standard error first, and answers leave through a private copy of it.
+Runs in the engine's own virtual environment, so it needs only the standard library. The engine may print anything: file
+descriptor 1 is redirected to standard error, and answers go through a private copy of it.
 
     {"op": "run", "batch": 8, "prompt": 128, "output": 128, "seed": 3}
         ->  {"seconds": 1.23, "first_seconds": null, "cached_tokens": 0}
@@ -37,13 +37,13 @@ TEXT_TOKENS = range(17, 49152)
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that are handed over at once, of random token ids.
+    """Requests of random token ids, submitted at once.
 
-    batch        requests
-    prompt       tokens of each
-    output       new tokens of each
-    seed         of the token ids
-    common       leading tokens that are the same in all of them, and in any other work of equal `common_seed`
+    batch        number of requests
+    prompt       tokens of each request
+    output       new tokens of each request
+    seed         seed of the token ids
+    common       number of leading tokens that are the same in all requests, and in other work with equal `common_seed`
     """
 
     batch: int
@@ -63,12 +63,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long some work took.
+    """The duration of some work.
 
     seconds        from token ids to all new token ids
-    first_seconds  of these, a prompt phase that ends for the whole batch at once with the first tokens; None if there
+    first_seconds  the part of a prompt phase that ends with the first tokens of the whole batch at once; None if there
                    is none
-    cached_tokens  prompt tokens, over all requests, found in the engine's cache; None where it does not tell
+    cached_tokens  prompt tokens of all requests found in the engine's cache; None if it does not report them
     """
 
     seconds: float
@@ -77,7 +77,7 @@ class Timing:
 
 
 class Answer(NamedTuple):
-    """One request's new token ids, and its prompt tokens found in the cache where the engine tells."""
+    """One request's new token ids, and its prompt tokens found in the cache, if the engine reports them."""
 
     token_ids: list[int]
     cached_tokens: int | None = None
@@ -85,7 +85,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that has started."""
+    """A started engine."""
 
     check: Callable[[], list[int]]
     """Greedy continuation of CHECK_PROMPT by CHECK_TOKENS tokens."""
@@ -95,12 +95,12 @@ class Engine:
 
 
 def arguments() -> argparse.Namespace:
-    """The arguments every runner takes."""
+    """The arguments of every runner."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="checkpoint folder, GGUF file or model name")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cache-gib", type=int, required=True, help="size of the KV cache, the same for every engine")
-    parser.add_argument("--programs", help="folder of the engine's programs, where it is not a Python package")
+    parser.add_argument("--programs", help="folder of the engine's programs, if it is no Python package")
     parser.add_argument("--native", action="store_true", help="keep 4-bit weights packed")
     parser.add_argument("--option", action="append", default=[], help="KEY=VALUE, one of Quire's settings")
     return parser.parse_args()
@@ -109,7 +109,7 @@ def arguments() -> argparse.Namespace:
 def library(generate: Callable[[list[list[int]], int], list[Answer]], version: str, settings: str) -> Engine:
     """An engine that takes all prompts in one call.
 
-    generate  (prompts, output tokens) -> an answer to every prompt; greedy, not stopping at an end token
+    generate  (prompts, output tokens) -> an answer to every prompt, greedy and without stopping at an end token
     """
 
     def run(work: Work) -> Timing:
@@ -127,17 +127,17 @@ def library(generate: Callable[[list[list[int]], int], list[Answer]], version: s
 
 
 def end_with_parent() -> None:
-    """Have the calling process killed when the one that started it ends.
+    """Makes the system kill this process when its parent ends (Linux; does nothing elsewhere).
 
-    A benchmark that is killed must not leave gigabytes of engine behind, and paused ones would never see the end of
-    their input. Where this call (Linux) does not exist nothing is lost but that.
+    A killed benchmark must not leave engines with gigabytes of memory behind. A paused engine would never see the end
+    of its input.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(start: Callable[[], Engine]) -> None:
-    """Start the engine, then answer requests until standard input ends. An exception is answered and ends it."""
+    """Starts the engine, then answers requests until standard input ends. An exception is reported and ends it."""
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

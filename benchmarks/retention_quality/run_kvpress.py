@@ -1,15 +1,15 @@
-"""kvpress: transformers' own model, and a press that throws away keys and values of a prompt, layer by layer.
+"""kvpress: transformers' model, and a press that drops keys and values of a prompt, layer by layer.
 
-A press acts behind each layer's attention, on a cache that no later layer reads. So one prefill serves all presses:
-what each would leave of a layer is kept aside, and its cache is put together from that. Weights, arithmetic and cache
-are float32.
+A press acts after each layer's attention, on a cache that no later layer reads. So one prefill serves all presses: the
+part of a layer that each press keeps is stored separately, and its cache is assembled from that. Weights, arithmetic
+and cache are float32.
 
-AdaKV's presses choose as many tokens of each head as it deserves, but free none: their cache stays whole, and in every
-later call the keys that were not chosen are replaced by one to which that call's queries give no weight. Such a key
-is searched for, and for too many queries none may be found, which kvpress raises as an error: a continuation is
-therefore read in slices of SLICE_TOKENS.
+AdaKV's presses choose a different number of tokens for each head, but free none. Their cache stays whole. In every
+later call, a key without weight under that call's queries replaces each key that was not chosen. kvpress searches for
+such a key and raises an error if it finds none, which may happen for too many queries. A continuation is therefore read
+in slices of SLICE_TOKENS.
 
-Source: kvpress 0.5.5, the settings of each press its defaults, and what its own evaluation calls
+Source: kvpress 0.5.5, with the default settings of each press, and the press that its evaluation calls
 adakv_expected_attention_e2.
 """
 
@@ -27,7 +27,7 @@ from tasks import FULL, Engine, Result, Task, work
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-# With 4, 16 and 64 AdaKV's losses were those of single tokens to six digits.
+# With 4, 16 and 64, AdaKV's losses equalled those of single tokens to six digits.
 SLICE_TOKENS = 32
 
 PRESSES: dict[str, Callable[[float], BasePress]] = {
@@ -43,11 +43,10 @@ PRESSES: dict[str, Callable[[float], BasePress]] = {
 
 @dataclass
 class Thinned:
-    """What a press leaves of a prompt, layer by layer.
+    """The part of a prompt that a press keeps, layer by layer.
 
     keys, values  f32 [1, H, tokens, D]
-    masked        what AdaKV's presses tell the layer: (batch, head, token) indices of keys that get no weight; None
-                  where no key is masked
+    masked        of AdaKV's presses, (batch, head, token) indices of keys that get no weight; None if no key is masked
     """
 
     keys: list[Tensor] = field(default_factory=list)
@@ -55,11 +54,11 @@ class Thinned:
     masked: list[tuple[Tensor, ...] | None] = field(default_factory=list)
 
     def tokens(self) -> int:
-        """Of each head."""
+        """Tokens of each head."""
         return self.keys[0].shape[-2]
 
     def bytes(self) -> int:
-        """Of its tensors; keys that are masked only are still there."""
+        """Bytes of its tensors, masked keys included."""
         return sum(states.untyped_storage().nbytes() for states in [*self.keys, *self.values])
 
 
@@ -72,19 +71,19 @@ class Runner:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.layers = [layer.self_attn for layer in self.model.model.layers]
         for attention in self.layers:
-            # Presses expect it there.
+            # Presses expect this attribute.
             attention.rotary_emb = self.model.model.rotary_emb
 
     @torch.inference_mode()
     def run(self, task: Task) -> Iterator[Result]:
-        """The task through the full cache and through every press at every share."""
+        """Runs the task with the full cache, and with every press at every share."""
         presses = {(FULL, 1.0): None} | {
             (name, kept): make(1 - kept) for name, make in PRESSES.items() for kept in task.kept
         }
         caches, logits = self.prefill(task.prompt, presses)
         bytes_full = caches[FULL, 1.0].bytes()
         reference = torch.empty(0)
-        # Caches of as many tokens make a batch. The full one is in the first, at its head.
+        # Caches with equal numbers of tokens make a batch. The full cache is the first of the first batch.
         for tokens in sorted({thinned.tokens() for thinned in caches.values()}, reverse=True):
             batch = {name: thinned for name, thinned in caches.items() if thinned.tokens() == tokens}
             cache = self.restore(list(batch.values()))
@@ -109,7 +108,7 @@ class Runner:
     def prefill(
         self, prompt: list[int], presses: dict[tuple[str, float], BasePress | None]
     ) -> tuple[dict[tuple[str, float], Thinned], Tensor]:
-        """What each press leaves, and the logits [V] behind the prompt, which saw the full cache."""
+        """What each press keeps, and the logits [V] after the prompt, which saw the full cache."""
         caches = {name: Thinned() for name in presses}
 
         def collect(layer: Any, _: Any, named: dict[str, Any], output: Any) -> None:
@@ -137,7 +136,7 @@ class Runner:
         return caches, logits
 
     def restore(self, batch: list[Thinned]) -> DynamicCache:
-        """A cache of its own with what presses have left; the layers learn which keys to mask."""
+        """A new cache with what presses have kept. Tells the layers which keys to mask."""
         cache = DynamicCache(config=self.model.config)
         for number, layer in enumerate(self.layers):
             cache.update(
@@ -157,18 +156,18 @@ class Runner:
         return cache
 
     def read(self, cache: DynamicCache, at: int, tokens: list[int], batch: int) -> Tensor:
-        """Logits [batch, tokens, V] of the same ids in each row, the first at position `at` of the text."""
+        """Logits [batch, tokens, V] of the same ids in each row, from position `at` of the text on."""
         slices = torch.tensor([tokens] * batch).split(SLICE_TOKENS, dim=1)
         return torch.cat([self.step(cache, at + SLICE_TOKENS * n, each) for n, each in enumerate(slices)], dim=1)
 
     def step(self, cache: DynamicCache, at: int, tokens: Tensor) -> Tensor:
-        """One call: logits [batch, tokens, V] of ids that follow `at` tokens, however many the cache has lost."""
+        """One call: logits [batch, tokens, V] of ids at position `at` of the text; the cache may hold fewer tokens."""
         positions = torch.arange(at, at + tokens.shape[1])[None]
         logits: Tensor = self.model(tokens, position_ids=positions, past_key_values=cache).logits
         return logits
 
     def answer(self, task: Task, cache: DynamicCache, logits: Tensor) -> list[list[int]]:
-        """Greedy ids of each row, with the one that ends them."""
+        """Greedy ids of each row, including the one that ends the answer."""
         at = len(task.prompt)
         if task.later:
             logits = self.step(cache, at, torch.tensor([task.later] * len(logits)))[:, -1]
@@ -184,7 +183,7 @@ class Runner:
 
 
 def cut(ids: list[int], stop: list[int]) -> list[int]:
-    """Up to the first that ends an answer."""
+    """The ids up to the first one that ends an answer."""
     ends = [at for at, each in enumerate(ids) if each in stop]
     return ids[: ends[0] + 1] if ends else ids
 

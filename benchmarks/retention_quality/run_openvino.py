@@ -1,17 +1,17 @@
 """OpenVINO GenAI's continuous batching pipeline with its own cache eviction, on the CPU.
 
-Blocks of 32 tokens are evicted layer by layer, from all heads of a layer at once, after the step that reads the first
-id behind the prompt, and again whenever a block has been filled since: so a request never holds more than its size and
-one open block, its answer included, while a press of kvpress thins the prompt alone. START tokens at the beginning and
-RECENT at the end are never evicted. The first two ids of an answer are predicted by the full cache; until then the pool
-holds the whole prompt. Arithmetic is float32, the cache float16.
+Blocks of 32 tokens are evicted layer by layer, from all heads of a layer at once: after the step that reads the first
+id after the prompt, and again whenever a block is full. So a request never holds more than its size and one open block,
+its answer included. (A press of kvpress thins only the prompt.) START tokens at the beginning and RECENT at the end are
+never evicted. The full cache predicts the first two ids of an answer; until then the pool holds the whole prompt.
+Arithmetic is float32, the cache float16.
 
-The pipeline reads no ids behind a prompt that it has not chosen itself. For a continuation its model is given another
-end: by a table of the true next id at each position, all logits are replaced such that greedy decoding chooses that
-id, and that its log-probability says what the model gave it, and whether the model found another id more probable than
-the full cache's best. Such a model is written to a temporary folder for each continuation. Whole distributions do not
-come through, so there is no divergence. Ids that are read after the eviction and before an answer (`Task.later`) are
-not done.
+After a prompt, the pipeline reads only ids that it has chosen itself. For a continuation, its model gets another
+output: a table has the true next id at each position, and all logits are replaced so that greedy decoding chooses this
+id. Its log-probability then encodes the probability that the model gave it, and whether the model's best id differs
+from the full cache's. Such a model is written to a temporary folder for each continuation. Whole distributions are not
+available, so there is no divergence. Tasks with ids that are read between the eviction and an answer (`Task.later`) are
+left out.
 """
 
 import argparse
@@ -36,14 +36,15 @@ from tasks import FULL, Engine, Result, Task, work
 METHOD = "eviction"
 BLOCK = 32
 START, RECENT = 32, 64
-# Scores are summed over the last 8 tokens of the prompt, the pipeline's default. Of ten pass keys in 1,000 tokens half
-# and a quarter of the cache kept 10 and 6, with 64 tokens 8 and 4; plain sums instead of normalized ones the same.
+# Scores are summed over the last 8 tokens of the prompt, the pipeline's default. With half and a quarter of the cache,
+# 10 and 6 of ten pass keys in 1,000 tokens were found; with 64 tokens 8 and 4. Plain instead of normalized sums gave
+# the same.
 SCORING_TOKENS = 8
-# Of these the pipeline tells its use in percent.
+# The pipeline reports the used share of these in percent.
 POOL_BLOCKS = 100
 
-# A loss in nats and whether the best id is another become one number that the chosen id's log-probability can carry:
-# with 0.65 below 0 at most it stays more probable than its only rival. In float32 the loss is good to 1e-5.
+# The chosen id's log-probability encodes a loss in nats and a flag: whether the best id differs. It is at least -0.65,
+# so the id stays more probable than its only rival. In float32 the loss is exact to 1e-5.
 LOSS_UNIT = 100.0
 MOST_LOSS = 30.0
 OTHER = 0.35
@@ -53,18 +54,18 @@ class Runner:
     """The exported model."""
 
     def __init__(self, folder: str, threads: int) -> None:
-        """Nothing is loaded yet."""
+        """Loads nothing yet."""
         self.folder = Path(folder)
         self.properties = {
             "INFERENCE_PRECISION_HINT": "f32",
             "KV_CACHE_PRECISION": "f16",
             "INFERENCE_NUM_THREADS": threads,
         }
-        # Prompts of one length follow each other and share their pipelines.
+        # Prompts of equal length are consecutive and share their pipelines.
         self.kept_pipeline = functools.lru_cache(maxsize=4)(self.pipeline)
 
     def run(self, task: Task) -> Iterator[Result]:
-        """The task through the full cache and with eviction at every share."""
+        """Runs the task with the full cache, and with eviction at every share."""
         if task.later:
             return
         if not task.continuation:
@@ -81,19 +82,19 @@ class Runner:
                 read, codes, resident = generate(pipeline, task, len(task.continuation), [])
                 if read != task.continuation:
                     raise RuntimeError("the pipeline chose other ids than those it was to read")
-                # The first id was predicted by the full cache.
+                # The full cache predicted the first id.
                 codes = codes[1:]
                 others = codes >= OTHER
                 surprise = float(((codes - OTHER * others) * LOSS_UNIT).sum())
                 yield Result(method, kept, resident, surprise=surprise, agreeing=int((~others).sum()))
 
     def pipeline(self, folder: Path, size: int) -> ContinuousBatchingPipeline:
-        """One that evicts down to `size` tokens; 0: that does not evict."""
+        """A pipeline that evicts down to `size` tokens; 0: without eviction."""
         scheduler = SchedulerConfig()
         scheduler.num_kv_blocks = POOL_BLOCKS
         # A prompt is one step.
         scheduler.max_num_batched_tokens = POOL_BLOCKS * BLOCK
-        # Together with eviction it answers wrongly.
+        # Together with eviction it gives wrong answers.
         scheduler.enable_prefix_caching = False
         if size:
             scheduler.use_cache_eviction = True
@@ -108,7 +109,7 @@ class Runner:
         return openvino.Core().compile_model(self.folder / "openvino_model.xml", "CPU", self.properties)
 
     def best_ids(self, tokens: Sequence[int]) -> numpy.ndarray:
-        """i64 [tokens]: the most probable id behind each, nothing evicted."""
+        """i64 [tokens]: the most probable id after each, without eviction."""
         inputs = {
             "input_ids": numpy.array([tokens], numpy.int64),
             "attention_mask": numpy.ones((1, len(tokens)), numpy.int64),
@@ -118,8 +119,8 @@ class Runner:
         return self.plain.create_infer_request().infer(inputs)["logits"][0].argmax(axis=-1)
 
     def write_forced(self, folder: Path, following: Sequence[int], reference: numpy.ndarray) -> None:
-        """Write the model that chooses `following[i]` behind position i, its log-probability minus a code: the loss
-        divided by LOSS_UNIT, plus OTHER where the best id is not `reference[i]`.
+        """Writes the model that chooses `following[i]` after position i. Its log-probability is minus a code: the loss
+        divided by LOSS_UNIT, plus OTHER if the best id is not `reference[i]`.
         """
         model = openvino.Core().read_model(self.folder / "openvino_model.xml")
         positions = next(port.get_node() for port in model.inputs if port.any_name == "position_ids")
@@ -128,7 +129,7 @@ class Runner:
         vocabulary = logits.get_partial_shape()[2].get_length()
 
         def at_position(table: Sequence[int] | numpy.ndarray) -> openvino.Node:
-            # The pipeline also asks for positions of padding.
+            # The pipeline also passes positions of padding.
             padded = numpy.zeros(POOL_BLOCKS * BLOCK, numpy.int64)
             padded[: len(table)] = table
             found = ops.gather(ops.constant(padded), positions, ops.constant(numpy.int64(0)))
@@ -146,7 +147,7 @@ class Runner:
         code = ops.clamp(ops.divide(loss, number(LOSS_UNIT)), 1e-7, MOST_LOSS / LOSS_UNIT)
         other = ops.convert(ops.not_equal(best.output(1), at_position(reference)), "f32")
         code = ops.add(code, ops.multiply(other, number(OTHER)))
-        # Beside a logit of 0 this one leaves a probability of exp(-code).
+        # With this rival, a logit of 0 has probability exp(-code).
         rival = ops.log(ops.subtract(ops.exp(code), number(1)))
         next_id = ops.mod(ops.add(wanted, ops.constant(numpy.int64(1))), ops.constant(numpy.int64(vocabulary)))
         ids = ops.constant(numpy.arange(vocabulary).reshape(1, 1, -1))
@@ -168,8 +169,8 @@ def sizes(task: Task) -> Iterator[tuple[str, float, int]]:
 def generate(
     pipeline: ContinuousBatchingPipeline, task: Task, tokens: int, stop: list[int]
 ) -> tuple[list[int], numpy.ndarray, float]:
-    """Up to so many ids behind the prompt, minus their log-probabilities, and the share of the cache that was resident
-    when the second of them was read.
+    """At most `tokens` ids after the prompt, minus their log-probabilities, and the share of the cache that was
+    resident when the second of them was read.
     """
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, logprobs=1)
     config.stop_token_ids, config.ignore_eos = set(stop), not stop
@@ -179,7 +180,7 @@ def generate(
         pipeline.step()
         used.append(pipeline.get_metrics().cache_usage * POOL_BLOCKS / 100)
     (output,) = handle.read_all()
-    # The third step is the first that is scheduled after an eviction, and has read two ids.
+    # The third step is the first after an eviction, and has read two ids.
     resident = used[2] / -(-(len(task.prompt) + 2) // BLOCK)
     return list(output.generated_ids), -numpy.array(output.generated_log_probs), resident
 

@@ -1,12 +1,12 @@
-"""Quire's retention, on the CPU: the policies of each head solved for a share of the prompt's bytes.
+"""Quire's retention on the CPU: pages allocated to heads for a share of the prompt's bytes.
 
-One engine does all: a prompt that was computed for one share is found in its prefix tree for the next, but for its last
-rows, and what is decided does not depend on that. Weights, arithmetic and cache are bfloat16. A continuation is decoded
-token by token, as a request is: in place of the sampler stands one that notes what the model said of the true id and
-gives that back. So what heads keep goes on changing with every chunk that fills, and new tokens are dropped too.
+One engine runs all shares. After the first share, the prefix tree has the prompt but for its last rows; the decisions
+do not depend on this. Weights, arithmetic and cache are bfloat16. A continuation is decoded token by token, like a
+request: a sampler that returns the true id, and records its log-probabilities, replaces the engine's. So heads continue
+to change what they keep with every chunk that fills, and new tokens are dropped too.
 
-Ids that are read after the thinning and before an answer (`Task.later`) are not done: a prompt is thinned once, when
-all of it is there.
+Tasks with ids that are read between the thinning and an answer (`Task.later`) are left out: a prompt is thinned once,
+when it is complete.
 """
 
 import argparse
@@ -33,10 +33,10 @@ METHOD = "retention"
 
 @dataclass
 class Teacher:
-    """Stands in for the engine's sampler: row i of what one request asks gets the i-th id.
+    """Replaces the engine's sampler: row i of a request gets the i-th id.
 
-    ids    what is given back
-    found  float32 [V], the log-probabilities of every row
+    ids    the ids to return
+    found  float32 [V] for every row: its log-probabilities
     """
 
     ids: list[int]
@@ -51,10 +51,10 @@ class Teacher:
 
 
 class Runner:
-    """The engine, with retention that is set anew for each share."""
+    """The engine. Its retention is set anew for each share."""
 
     def __init__(self, folder: str, threads: int, settings: dict[str, Any] | None = None) -> None:
-        """Load it. settings: of `retain`, beside the budget."""
+        """Loads it. settings: those of `retain` besides the budget."""
         options = {f"retain.{key}": value for key, value in (settings or {}).items()}
         options |= {"model.dtype": "bfloat16", "runtime.device": "cpu", "runtime.threads": threads}
         options |= {"retain.budget": 1.0, "cache.memory": "1GiB"}
@@ -68,7 +68,7 @@ class Runner:
         self.retainer.watch = self._watch
 
     def run(self, task: Task) -> Iterator[Result]:
-        """The task through the full cache and at every share."""
+        """Runs the task with the full cache, and at every share."""
         if task.later:
             return
         reference = None
@@ -86,7 +86,7 @@ class Runner:
 
     @contextmanager
     def without_retention(self) -> Iterator[None]:
-        """Requests are handled as by an engine that retains nothing."""
+        """Requests run as in an engine without retention."""
         self.manager.retainer = None
         try:
             yield
@@ -94,13 +94,13 @@ class Runner:
             self.manager.retainer = self.retainer
 
     def set(self, budget: float | None, threshold: float = 2.0) -> None:
-        """Retain within a share of the bytes; with None by a threshold, above 1 everything."""
+        """Sets the budget, a share of the bytes; None: a threshold, which above 1 keeps everything."""
         chain = RANKED if budget is not None else Chain(threshold)
         self.retainer.retention = replace(self.retention, chain=chain, budget=budget)
 
     def generate(self, prompt: list[int], tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], float]:
-        """So many ids behind a prompt, greedy, up to one of `stop`, and the share of the full cache's bytes that is
-        held then.
+        """At most `tokens` greedy ids after a prompt, up to one of `stop`; and the share of the full cache's bytes that
+        is held then.
         """
         params = SamplingParams(
             max_tokens=tokens, temperature=0.0, ignore_eos=True, stop_token_ids=list(stop), detokenize=False
@@ -118,8 +118,8 @@ class Runner:
         return written, end
 
     def read(self, prompt: list[int], continuation: list[int]) -> tuple[torch.Tensor, float]:
-        """The log-probabilities, [n - 1, V], of what follows each id of a continuation but the last, and the share of
-        the bytes that is held at its end.
+        """The log-probabilities [n - 1, V] after each id of a continuation but the last, and the share of the bytes
+        that is held at its end.
         """
         sampler, teacher = self.engine.runner.sampler, Teacher(continuation)
         self.engine.runner.sampler = teacher
@@ -127,7 +127,7 @@ class Runner:
             _, end = self.generate(prompt, len(continuation))
         finally:
             self.engine.runner.sampler = sampler
-        # The first was predicted by the full cache.
+        # The full cache predicted the first id.
         return torch.stack(teacher.found[1:]), end
 
     def _watch(self, decided: Decided, before: int, after: int) -> None:
@@ -135,7 +135,7 @@ class Runner:
 
 
 def compare(rows: torch.Tensor, reference: torch.Tensor, targets: list[int]) -> dict[str, Any]:
-    """What a `Result` has of a continuation."""
+    """The fields of a `Result` for a continuation."""
     return {
         "surprise": -rows.gather(1, torch.tensor(targets)[:, None]).double().sum().item(),
         "agreeing": int((rows.argmax(-1) == reference.argmax(-1)).sum()),

@@ -1,14 +1,14 @@
-"""What the runners share: tasks of token ids, what an engine made of one through one thinned cache, and the loop.
+"""Shared by the runners: tasks of token ids, the result of a task with one thinned cache, and the loop.
 
-Runs in each engine's own virtual environment, so it knows the standard library only. Tasks are a JSON list of objects
-with the fields of `Task`. Results are JSON lines: the first names the engine's version, then one per task and cache, as
-soon as it is there:
+Runs in each engine's own virtual environment, so it needs only the standard library. Tasks are a JSON list of objects
+with the fields of `Task`. Results are JSON lines. The first names the engine's version. Then follows one per task and
+cache, as soon as it is known:
 
     {"version": "0.5.5"}
     {"task": "5a0e1c77", "method": "SnapKV", "kept": 0.5, "resident": 0.5, "answer": [216, 33, 34, 35, 36, 37, 30]}
     {"task": "90c2d1f4", "method": "SnapKV", "kept": 0.5, "resident": 0.5, "surprise": 741.3, "agreeing": 201, ...}
 
-A task that an engine cannot do has no results. Tasks whose results are in the file already are not done again.
+A task that an engine cannot run has no results. Tasks with results in the file are not run again.
 """
 
 import argparse
@@ -22,22 +22,21 @@ from pathlib import Path
 from worker import end_with_parent
 
 FULL = "full"
-"""The method that keeps every token."""
+"""The name of the method that keeps every token."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt whose cache is thinned when all of it is there, and what is done on what is left.
+    """A prompt with a cache that is thinned when the prompt is complete, and the work that follows.
 
-    name           tells this task from every other
+    name           a unique name
     prompt         token ids
     later          token ids that are read after the thinning, before the answer
-    kept           shares of the prompt's keys and values to keep, below 1; the full cache comes on top
-    continuation   the true text behind the prompt. The prompt predicts its first id from the full cache, which is not
-                   scored; the others are predicted from the thinned one, to which each id is given in turn. Empty: the
-                   engine writes an answer instead
-    answer_tokens  ids of an answer, greedy, at most
-    stop           ids that end it
+    kept           shares of the prompt's keys and values to keep, below 1; the full cache is always added
+    continuation   the true text after the prompt. The full cache predicts its first id, which is not scored. The
+                   thinned cache predicts the others, reading one id after the other. Empty: the engine writes an answer
+    answer_tokens  most ids of an answer, decoded greedily
+    stop           ids that end the answer
     """
 
     name: str
@@ -51,16 +50,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """One task through one cache.
+    """One task with one cache.
 
-    method      the engine's name of the way tokens are chosen
-    kept        the share that was asked for; 1 for FULL
-    resident    bytes that the cache holds behind the prompt, by those of the full cache
-    resident_end  the same behind all that was read and written; None where the engine does not tell
-    answer      ids that were written, of a task that wants them; else None
-    surprise    sum of -ln p over the continuation but its first id, in nats; None for an answer
-    agreeing    how many of these positions have the full cache's most probable token
-    divergence  sum of KL(full || thinned) over them, in nats; None also where the engine does not tell
+    method      the engine's name of its method
+    kept        the requested share; 1 for FULL
+    resident    bytes of the cache after the prompt, as a share of the full cache's
+    resident_end  the same at the end; None if the engine does not report it
+    answer      ids of the answer, if the task has one; else None
+    surprise    sum of -ln p over the continuation without its first id, in nats; None for an answer
+    agreeing    number of these positions with the full cache's most probable token
+    divergence  sum of KL(full || thinned) over them, in nats; None also if the engine does not report it
     """
 
     method: str
@@ -75,14 +74,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that has started. `run` does one task through every cache."""
+    """A started engine. `run` runs one task with every cache."""
 
     version: str
     run: Callable[[Task], Iterator[Result]]
 
 
 def work(start: Callable[[argparse.Namespace], Engine]) -> None:
-    """Start the engine and do all tasks."""
+    """Starts the engine and runs all tasks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="checkpoint folder")
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="JSON list")
@@ -99,7 +98,7 @@ def work(start: Callable[[argparse.Namespace], Engine]) -> None:
         for number, task in enumerate(tasks):
             if task.name in done:
                 continue
-            # All of a task at once: what is there is whole.
+            # All results of a task are written at once, so that the file has whole tasks.
             results = [{"task": task.name, **asdict(result)} for result in engine.run(task)]
             file.write("".join(json.dumps(result) + "\n" for result in results))
             file.flush()

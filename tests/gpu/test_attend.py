@@ -1,4 +1,4 @@
-"""The attention kernels on a GPU against the reference, over ragged batches; the CPU kernels' matrix."""
+"""The attention kernels on a GPU, compared with the reference over ragged batches, with the CPU kernels' matrix."""
 
 from __future__ import annotations
 

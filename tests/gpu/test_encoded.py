@@ -1,4 +1,4 @@
-"""Encoded pages on a GPU: attended like the reference, and written bit for bit as it writes them."""
+"""Encoded pages on a GPU: attention equals the reference's, and encoded bytes equal its bytes."""
 
 from __future__ import annotations
 

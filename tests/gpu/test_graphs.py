@@ -1,4 +1,4 @@
-"""Decode steps replayed as CUDA graphs against the reference, and that the host never waits for them."""
+"""Decode steps replayed as CUDA graphs: they equal the reference, and the host never waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The element-wise kernels and the one-row product on a GPU, in the sizes of real models, against torch."""
+"""The element-wise kernels and the one-row product on a GPU, in the sizes of real models, compared with torch."""
 
 from __future__ import annotations
 

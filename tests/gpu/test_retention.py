@@ -1,5 +1,6 @@
-"""Retention on a GPU: masks of pages, column sums and recovery against the reference, and an engine whose decode steps
-are graphs."""
+"""Retention on a GPU: masks, column sums and recovery compared with the reference; an engine whose decode steps are
+graphs.
+"""
 
 from __future__ import annotations
 

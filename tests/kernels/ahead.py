@@ -1,8 +1,7 @@
-"""Triton kernels compiled ahead of time for one GPU architecture, on a machine without one, and what the compiler made
-of them.
+"""Compiles Triton kernels for one GPU architecture on a machine without a GPU, and reports the compiler's result.
 
-Triton decides between interpreter and compiler when a kernel is decorated, so one process has either. Where there is no
-GPU, the processes of the tests have the interpreter. A child of theirs, which this module is too, has the compiler.
+Triton chooses between interpreter and compiler when a kernel is decorated, so a process has only one of them.
+Without a GPU, the test processes have the interpreter. A child process, which runs this module, has the compiler.
 """
 
 from __future__ import annotations

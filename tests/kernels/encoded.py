@@ -1,5 +1,6 @@
-"""Caches whose sealed chunks are encoded: sequences that fill them, and what a fast backend is held to the reference
-with."""
+"""Caches with encoded sealed chunks: sequences that fill them, and the comparison of a fast backend with the
+reference.
+"""
 
 from __future__ import annotations
 

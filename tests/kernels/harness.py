@@ -1,4 +1,4 @@
-"""A cache filled at random and two backends on it: what every fast backend is held to the reference with."""
+"""A randomly filled cache with two backends: the comparison of every fast backend with the reference."""
 
 from __future__ import annotations
 

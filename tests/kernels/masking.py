@@ -1,4 +1,4 @@
-"""Pages of which heads lack some, and of others see a part: what retention leaves of paths, made at random."""
+"""Random paths as retention leaves them: heads lack some pages and see parts of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors that pages are filled with: the ordinary, and what breaks a codec."""
+"""Vectors to fill pages with: ordinary ones, and those that break a codec."""
 
 from __future__ import annotations
 

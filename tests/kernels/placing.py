@@ -1,4 +1,4 @@
-"""Encoded pages whose slots have positions of their own, and what a fast backend is held to the reference with."""
+"""Encoded pages whose slots have their own positions, and the comparison of a fast backend with the reference."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Rows:
         """Gives the slots of a page positions of their own."""
         table = self.spec.table
         if table.positions[chunk, layer, head] < 0:
-            table.positions[chunk, layer, head] = table.ledger.take(1, POSITION_BYTES)[0]
+            table.positions[chunk, layer, head] = table.ledger.take(np.array(POSITION_BYTES))
             self.taken.append((chunk, layer, head))
         image = torch.from_numpy(positions.astype(np.int32)).view(torch.uint8)[None]
         table.arena.store(table.positions[chunk, layer, head : head + 1], POSITION_BYTES, image)
@@ -102,7 +102,7 @@ class Rows:
     def displace(self) -> None:
         """All slots stand one after the other again."""
         table = self.spec.table
-        table.ledger.give(np.array([table.positions[place] for place in self.taken], np.int32), POSITION_BYTES)
+        table.ledger.give(np.array([table.positions[place] for place in self.taken], np.int32))
         table.positions[:], table.bases[:] = -1, -1
         table.takes += 1
         self.taken.clear()

@@ -1,4 +1,4 @@
-"""Prompts that are profiled while they are computed, and what a fast backend is held to the reference with."""
+"""Prompts that are profiled while they are computed, and the comparison of a fast backend with the reference."""
 
 from __future__ import annotations
 

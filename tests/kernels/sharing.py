@@ -1,4 +1,4 @@
-"""Random trees of chunks and the decode rows that read them, and what every fast backend must do with them."""
+"""Random trees of chunks, the decode rows that read them, and the requirements on every fast backend."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The CPU kernels against the reference, over ragged batches."""
+"""The CPU kernels compared with the reference over ragged batches."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,13 +130,13 @@ def test_a_decode_plan_is_kept_while_nothing_but_positions_moves() -> None:
     other = Path()
     other.append(spec.table.take(2, spec.table.open_codec))
     first = backend.plan([RowSlice(10, 1, path.chunks), RowSlice(70, 1, other.chunks)])
-    assert backend.plan([RowSlice(11, 1, path.chunks), RowSlice(71, 1, other.chunks)], steady=True) is first
+    assert backend.plan([RowSlice(11, 1, path.chunks), RowSlice(71, 1, other.chunks)], []) is first
     assert backend.plans_built == 1
     assert backend.plan([RowSlice(12, 1, path.chunks)]) is not first and backend.plans_built == 2
     # With a window chunks leave a row's sight as it moves on.
     windowed = CpuAttention(replace(spec, window=8))
     first = windowed.plan([RowSlice(70, 1, path.chunks)])
-    assert windowed.plan([RowSlice(71, 1, path.chunks)], steady=True) is not first
+    assert windowed.plan([RowSlice(71, 1, path.chunks)], []) is not first
 
 
 @pytest.mark.alone
@@ -179,6 +181,46 @@ def test_shared_segments_are_read_once_and_change_nothing(group: int, dtype: tor
     assert read == 5 + 3 + 2 + len(order), "chunks read: every shared one once, and a tail for each row"
     assert relative_rms(outputs[0], expected) < TOLERANCE[dtype]
     assert relative_rms(outputs[0], outputs[1]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("tokens", [70, 700])
+def test_a_plan_that_goes_on_over_the_ends_of_chunks_attends_like_the_reference(shares: bool, tokens: int) -> None:
+    spec = make_spec(Shape(dim=16, heads=1, layers=1), 60)
+    prefix = spec.table.take(tokens // 64, spec.table.open_codec)
+    paths = [Path() for _ in range(4)]
+    for path in paths:
+        path.append(prefix)
+        path.append(spec.table.take(1, spec.table.open_codec))
+    names = ((7, len(prefix)),) if shares else ()
+    starts = [len(prefix) * 64 + at for at in (1, 20, 40, 60)]
+    steps: list[list[RowSlice]] = [[RowSlice(0, len(prefix) * 64, prefix)]]
+    steps += [[RowSlice(start // 64 * 64, start % 64, path.chunks)] for start, path in zip(starts, paths, strict=True)]
+    slices = [RowSlice(start, 1, path.chunks, names) for start, path in zip(starts, paths, strict=True)]
+    moves: list[list[int] | None] = [None] * len(steps) + [None]
+    steps.append(slices)
+    for _ in range(130):
+        moved = []
+        slices = [replace(piece, start=piece.start + 1) for piece in slices]
+        for row, (piece, path) in enumerate(zip(slices, paths, strict=True)):
+            if piece.start % 64 == 0:
+                path.append(spec.table.take(1, spec.table.open_codec))
+                slices[row] = replace(piece, chunks=path.chunks)
+                moved.append(row)
+        steps.append(slices)
+        moves.append(moved)
+
+    class Moving(CpuAttention):
+        def plan(self, slices: Sequence[RowSlice], *_: Any) -> Any:
+            return super().plan(slices, next(due))
+
+    backend, due = Moving(spec), iter(moves)
+    found = run(backend, spec, steps, 1)
+    expected = run(ReferenceAttention(spec), spec, steps, 1)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_rms(one, other) < TOLERANCE[torch.float32]
+    # Each row has room for one chunk; the second one takes another plan, in which all have room again.
+    assert 1 < backend.plans_built - 5 < 5
 
 
 @pytest.mark.alone

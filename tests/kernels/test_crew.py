@@ -1,4 +1,4 @@
-"""How many threads share a loop, where some come late: a pool of threads is played, and its calls are counted."""
+"""The number of threads that share a loop when some are late. A fake thread pool records its calls."""
 
 from __future__ import annotations
 

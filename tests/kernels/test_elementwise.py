@@ -1,4 +1,4 @@
-"""The CPU kernels between matrix products, and the packed products, against plain torch."""
+"""The CPU kernels between matrix products, and the packed products, compared with plain torch."""
 
 from __future__ import annotations
 

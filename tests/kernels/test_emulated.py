@@ -1,4 +1,4 @@
-"""The products of levels that this processor may lack: their sources, compiled over an emulation of AVX-512."""
+"""The products of CPU levels that this processor may lack: their sources, compiled with emulated AVX-512."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernels on encoded pages against the reference on the same ones."""
+"""The CPU kernels on encoded pages, compared with the reference on the same pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of group codes: the kernels write the bytes of the definition, and read the numbers it reads."""
+"""Pages of group codes: the kernels write the bytes of the definition, and decode the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large host memory is made of large pages, and is given back."""
+"""Large host memory consists of huge pages and is freed."""
 
 from __future__ import annotations
 

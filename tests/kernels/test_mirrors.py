@@ -1,4 +1,4 @@
-"""Python mirrors of the kernels' structures: a field that differs is found before the kernels read it."""
+"""Python mirrors of the kernels' structures: a differing field is found before the kernels read it."""
 
 from __future__ import annotations
 

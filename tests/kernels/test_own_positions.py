@@ -1,4 +1,4 @@
-"""Encoded pages whose slots have positions of their own: what is left of pages after tokens were dropped."""
+"""Encoded pages whose slots have their own positions: the rest of pages after tokens were dropped."""
 
 from __future__ import annotations
 

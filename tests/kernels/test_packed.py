@@ -1,4 +1,4 @@
-"""Products with packed blocks against the numbers that the blocks mean, as models.quants decodes them."""
+"""Products with packed blocks, compared with the numbers that models.quants decodes from the blocks."""
 
 from __future__ import annotations
 

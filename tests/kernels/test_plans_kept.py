@@ -1,5 +1,6 @@
-"""Plans are laid out, and copied to a device, when the tree or a tail changes and not at every step (the lazy context
-copy of ChunkAttention), counted through the real engine for both fast backends at once."""
+"""Plans are laid out, and copied to a device, only when the tree or a tail changes (ChunkAttention's lazy context
+copy). The CPU's plan also advances over the ends of chunks. Counted in the real engine for both fast backends.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ class Both:
         self.cpu, self.triton = cpu, TritonAttention(cpu.spec)
         self.steps_that_share = 0
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False, ready: Any = None) -> Any:
-        beside = self.triton.plan(slices, steady, ready)
+    def plan(self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: Any = None) -> Any:
+        beside = self.triton.plan(slices, moved, ready)
         positions = [position for piece in slices for position in range(piece.start, piece.start + piece.num_rows)]
         assert beside.positions[: len(positions)].tolist() == positions
         self.steps_that_share += beside.shares
-        return self.cpu.plan(slices, steady, ready)
+        return self.cpu.plan(slices, moved, ready)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -76,14 +77,15 @@ def test_a_plan_is_built_where_something_joins_leaves_or_crosses_a_boundary_and_
         batch = batches[-1]
         now = {sequence for sequence, _, count in batch if count == 1}
         prefills = len(now) < len(batch)
-        changes = prefills or now != decoding or any(start % PAGE_TOKENS == 0 for _, start, _ in batch)
+        is_other = prefills or now != decoding
+        changes = is_other or any(start % PAGE_TOKENS == 0 for _, start, _ in batch)
         decoding = now
         events += changes
         decode_steps += not prefills
         built = [after - count for after, count in zip(both.counts, before, strict=True)]
-        assert built[:2] == [changes, changes], f"step {len(batches)}: {batch}"
+        assert is_other <= built[0] <= changes and built[1] == changes, f"step {len(batches)}: {batch}"
         # One copy of the plan, and one of page ids where there are new chunks.
         assert changes <= built[2] <= 2 * changes, f"step {len(batches)}: {batch}"
-    assert both.counts[:2] == (events, events)
+    assert both.counts[1] == events and both.counts[0] <= events - 10
     # Eight sequences cross a boundary every 64 steps, at most one at a time.
     assert 20 < events < 60 < DECODE_STEPS <= both.steps_that_share

@@ -1,4 +1,4 @@
-"""Profiles of the CPU kernels against the reference's, and the reference's against the whole matrix."""
+"""Profiles of the CPU kernels compared with the reference's, and the reference's with the whole matrix."""
 
 from __future__ import annotations
 

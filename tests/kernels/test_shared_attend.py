@@ -1,4 +1,6 @@
-"""Attention over what rows share, on the CPU: any tree, any step, every shared page read once; and merging partials."""
+"""Attention over shared chunks on the CPU: for any tree and step, every shared page is read once; and partials are
+merged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers in one call compute exactly what the decoder computes layer by layer: it calls the same kernels."""
+"""All layers in one call give exactly the result of the decoder layer by layer, because they use the same kernels."""
 
 from __future__ import annotations
 

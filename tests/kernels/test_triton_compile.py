@@ -1,5 +1,4 @@
-"""The Triton kernels compiled for sm_90 without a GPU: they compile, spill nothing, load 16 bytes at a time, and order
-what they must.
+"""The Triton kernels compiled for sm_90 without a GPU: no spills, loads of 16 bytes, and the required memory ordering.
 
 Run with -s to see registers, shared memory and instruction counts.
 """
@@ -167,7 +166,7 @@ def profile_arguments(
     pointer = POINTERS[str(dtype).removeprefix("torch.")]
     arguments: dict[str, Any] = dict.fromkeys(("q", "queries", "kept_queries", "arena"), pointer)
     arguments |= dict.fromkeys(("lse", "kept_lse", "cos", "sin", "sums", "out"), "*fp32")
-    arguments |= dict.fromkeys(("kept_places", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
+    arguments |= dict.fromkeys(("kept_indices", "positions", "table", "columns", "num_columns", "chunks"), "*i32")
     arguments |= dict.fromkeys(("masks", "kept", "local"), "*i64") | {"q_stride": "i32:16"}
     codes = dict.fromkeys(("slot_positions", "bases", "heads", "pairs"), "*i32") | {"key_books": "*fp32"}
     arguments |= codes | PAGE_POINTERS

@@ -1,6 +1,6 @@
-"""What costs a server more than its sender, generated for every route and every field that the application has.
+"""Requests that cost a server more than their sender, generated for every route and every field of the application.
 
-A new endpoint is in here as soon as it is a route with a request body of `quire.server.schema`.
+A new endpoint is included as soon as it is a route with a request body of `quire.server.schema`.
 """
 
 import re

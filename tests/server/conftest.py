@@ -1,4 +1,4 @@
-"""Async tests run on asyncio alone, as the server does; one tiny model serves them all."""
+"""Async tests run only on asyncio, like the server. One tiny model serves them all."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A server of the fake engine in a process of its own: `python -m tests.server.drain_server DRAIN_SECONDS`."""
+"""A server with the fake engine in its own process: `python -m tests.server.drain_server DRAIN_SECONDS`."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""An engine without a model: it answers with the prompt's own bytes, can be slowed, filled up and made to fail.
+"""An engine without a model: it answers with the prompt's bytes, and can be slowed, filled up and made to fail.
 
 Fulfils `quire.server.protocol.Engine` with the real sampling parameters, outputs and stop rules.
 """

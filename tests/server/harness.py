@@ -1,4 +1,4 @@
-"""The application in process: clients, bodies, and a raw ASGI call for what no client library would send."""
+"""The application in process: clients, bodies, and a raw ASGI call for requests that no client library would send."""
 
 from __future__ import annotations
 

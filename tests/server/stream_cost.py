@@ -1,7 +1,7 @@
-"""What the server adds to a streamed token, in microseconds of CPU: `python -m tests.server.stream_cost`.
+"""The server's cost per streamed token, in microseconds of CPU: `python -m tests.server.stream_cost`.
 
-The engine hands out finished items without waiting, so all time is the server's. "in process": from the engine's item
-to the ASGI message. "through uvicorn": to the socket, the kernel's part included; the client is another process.
+The engine returns finished items without waiting, so all time is the server's. "in process": from the engine's item
+to the ASGI message. "through uvicorn": to the socket, including the kernel's part; the client is another process.
 """
 
 from __future__ import annotations

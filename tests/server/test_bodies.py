@@ -1,4 +1,4 @@
-"""Bodies of requests are bounded before they cost anything: in structure, time, and all of them together."""
+"""Request bodies are bounded before they cost anything: in structure, in time, and in total."""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""What a connection may cost: bytes of head, time, a place among the others. On real sockets and uvloop, as served."""
+"""The cost of a connection: bytes of head, time, and its place among others. On real sockets and uvloop, as in
+service.
+"""
 
 import asyncio
 import contextlib

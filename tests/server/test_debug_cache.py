@@ -1,4 +1,4 @@
-"""GET /debug/cache: what it tells, to whom, and to whom not."""
+"""GET /debug/cache: its content, and who may read it."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""A client that leaves takes its request with it; an engine that fails takes only its own."""
+"""A client that disconnects aborts only its own request; an engine that fails ends only its own."""
 
 import asyncio
 import json

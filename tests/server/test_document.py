@@ -1,4 +1,4 @@
-"""The OpenAPI document and the types it is made from: real answers are held to them, key by key."""
+"""The OpenAPI document and its source types: real answers match them, key by key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Many streams over sockets, a third of them dropped, beside clients that do not read: nothing stays behind.
+"""Many streams over sockets, a third of them dropped, and clients that do not read: nothing leaks.
 
-The long form, against a real server with a real model, is `python benchmarks/edge.py --soak`.
+The long form, with a real server and a real model, is `python benchmarks/edge.py --soak`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What `quire serve` prints once it can be used: where it listens, how it samples, and a command to try."""
+"""The output of `quire serve` once it is ready: its address, its sampling, and a command to try."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`quire inspect --tree` against servers that are there, refuse, or are none of ours."""
+"""`quire inspect --tree` with servers that answer, refuse, or are not Quire's."""
 
 import asyncio
 import contextlib

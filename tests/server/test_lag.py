@@ -1,4 +1,4 @@
-"""The event loop's lag is a metric: what a stall costs others is seen where it happens."""
+"""The lag of the event loop is a metric: it shows what a stall costs others."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The real `openai` package against the server, unmodified."""
+"""The real, unmodified `openai` package with the server."""
 
 import openai
 import pytest

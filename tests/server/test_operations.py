@@ -1,4 +1,4 @@
-"""Keys, limits, health, metrics, and where the server may listen."""
+"""Keys, limits, health, metrics, and allowed addresses."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""The server on the real engine, with a tiny model: what the fake cannot show."""
+"""The server with the real engine and a tiny model: behaviour that the fake engine cannot show."""
 
 import asyncio
 import threading

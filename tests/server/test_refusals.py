@@ -1,4 +1,4 @@
-"""What is not supported, not known or not JSON is refused by name, with 400 and OpenAI's body; never ignored."""
+"""Unsupported, unknown and non-JSON input is refused by name, with 400 and OpenAI's body, and never ignored."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Room that requests share is lent in order, and comes back."""
+"""A resource that requests share is lent in order and returned."""
 
 import asyncio
 

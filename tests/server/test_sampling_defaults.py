@@ -1,4 +1,4 @@
-"""What a request leaves out of sampling comes from the model, unless the server is told otherwise."""
+"""Sampling parameters that a request omits come from the model, unless the server is configured otherwise."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Many clients, some of whom leave, bursts beyond the queue, a cache too small for all that run: complete answers or
-clean errors, and nothing left."""
+"""Many clients, some of whom leave, bursts beyond the queue, and a cache too small for all: answers are complete or
+clean errors, and nothing leaks.
+"""
 
 import asyncio
 import gc

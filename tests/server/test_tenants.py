@@ -1,4 +1,4 @@
-"""Who shares cached prefixes with whom: keys, salts, and what no salt can do."""
+"""Which tenants share cached prefixes: keys, salts, and the limits of a salt."""
 
 import hmac
 import json

@@ -1,4 +1,4 @@
-"""What one sequence shows: its text, however it ends, holds whole characters and all of them."""
+"""The text of one sequence: whole characters, all of them, however the sequence ends."""
 
 from __future__ import annotations
 

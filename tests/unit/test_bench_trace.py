@@ -1,4 +1,4 @@
-"""`quire bench trace`: its count is the truth about the prompts it sends, and the engine's matches are that count."""
+"""`quire bench trace`: its expected hits are correct for the prompts it sends, and the engine's hits equal them."""
 
 from __future__ import annotations
 

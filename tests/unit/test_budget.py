@@ -1,4 +1,4 @@
-"""Pages dealt to heads within a budget of bytes, against plain loops."""
+"""Pages allocated to heads within a budget of bytes, compared with plain loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire calibrate` and calibration without asking: files, resuming, refusals, tables and JSON."""
+"""`quire calibrate`, and automatic calibration: files, resuming, refusals, tables and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codebooks: the worked numbers of the method, histograms against direct sums, books against the best there are."""
+"""Codebooks: the method's worked numbers, histograms compared with direct sums, books compared with the optimum."""
 
 from __future__ import annotations
 

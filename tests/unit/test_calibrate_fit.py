@@ -1,4 +1,4 @@
-"""From samples to tables: which books, what they cost, and where the bits go."""
+"""From samples to tables: the choice of books, their costs, and the allocation of bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a calibration shows where there is no terminal, and how often it says where it is."""
+"""The progress output of a calibration without a terminal, and its frequency."""
 
 from __future__ import annotations
 

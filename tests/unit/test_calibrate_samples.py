@@ -1,4 +1,4 @@
-"""What calibration gathers: the very keys, values and gradients of the whole model, and none of it twice."""
+"""The samples of calibration: exactly the keys, values and gradients of the whole model, none twice."""
 
 from __future__ import annotations
 

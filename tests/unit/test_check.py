@@ -1,4 +1,4 @@
-"""The first start of a codec on a model: it reads a text, is refused if it destroys the model, and is remembered."""
+"""The first start of a codec with a model: a text is read, a destructive codec is refused, and the result is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunk table over pages of several sizes: a model beside it knows what every page holds."""
+"""The chunk table with pages of several sizes, compared with a model that knows the contents of every page."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_a_page_that_fits_no_slab_is_refused(units: float) -> None:
 def test_a_page_that_no_chunk_holds_is_not_moved_unnoticed() -> None:
     table = table_of(4, SMALL)
     small = table.take(5, SMALL)
-    foreign = table.ledger.take(1, 2 * UNIT)
+    foreign = table.ledger.take(np.array([2 * UNIT]))
     table.give(small[1:])
     with pytest.raises(AssertionError, match="not the 7 out"):
         table.check()

@@ -1,4 +1,4 @@
-"""The command line: parsing, errors, exit codes, and what starts fast."""
+"""The command line: parsing, errors, exit codes, and fast starts."""
 
 import argparse
 import ast

@@ -1,4 +1,4 @@
-"""`quire profile`: reports as tables, JSON and pictures, from a model that is made up."""
+"""`quire profile`: reports as tables, JSON and pictures, from a made-up model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: one tree, three ways to give it, wrong settings refused with the way out."""
+"""The configuration: one tree, three ways to set it, and refusals that name the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint: what it tells apart, and when it is remembered."""
+"""The digest of a checkpoint: the differences it detects, and when it is stored."""
 
 from __future__ import annotations
 

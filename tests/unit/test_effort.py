@@ -1,4 +1,4 @@
-"""The dial of effort: what it multiplies, what it leaves out, and that nothing goes past it."""
+"""The effort setting: what it multiplies and leaves out. No test bypasses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching the embedded model: verified, kept, safe among processes, clear when it cannot be had. No network."""
+"""Fetching the embedded model: verified, kept, safe among processes, with clear errors. No network."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Engines whose sealed chunks are encoded: answers depend on tokens and positions alone, and every byte is accounted
-for."""
+"""Engines with encoded sealed chunks: answers depend only on tokens and positions, and all bytes are accounted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Perplexity through the engine's own cache: against the dense oracle, by hand, and what it counts."""
+"""Perplexity through the engine's own cache: compared with the dense oracle and with hand computation; and its
+counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden numbers: the prompts, what counts as found, and the table."""
+"""Hidden numbers: the prompts, the rule for found numbers, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group codec by its definition: worked numbers, and what a group must not notice."""
+"""The group codec by its definition: worked numbers, and independence of groups."""
 
 from __future__ import annotations
 

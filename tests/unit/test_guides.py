@@ -1,5 +1,6 @@
-"""Several rows of a sequence in a step: drafts that are right, wrong or half right change nothing but the number of
-steps, and sets of allowed tokens are kept to."""
+"""Several rows of a sequence in a step: right, wrong or half right drafts change only the number of steps; sets of
+allowed tokens are respected.
+"""
 
 from __future__ import annotations
 

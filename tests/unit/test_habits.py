@@ -1,4 +1,4 @@
-"""Options that people type from habit are answered with ours, or with `not yet`, in one line."""
+"""Options of other engines are answered with Quire's option, or `not yet`, in one line."""
 
 import pytest
 

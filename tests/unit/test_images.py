@@ -1,4 +1,4 @@
-"""Layer images: the same model with and without, written once, read without packing, and never wrong weights."""
+"""Layer images: the same model with and without them; written once, read without packing, and never wrong weights."""
 
 from __future__ import annotations
 

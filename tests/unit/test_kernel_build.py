@@ -1,4 +1,4 @@
-"""Compiling the CPU kernels: when it happens, what it leaves, and what happens where it cannot."""
+"""Compiling the CPU kernels: when it happens, what it leaves, and what happens if it cannot."""
 
 from __future__ import annotations
 

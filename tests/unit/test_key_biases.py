@@ -1,4 +1,6 @@
-"""Models that add huge constants to their keys: g4 stores keys less them, and reads as well as without them."""
+"""Models that add large constants to their keys: g4 subtracts the constants and then loses no more than without
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of chunks: the chain written out, equal on every machine, and what they must tell apart."""
+"""Keys of chunks: the written-out chain, equal on every machine, and the differences that keys must show."""
 
 from __future__ import annotations
 

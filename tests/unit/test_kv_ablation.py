@@ -1,4 +1,6 @@
-"""`benchmarks/kv_ablation.py`: its samples and tables are those of `quire calibrate`, its simulation is the engine."""
+"""`benchmarks/kv_ablation.py`: samples and tables equal those of `quire calibrate`, and its simulation equals the
+engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger against a dictionary model, and the bytes of the pages it moves."""
+"""The ledger compared with a dictionary model, and the bytes of the pages it moves."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def by_class(ledger: PageLedger, needs: dict[int, int]) -> list[int]:
     return [needs.get(page_bytes, 0) for page_bytes in ledger.page_sizes]
 
 
+def of_size(ledger: PageLedger, page_bytes: int) -> list[int]:
+    """The ids of the pages of a size that are out."""
+    ids = ledger.ids_out()
+    return ids[ledger.page_bytes(ids) == page_bytes].tolist()
+
+
 def fits(ledger: PageLedger, needs: dict[int, int]) -> bool:
     return ledger.has_room(by_class(ledger, needs))
 
@@ -35,6 +41,12 @@ def moved(moves: list[Move]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """All ids before and after."""
     before, after = ([np.empty(0, np.int32), *(move[part] for move in moves)] for part in (1, 2))
     return np.concatenate(before), np.concatenate(after)
+
+
+def take(ledger: PageLedger, count: int, page_bytes: int) -> NDArray[np.int32]:
+    """Takes pages of one size."""
+    ledger.size_class(page_bytes)
+    return ledger.take(np.full(count, page_bytes))
 
 
 @dataclass
@@ -82,9 +94,9 @@ class Model:
         count *= 3
         if count > self.ledger.available(size):
             with pytest.raises(CacheFullError):
-                self.ledger.take(count, size)
+                take(self.ledger, count, size)
             return
-        ids = self.ledger.take(count, size)
+        ids = take(self.ledger, count, size)
         assert ids.dtype == np.int32 and len(set(ids.tolist())) == count and not set(ids.tolist()) & set(self.pages)
         images = self.rng.integers(0, 256, count, np.uint8)
         self.arena.store(ids, size, np.repeat(images[:, None], size, 1))
@@ -105,27 +117,27 @@ class Model:
 
     def share(self, size: int, count: int) -> None:
         ids = self.some(size, count)
-        self.ledger.share(np.array(ids, np.int32), size)
+        self.ledger.share(np.array(ids, np.int32))
         for id in ids:
             self.pages[id].holders += 1
 
     def hold(self, size: int, count: int) -> None:
         ids = self.some(size, count)
-        self.ledger.hold(np.array(ids, np.int32), size)
+        self.ledger.hold(np.array(ids, np.int32))
         for id in ids:
             self.pages[id].holders += 1
             self.pages[id].holds += 1
 
     def release(self, size: int, count: int) -> None:
         ids = self.some(size, count, held=True)
-        self.ledger.release(np.array(ids, np.int32), size)
+        self.ledger.release(np.array(ids, np.int32))
         for id in ids:
             self.pages[id].holds -= 1
             self.let_go(id)
 
     def give(self, size: int, count: int) -> None:
         ids = self.some(size, count)
-        self.ledger.give(np.array(ids, np.int32), size)
+        self.ledger.give(np.array(ids, np.int32))
         for id in ids:
             self.let_go(id)
 
@@ -142,10 +154,10 @@ class Model:
         assert self.ledger.bytes_out == sum(page.size for page in self.pages.values())
         for size in SIZES:
             out = sorted(id for id, page in self.pages.items() if page.size == size)
-            assert self.ledger.ids_out(size).tolist() == out and self.ledger.out(size) == len(out)
+            assert of_size(self.ledger, size) == out and self.ledger.out(size) == len(out)
             ids = np.array(out, np.int32)
-            assert self.ledger.holders(ids, size).tolist() == [self.pages[id].holders for id in out]
-            assert self.ledger.holds(ids, size).tolist() == [self.pages[id].holds for id in out]
+            assert self.ledger.holders(ids).tolist() == [self.pages[id].holders for id in out]
+            assert self.ledger.holds(ids).tolist() == [self.pages[id].holds for id in out]
 
 
 def test_pages_are_what_was_put_into_them_until_their_last_holder_is_gone(seed: int) -> None:
@@ -160,50 +172,50 @@ def test_pages_are_what_was_put_into_them_until_their_last_holder_is_gone(seed: 
 
 def test_a_page_under_a_hold_neither_moves_nor_becomes_free() -> None:
     ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
-    ids = ledger.take(64, UNIT)
+    ids = take(ledger, 64, UNIT)
     kept = ids[[0, 20, 40, 60]]
-    ledger.hold(kept[:2], UNIT)
-    ledger.give(ids, UNIT)
-    assert ledger.ids_out(UNIT).tolist() == kept[:2].tolist(), "what is under way has no other holder"
+    ledger.hold(kept[:2])
+    ledger.give(ids)
+    assert of_size(ledger, UNIT) == kept[:2].tolist(), "what is under way has no other holder"
     assert fits(ledger, {8 * UNIT: 4}) and not fits(ledger, {8 * UNIT: 5}), "two slabs of four are held"
     assert fits(ledger, {UNIT: 62}), "and have room for pages of their size"
     with pytest.raises(AssertionError, match="no other holder"):
-        ledger.give(kept[:1], UNIT)
-    ledger.hold(kept[:1], UNIT)
-    ledger.release(kept[:2], UNIT)
-    assert ledger.ids_out(UNIT).tolist() == kept[:1].tolist(), "one hold of two is left"
-    ledger.release(kept[:1], UNIT)
+        ledger.give(kept[:1])
+    ledger.hold(kept[:1])
+    ledger.release(kept[:2])
+    assert of_size(ledger, UNIT) == kept[:1].tolist(), "one hold of two is left"
+    ledger.release(kept[:1])
     assert ledger.bytes_out == 0 and fits(ledger, {8 * UNIT: 8})
     ledger.check()
-    with pytest.raises(AssertionError, match="nobody holds"):
-        ledger.release(ledger.take(1, UNIT), UNIT)
+    with pytest.raises(AssertionError, match="has no hold"):
+        ledger.release(take(ledger, 1, UNIT))
 
 
 def test_an_empty_slab_serves_another_page_size() -> None:
     ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
-    small = ledger.take(64, SIZES[0])
-    with pytest.raises(CacheFullError, match="1 pages of 1024 bytes do not fit: 0 of that size are free in 8192 bytes"):
-        ledger.take(1, SIZES[2])
-    ledger.give(small, SIZES[0])
+    small = take(ledger, 64, SIZES[0])
+    with pytest.raises(CacheFullError, match="they take 1 slabs of 2048 bytes, and 0 of 4 are free"):
+        take(ledger, 1, SIZES[2])
+    ledger.give(small)
     assert ledger.available(SIZES[2]) == 8
-    assert len(ledger.take(8, SIZES[2])) == 8
+    assert len(take(ledger, 8, SIZES[2])) == 8
     ledger.check()
 
 
 def test_pages_gather_in_the_lowest_slabs() -> None:
     ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
-    low = ledger.take(16, UNIT)
-    other = ledger.take(2, SIZES[2])
-    high = ledger.take(32, UNIT)
+    low = take(ledger, 16, UNIT)
+    other = take(ledger, 2, SIZES[2])
+    high = take(ledger, 32, UNIT)
     assert np.unique(ledger.slabs_of(high)).tolist() == [2, 3]
-    ledger.give(high[[3, 20]], UNIT)
-    ledger.give(low[7:9], UNIT)
+    ledger.give(high[[3, 20]])
+    ledger.give(low[7:9])
     # What is free in slab 0, then in 2, then in 3, then the lowest free slab.
-    assert ledger.slabs_of(ledger.take(5, UNIT)).tolist() == [0, 0, 2, 3, 4]
-    ledger.give(other, SIZES[2])
-    ledger.give(low[9:10], UNIT)
+    assert ledger.slabs_of(take(ledger, 5, UNIT)).tolist() == [0, 0, 2, 3, 4]
+    ledger.give(other)
+    ledger.give(low[9:10])
     # 16 are free; the slab that the other two need lies before the last.
-    assert ledger.slabs_of(ledger.take(18, UNIT)).tolist() == [0] + [1] * 16 + [4]
+    assert ledger.slabs_of(take(ledger, 18, UNIT)).tolist() == [0] + [1] * 16 + [4]
     ledger.check()
 
 
@@ -212,19 +224,19 @@ def test_what_fits_is_counted_in_whole_slabs_of_each_size() -> None:
     assert fits(ledger, {}) and fits(ledger, {3 * UNIT: 20}) and not fits(ledger, {3 * UNIT: 21})
     assert fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 2}), "2 + 1 + 1 slabs"
     assert not fits(ledger, {UNIT: 17, 3 * UNIT: 5, 8 * UNIT: 3})
-    ids = ledger.take(48, UNIT)
-    ledger.give(ids[1:47], UNIT)
+    ids = take(ledger, 48, UNIT)
+    ledger.give(ids[1:47])
     # Two pages in two slabs count as one.
     assert fits(ledger, {8 * UNIT: 6}) and not fits(ledger, {8 * UNIT: 7}) and ledger.available(8 * UNIT) == 4
 
 
 def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     ledger, arena = PageLedger(4 * 16 * UNIT, 16 * UNIT), Arena(4 * 16 * UNIT)
-    ids = ledger.take(64, UNIT)
+    ids = take(ledger, 64, UNIT)
     kept = ids[[0, 1, 2, 20, 33, 34, 48, 63]]
     images = torch.arange(8, dtype=torch.uint8)[:, None].expand(-1, UNIT)
     arena.store(kept, UNIT, images)
-    ledger.give(np.setdiff1d(ids, kept), UNIT)
+    ledger.give(np.setdiff1d(ids, kept))
     before, after = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
     arena.copy(before, after, UNIT)
     # The one page of slab 1 first, then the two of a slab further on, here of the last.
@@ -232,22 +244,22 @@ def test_sparse_slabs_are_emptied_into_others_of_their_size() -> None:
     ledger.check()
     where = dict(zip(before.tolist(), after.tolist(), strict=True))
     now = np.array([where.get(page, page) for page in kept.tolist()], np.int32)
-    assert np.sort(now).tolist() == ledger.ids_out(UNIT).tolist()
+    assert np.sort(now).tolist() == of_size(ledger, UNIT)
     assert torch.equal(arena.load(now, UNIT), images)
-    assert len(ledger.take(4, 8 * UNIT)) == 4
+    assert len(take(ledger, 4, 8 * UNIT)) == 4
     assert ledger.make_room(by_class(ledger, {UNIT: 8})) == []
 
 
 def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> None:
     ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
-    threes = ledger.take(15, 3 * UNIT)
-    ledger.give(threes[[0, 1, 5, 6, 7, 10, 11]], 3 * UNIT)
-    fives = ledger.take(9, 5 * UNIT)
-    ledger.give(fives[[0, 4, 5, 7]], 5 * UNIT)
+    threes = take(ledger, 15, 3 * UNIT)
+    ledger.give(threes[[0, 1, 5, 6, 7, 10, 11]])
+    fives = take(ledger, 9, 5 * UNIT)
+    ledger.give(fives[[0, 4, 5, 7]])
     # By slab, in units: 9, 6, 9 of three, then 10, 5, 10 of five.
     before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [4]
-    ledger.take(2, 8 * UNIT)
+    take(ledger, 2, 8 * UNIT)
     before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 2})))
     assert ledger.slabs_of(before).tolist() == [1, 1]
     ledger.check()
@@ -256,27 +268,27 @@ def test_the_slabs_with_the_fewest_bytes_out_are_emptied_of_whatever_size() -> N
 def test_the_last_slab_of_a_size_is_left_to_it() -> None:
     ledger = PageLedger(4 * 16 * UNIT, 16 * UNIT)
     for page_bytes, count in ((UNIT, 1), (4 * UNIT, 2)):
-        ids = ledger.take(2 * 16 * UNIT // page_bytes, page_bytes)
-        ledger.give(ids[count:-count], page_bytes)
+        ids = take(ledger, 2 * 16 * UNIT // page_bytes, page_bytes)
+        ledger.give(ids[count:-count])
     before, _ = moved(ledger.make_room(by_class(ledger, {8 * UNIT: 4})))
     assert sorted(ledger.slabs_of(before).tolist()) == [1, 3, 3], "though both slabs of the first size hold less"
-    assert len(ledger.take(4, 8 * UNIT)) == 4 and ledger.out(UNIT) == 2
+    assert len(take(ledger, 4, 8 * UNIT)) == 4 and ledger.out(UNIT) == 2
     ledger.check()
 
 
 def test_no_slab_is_emptied_that_its_own_size_needs() -> None:
     ledger = PageLedger(6 * 16 * UNIT, 16 * UNIT)
-    alone = ledger.take(1, UNIT)
-    growing = ledger.take(16, 2 * UNIT)
-    ledger.give(growing[1:-1], 2 * UNIT)
-    halves = ledger.take(12, 4 * UNIT)
-    ledger.give(halves[::2], 4 * UNIT)
+    alone = take(ledger, 1, UNIT)
+    growing = take(ledger, 16, 2 * UNIT)
+    ledger.give(growing[1:-1])
+    halves = take(ledger, 12, 4 * UNIT)
+    ledger.give(halves[::2])
     # Slabs of 1, of 2 and 2, and of 8, 8 and 8 units: the last size alone can spare one.
     needs = {2 * UNIT: 16}
     assert fits(ledger, needs)
     before, _ = moved(ledger.make_room(by_class(ledger, needs)))
     assert ledger.slabs_of(before).tolist() == [5, 5]
-    assert len(ledger.take(16, 2 * UNIT)) == 16 and ledger.ids_out(UNIT).tolist() == alone.tolist()
+    assert len(take(ledger, 16, 2 * UNIT)) == 16 and of_size(ledger, UNIT) == alone.tolist()
     ledger.check()
 
 
@@ -293,15 +305,15 @@ def test_slabs_are_whole_open_pages_and_a_small_share_of_the_arena() -> None:
 
 def test_giving_a_page_back_twice_is_caught() -> None:
     ledger = PageLedger(2 * 16 * UNIT, 16 * UNIT)
-    ids = ledger.take(3, UNIT)
+    ids = take(ledger, 3, UNIT)
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[[0, 1, 0]], UNIT)
-    ledger.give(ids[:1], UNIT)
+        ledger.give(ids[[0, 1, 0]])
+    ledger.give(ids[:1])
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[:1], UNIT)
-    ledger.take(1, 3 * UNIT)
-    with pytest.raises(AssertionError, match="another size"):
-        ledger.give(ids[1:2], 3 * UNIT)
+        ledger.give(ids[:1])
+    other = take(ledger, 1, 3 * UNIT)
+    with pytest.raises(AssertionError, match="has this id"):
+        ledger.give(other + 1)
     ledger.check()
 
 
@@ -310,51 +322,51 @@ def test_an_arena_too_small_for_a_page_is_refused() -> None:
         PageLedger(0)
     ledger = PageLedger(16 * UNIT, 16 * UNIT)
     for page_bytes in (17 * UNIT, 100, 0):
-        for ask in (lambda size: ledger.take(1, size), lambda size: fits(ledger, {size: 1}), ledger.available):
+        for ask in (lambda size: take(ledger, 1, size), lambda size: fits(ledger, {size: 1}), ledger.available):
             with pytest.raises(ConfigError, match=f"a page of {page_bytes} bytes .* cache.memory"):
                 ask(page_bytes)
 
 
 def test_taking_thousands_of_pages_costs_no_loop_over_them() -> None:
     ledger = PageLedger(64 << 20)
-    ids = ledger.take(90 * 500, UNIT)
+    ids = take(ledger, 90 * 500, UNIT)
     assert ids.dtype == np.int32
     assert ledger.bytes_out == 90 * 500 * UNIT
-    ledger.give(ids, UNIT)
+    ledger.give(ids)
     ledger.check()
 
 
 def test_a_page_is_free_when_its_last_holder_gives_it_back() -> None:
     ledger = PageLedger(64 * UNIT, 8 * UNIT)
-    ids = ledger.take(5, 2 * UNIT)
-    ledger.share(ids[:3], 2 * UNIT)
-    ledger.share(ids[:1], 2 * UNIT)
-    assert ledger.holders(ids, 2 * UNIT).tolist() == [3, 2, 2, 1, 1]
+    ids = take(ledger, 5, 2 * UNIT)
+    ledger.share(ids[:3])
+    ledger.share(ids[:1])
+    assert ledger.holders(ids).tolist() == [3, 2, 2, 1, 1]
     assert ledger.bytes_out == 5 * 2 * UNIT, "what is shared counts once"
-    ledger.give(ids, 2 * UNIT)
-    assert ledger.holders(ids[:3], 2 * UNIT).tolist() == [2, 1, 1] and ledger.bytes_out == 3 * 2 * UNIT
-    assert not np.isin(ledger.take(2, 2 * UNIT), ids[:3]).any()
-    ledger.give(ids[:3], 2 * UNIT)
+    ledger.give(ids)
+    assert ledger.holders(ids[:3]).tolist() == [2, 1, 1] and ledger.bytes_out == 3 * 2 * UNIT
+    assert not np.isin(take(ledger, 2, 2 * UNIT), ids[:3]).any()
+    ledger.give(ids[:3])
     ledger.check()
-    assert ledger.holders(ids[:3], 2 * UNIT).tolist() == [1, 0, 0]
+    assert ledger.holders(ids[:3]).tolist() == [1, 0, 0]
     with pytest.raises(AssertionError, match="free page"):
-        ledger.share(ids[1:2], 2 * UNIT)
+        ledger.share(ids[1:2])
     with pytest.raises(AssertionError, match="twice"):
-        ledger.give(ids[1:2], 2 * UNIT)
+        ledger.give(ids[1:2])
 
 
 def test_holders_move_with_their_page() -> None:
     ledger = PageLedger(4 * 8 * UNIT, 8 * UNIT)
-    ids = ledger.take(4 * 8, UNIT)
+    ids = take(ledger, 4 * 8, UNIT)
     kept = ids[[0, 9, 18, 27]]
-    ledger.share(kept[2:], UNIT)
-    ledger.give(np.setdiff1d(ids, kept), UNIT)
+    ledger.share(kept[2:])
+    ledger.give(np.setdiff1d(ids, kept))
     before, after = moved(ledger.make_room(by_class(ledger, {4 * UNIT: 6})))
     now = kept.copy()
     for old, new in zip(before, after, strict=True):
         now[kept == old] = new
-    assert len(before) and ledger.holders(now, UNIT).tolist() == [1, 1, 2, 2]
-    ledger.give(now, UNIT)
-    ledger.give(now[2:], UNIT)
+    assert len(before) and ledger.holders(now).tolist() == [1, 1, 2, 2]
+    ledger.give(now)
+    ledger.give(now[2:])
     ledger.check()
     assert ledger.bytes_out == 0

@@ -1,4 +1,4 @@
-"""Whoever meets a limit is told the setting that sets it."""
+"""Every refusal at a limit names the setting of the limit."""
 
 from collections.abc import Callable
 from dataclasses import replace

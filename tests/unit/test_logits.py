@@ -1,4 +1,4 @@
-"""Logits are float32 from the head's sums to whoever reads them, whatever holds the weights and runs the model."""
+"""Logits are float32 from the head's sums to their readers, for all weights and backends."""
 
 from __future__ import annotations
 

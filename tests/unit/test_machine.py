@@ -1,4 +1,4 @@
-"""What a container may use is less than what its machine has."""
+"""Memory and cores of a container are limited by the container, not by the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are special and which are punctuation, in vocabularies of every kind, by the templates in the field."""
+"""Special tokens and punctuation, in vocabularies of every kind, by the templates in the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded model says the same words through the engine as in `transformers`, in float32."""
+"""The embedded model generates the same text in the engine and in `transformers`, in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, rotation tables and what the settings of a checkpoint may say."""
+"""Sizes, rotation tables, and the valid settings of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that are moved between pages give the bytes that encoding their tokens in the new places would."""
+"""Moving slots between pages gives the same bytes as encoding their tokens in the new slots."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Pages:
         self.ledger = PageLedger(8 * slab, slab)
         self.arena = Arena(8 * slab)
         self.arena.data.fill_(0xFF)
-        self.ids = np.stack([self.ledger.take(num_pages, int(size)) for size in self.sizes.flat]).reshape(L, H, -1)
+        for size in self.sizes.flat:
+            self.ledger.size_class(int(size))
+        self.ids = np.stack([self.ledger.take(np.full(num_pages, size)) for size in self.sizes.flat]).reshape(L, H, -1)
         for layer, head in np.ndindex(L, H):
             self.store(self.arena, layer, head)
 

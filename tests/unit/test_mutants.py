@@ -1,4 +1,4 @@
-"""The mutants of scripts/mutants.py can be planted in the sources as they are, and there are enough of each kind."""
+"""The mutants of scripts/mutants.py apply to the current sources, and there are enough of each kind."""
 
 from __future__ import annotations
 

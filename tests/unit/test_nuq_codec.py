@@ -1,4 +1,4 @@
-"""The non-uniform codec by its definition: what it keeps, what it loses, and the worked numbers of the method."""
+"""The non-uniform codec by its definition: its losses, and the method's worked numbers."""
 
 from __future__ import annotations
 

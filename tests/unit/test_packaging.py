@@ -1,4 +1,4 @@
-"""What is installed and what is shipped: extras, pins, the source distribution, the Makefile."""
+"""Installation and distribution: extras, pins, the source distribution, the Makefile."""
 
 from __future__ import annotations
 

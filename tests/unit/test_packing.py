@@ -1,4 +1,4 @@
-"""Codes of 1 to 5 bits in 64-byte lines, against a packer that places one bit after the other."""
+"""Codes of 1 to 5 bits in 64-byte lines, compared with a packer that places one bit at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/page-format.md, held to: a stored page of every codec, written again and read by the page's own words.
+"""Page images follow docs/page-format.md: a stored page of every codec is written again, and read by the document's
+rules.
 
 A change of these bytes is a change of the format version. The stored images are lines of 64 bytes, in hexadecimal.
 """

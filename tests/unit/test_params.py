@@ -1,4 +1,4 @@
-"""Request parameters: every accepted value is kept, every other one is refused by the name of its field."""
+"""Request parameters: every accepted value is kept, every other one is refused with the name of its field."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Policies of heads as numbers: the worked example to the digit, every policy by a head made for it, and the rules
-while decoding, against sums over whole rows.
+"""Policies of heads as numbers: the worked example to the digit, a head made for every policy, and the rules of
+decoding, compared with sums over whole rows.
 """
 
 from __future__ import annotations

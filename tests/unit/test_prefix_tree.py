@@ -1,4 +1,4 @@
-"""The prefix tree against a dictionary of what was published, under every order of joining, growing, leaving and
+"""The prefix tree compared with a dictionary of published chunks, for any order of joining, growing, leaving and
 eviction.
 """
 
@@ -34,6 +34,7 @@ from quire.cache.path import Path, Swapped
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
+from quire.engine.explain import explain
 from quire.engine.prefixes import prefixes
 from tests.effort import EFFORT, examples
 
@@ -535,9 +536,9 @@ def test_a_prompt_s_hit_or_miss_is_explained(prompt: list[int], reason: str) -> 
     manager = make_manager(20)
     assert run_prompt(manager, Holder(chunk(1) + chunk(2)))
     assert run_prompt(manager, Holder(chunk(4)))
-    assert manager.explain(Holder(prompt)) == reason
-    assert "with its salt" in manager.explain(Holder(chunk(1) * 2, "another"))
-    assert "log-probabilities" in manager.explain(Holder(prompt, reads_cache=False))
+    assert explain(manager, Holder(prompt)) == reason
+    assert "with its salt" in explain(manager, Holder(chunk(1) * 2, "another"))
+    assert "log-probabilities" in explain(manager, Holder(prompt, reads_cache=False))
 
 
 SPACES = {

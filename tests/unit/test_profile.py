@@ -1,4 +1,4 @@
-"""Column sums and recovery from log-sum-exps, block by block, against the whole attention matrix in float64."""
+"""Column sums and recovery from log-sum-exps, block by block, compared with the whole attention matrix in float64."""
 
 from __future__ import annotations
 

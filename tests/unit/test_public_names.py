@@ -1,4 +1,4 @@
-"""What `import quire` gives, and what it costs."""
+"""The names that `import quire` provides, and the cost of the import."""
 
 from __future__ import annotations
 

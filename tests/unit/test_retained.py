@@ -1,5 +1,4 @@
-"""What retention leaves of sequences: the right tokens in the right slots, no page more than they need, and everything
-given back."""
+"""Sequences after retention: the right tokens in the right slots, no unnecessary page, and everything freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention of encoded pages: their slots move as codes, and are rotated where they stood."""
+"""Retention of encoded pages: slots move as codes, and keep the rotation of their positions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Engines that retain, held to an oracle of one sequence that keeps everything and masks: what heads keep, and every
-logit."""
+"""Engines with retention, compared with an oracle of one sequence that keeps everything and masks: kept tokens, and
+every logit.
+"""
 
 from __future__ import annotations
 

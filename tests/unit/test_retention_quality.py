@@ -1,4 +1,4 @@
-"""`benchmarks/retention_quality.py`: what it hands to runners of other engines, and what it makes of their results."""
+"""`benchmarks/retention_quality.py`: the input of other engines' runners, and the evaluation of their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What an engine that retains may get wrong and still say something: a test for each, mostly with heads that were told
-where to look."""
+"""Silent mistakes that an engine with retention could make: one test each, mostly with heads that attend to chosen
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs: what leaves an arena has what its rows hold and nothing else, stays while it is held, and is checked on
-arrival."""
+"""Runs: an extent has exactly what its rows hold, does not change under a hold, and is checked on arrival."""
 
 from __future__ import annotations
 

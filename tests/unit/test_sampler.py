@@ -1,4 +1,4 @@
-"""The sampler against a naive one in numpy, and what must not change a row's token: batch, order, preemption."""
+"""The sampler compared with a naive one in numpy; and independence of batch, order and preemption."""
 
 from __future__ import annotations
 

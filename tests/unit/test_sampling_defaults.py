@@ -1,4 +1,4 @@
-"""What the makers of a model advise for sampling, where the files say it."""
+"""The sampling parameters that a model's makers recommend, in the files that contain them."""
 
 import json
 

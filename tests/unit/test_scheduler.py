@@ -1,4 +1,4 @@
-"""What a step holds and who runs first, on an engine with a tiny random model."""
+"""The contents of steps and the order of sequences, in an engine with a tiny random model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plainest codec and table, and partials: others must pass the same tests."""
+"""The plainest codec and table, and partials: other implementations must pass the same tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that begin with the same tokens store and compute them once, and answer as if they had not."""
+"""Requests with a common prefix store and compute it once, and give the same answers as without sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop rules: what is emitted never has to be taken back, and equals the text cut at the first complete stop string."""
+"""Stop rules: emitted text is never withdrawn, and equals the text cut at the first complete stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores: what is evicted comes back with the same bytes, late or not at all, and nobody else notices."""
+"""Stores: evicted chunks come back with the same bytes, late or not at all, without effect on other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/tests.py and tests/conftest.py: what pytest is told, what its processes share, what counts as a failure."""
+"""scripts/tests.py and tests/conftest.py: the arguments of pytest, the data shared by its processes, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: every quantization against gguf-py, the row order of llama files, and how damage is named."""
+"""GGUF files: every quantization compared with gguf-py, the row order of llama files, and messages for damage."""
 
 from __future__ import annotations
 

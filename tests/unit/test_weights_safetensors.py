@@ -1,4 +1,4 @@
-"""Folders of safetensors: what is read, and how each kind of damage is named."""
+"""Folders of safetensors: reading them, and messages for each kind of damage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Where a step's profiled slices find their keys, and where what they add goes: arrays for kernels. Knows chunk ids,
-not pages.
+"""The columns of a step's profiled slices, as arrays for the CPU kernels: where each finds its keys and adds its sums.
+
+Knows chunk ids, not pages.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the profiled slices of a step look at, as int32 arrays.
+    """The columns that the profiled slices of a step see, as int32 arrays. A column is one chunk of a path.
 
-    scored       int64 [R, 3], of all rows of the step: where the scores stand that attention leaves of a row, or -1;
-                 position of the first slot of its first column, and how many columns it has
-    num_scores   that attention leaves, of one query head
-    rows         [r, 2]: query row, its place among those whose queries are kept or -1; of those that leave no scores
-    profiles     [n, 8], a slice each: first row, rows, first of its columns, columns, position of the first slot of the
-                 first one, place of the first row that is kept, rows that are kept, rows whose peaks are noted
-    columns      [c, 6], a chunk of a path each: profile, chunk as rows behind it see it, as its own rows do, row of the
-                 chunk table with its sums, place among the chunks whose keys are kept or -1, tokens that a row must be
-                 behind a slot to count for its peak
-    kept_chunks  chunks that exist in this step, one layer at a time, whose keys `recovered` needs later
+    scored       int64 [R, 3], of each row of the step: index of the scores that attention leaves for it, or -1;
+                 position of the first slot of its first column; number of columns
+    num_scores   scores that attention leaves, of one query head
+    rows         [r, 2], the profiled rows that leave no scores: query row; index among the kept rows, or -1
+    profiles     [n, 8], one per profiled slice: first row, rows, first column, columns, position of the first slot of
+                 the first column, index of the first kept row, kept rows, rows whose peaks are recorded
+    columns      [c, 6]: profile; the chunk as later rows see it; the chunk as its own rows see it; row of the chunk
+                 table with its sums; index among the chunks with kept keys, or -1; tokens by which a row must follow a
+                 slot to count towards its peak
+    kept_chunks  chunks that exist in this step only, one layer at a time, and whose keys `recovered` needs later
     num_kept     rows whose queries are kept
-    index        of each slice, its profile
+    index        slice -> profile
     """
 
     scored: NDArray[np.int64]
@@ -48,7 +49,7 @@ class Columns:
 
 
 def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes: bool, strict: bool) -> Columns:
-    """The columns of a step's profiled slices. Arguments as of `plan.lay_out`, which names staged chunks alike."""
+    """The columns of a step's profiled slices. Arguments and names of staged chunks are those of `plan.lay_out`."""
     sources = Sources(encodes)
     scored = np.full((sum(piece.num_rows for piece in slices), 3), -1, np.int64)
     num_scores = 0
@@ -75,24 +76,24 @@ def profiled_columns(slices: Sequence[RowSlice], *, window: int | None, encodes:
             found[:, 4] = -1
             found[:, 5] = FAR_TOKENS
             found[: max(0, len(found) - profiled.near), 5] = 0
-            # What is encoded in this step is there as it was computed for one layer only; the last rows see it so if
-            # they are in it, or all of the slice's if they see all of it as computed.
+            # A chunk that this step encodes exists in full precision for one layer at a time. If strict, only the rows
+            # inside it see it so; otherwise all rows of the slice do.
             first_seen = first_own if not strict else max(first_own, (end - profiled.last_rows) // PAGE_TOKENS)
             for at in range(first_seen, high) if profiled.last_rows else ():
                 if own[at - first_own] != piece.chunks[at]:
                     found[at - low, 4] = len(kept_chunks)
                     kept_chunks.append(int(own[at - first_own]))
-            places = np.arange(piece.num_rows, dtype=np.int32) + np.int32(
+            kept_index = np.arange(piece.num_rows, dtype=np.int32) + np.int32(
                 num_kept + profiled.last_rows - piece.num_rows
             )
-            places[: piece.num_rows - profiled.last_rows] = -1
+            kept_index[: piece.num_rows - profiled.last_rows] = -1
             index[number] = len(profiles)
             start = (low + piece.num_gone) * PAGE_TOKENS
             if piece.num_rows == 1 and not profiled.last_rows:
                 scored[first_row] = num_scores, start, high - low
                 num_scores += (high - low) * PAGE_TOKENS
             else:
-                rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), places), 1))
+                rows.append(np.stack((np.arange(first_row, first_row + piece.num_rows, dtype=np.int32), kept_index), 1))
             of_rows = first_row, piece.num_rows, num_columns, high - low, start
             profiles.append((*of_rows, num_kept, profiled.last_rows, profiled.peaks))
             columns.append(found)

@@ -1,6 +1,4 @@
-"""The CPU backend: C++ kernels that read pages in place. Plans on the host, one foreign call per layer for the write
-and one for attention.
-"""
+"""The CPU backend: C++ kernels that read pages in place. A step has one plan, and each layer one foreign call."""
 
 from __future__ import annotations
 
@@ -47,9 +45,9 @@ class _Plan(ctypes.Structure):
 class CpuAttention:
     """Attention on CPU pages in bfloat16, float16 or float32; sums in float32.
 
-    plans_built  plans laid out; other steps moved the last one on
-    reads        int32 [C, H], or None: the kernels of every layer add one for each page they read, from the next plan
-                 that is laid out on
+    plans_built  number of plans laid out; other steps advanced the last plan
+    reads        int32 [C, H], or None. Every layer's kernels add 1 for each page they read, beginning with the next
+                 plan that is laid out
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -59,8 +57,7 @@ class CpuAttention:
         self.plans_built = 0
         self.reads: torch.Tensor | None = None
         self._last: CpuPlan | None = None
-        # A tall piece reuses each page's scratch tiles; more than about 192 query rows of it leave the second-level
-        # cache.
+        # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
         table = spec.table
         self._heads = NuqHeads(table.sealed_codec) if isinstance(table.sealed_codec, NuqCodec) else None
@@ -92,13 +89,15 @@ class CpuAttention:
             kind=runtime.DTYPE_IDS[spec.dtype],
         )
 
-    def plan(self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None) -> CpuPlan:
+    def plan(
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
+    ) -> CpuPlan:
         """See AttentionBackend."""
         spec = self.spec
-        # With a window chunks leave a row's sight.
-        if steady and self._last is not None and spec.window is None:
-            self._last.advance()
-            return self._last
+        # With a window, a row stops seeing its oldest chunk from time to time.
+        last = self._last
+        if moved is not None and last is not None and spec.window is None and last.advance(slices, moved):
+            return last
         layout = lay_out(
             slices,
             block_rows=self.block_rows,
@@ -113,19 +112,19 @@ class CpuAttention:
         return self._last
 
     def room(self, name: str, num_bytes: int) -> torch.Tensor:
-        """At least so many bytes, at first zeros, which the next call with the name may give again."""
+        """A buffer of at least `num_bytes`, initially zero. The next call with the same name may return it again."""
         if name not in self._room or len(self._room[name]) < num_bytes:
             self._room[name] = Carver().take(num_bytes)
         return self._room[name]
 
 
 def _turns(spec: AttentionSpec) -> torch.Tensor:
-    """What turns keys by the slot they are in, bfloat16 [D / 2, 2, P, 2]: (cos, -sin), then (sin, cos)."""
+    """The rotation of keys by slot, bfloat16 [D / 2, 2, P, 2]: (cos, -sin), then (sin, cos)."""
     half = spec.head_dim // 2
     if spec.cos is None or spec.sin is None:
         cos, sin = torch.ones(half, PAGE_TOKENS), torch.zeros(half, PAGE_TOKENS)
     else:
-        # A context shorter than a page leaves slots without an angle, and never fills them.
+        # If the context is shorter than a page, the last slots have no angle. They are never filled.
         cos, sin = (
             functional.pad(part[:PAGE_TOKENS].T, (0, max(0, PAGE_TOKENS - len(part)))) for part in (spec.cos, spec.sin)
         )
@@ -134,7 +133,7 @@ def _turns(spec: AttentionSpec) -> torch.Tensor:
 
 
 def _angles(spec: AttentionSpec) -> torch.Tensor | None:
-    """Cosines and sines of all positions side by side, bfloat16 [positions, D / 2, 2]: what turns the keys of slots
+    """Cosines and sines of all positions, interleaved, bfloat16 [positions, D / 2, 2]. They rotate the keys of slots
     that have positions of their own.
     """
     if spec.cos is None or spec.sin is None:
@@ -143,12 +142,12 @@ def _angles(spec: AttentionSpec) -> torch.Tensor | None:
 
 
 class CpuPlan:
-    """One step of the CPU backend. Keeps what the kernels read alive: the layout's arrays, the table and the arena."""
+    """One step of the CPU backend. It holds references to all that the kernels read: layout, table and arena."""
 
     def __init__(
         self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice], ready: NDArray[np.int32] | None = None
     ) -> None:
-        self._backend = backend  # its tables are read until the plan is done
+        self._backend = backend  # kernels read its tables until the step is done
         spec = backend.spec
         self._layout = layout
         self._ready = ready
@@ -160,10 +159,11 @@ class CpuPlan:
         plan.num_seals = len(layout.seals)
         if ready is not None:
             plan.ready = ready.ctypes.data
-        # A row of a decode step is written by whoever attends with it, so no other row may read it.
+        # The thread that attends with a row of a decode step also writes its key and value. So every row must have a
+        # chunk of its own to write to.
         written = layout.write_chunk.tolist()
         plan.decode = not plan.num_seals and len(written) == len(slices) == len({*written})
-        self._room: dict[str, torch.Tensor] = {}  # bytes of the backend that kernels write, by the plan's fields
+        self._room: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
         if layout.num_staged:
             page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
             self._take_room(plan, staged=layout.num_staged * page_bytes)
@@ -189,7 +189,7 @@ class CpuPlan:
             setattr(plan, name, self._room[name].data_ptr())
 
     def _profile(self, plan: _Plan) -> None:
-        """Has the kernels sum the attention of the profiled slices, and keep what `recovered` looks at."""
+        """Makes the kernels sum the attention of the profiled slices, and keep what `recovered` reads."""
         spec = self._backend.spec
         assert spec.table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         found = self._columns = profiled_columns(
@@ -233,10 +233,10 @@ class CpuPlan:
         )
         return found
 
-    def advance(self) -> None:
-        """Makes it the plan of its slices one position on."""
-        positions = self._layout.positions
-        positions += 1
+    def advance(self, slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
+        """See Layout.advance."""
+        before, self.slices = self.slices, slices
+        return self._layout.advance(before, slices, moved)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Takes the layer's keys and values, [R, H, D] each, rows strided; `attend` stores and encodes them."""
@@ -247,7 +247,7 @@ class CpuPlan:
         """Attention of un-rotated queries [R, H * G, D], rows strided; overwritten by the next call."""
         out = self._out
         if out is None or len(out) != len(q):
-            # Rows past the step's own are padding: they attend to nothing, but go through the model.
+            # Rows beyond the step's own are padding. They attend to nothing but pass through the model.
             out = self._out = torch.zeros(len(q), self._width, dtype=q.dtype)
         self._attend(self.address, layer, q.data_ptr(), q.stride(0), out.data_ptr())
         return out

@@ -1,4 +1,4 @@
-"""Partial attention: what some query rows saw of some tokens, to be merged with what they saw of the others."""
+"""Partial attention: the attention of query rows to a part of their tokens. Partials over all parts are merged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Partial:
 def merge(parts: Sequence[Partial]) -> Partial:
     """The attention over the union of disjoint token sets. Commutative and associative, up to rounding.
 
-    Weights are relative to the largest lse, so scores of any size neither overflow nor vanish together.
+    Weights are relative to the largest lse, so that scores of any size neither all overflow nor all underflow.
 
     Source: FlashInfer's recursive attention; ChunkAttention, arXiv 2402.15220, `attn_reduce` of Alg. 2. Ours differs:
     partials are normalised and carry one number, the lse, instead of a maximum and a sum.

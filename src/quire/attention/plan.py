@@ -4,14 +4,15 @@ pages or requests.
 slices of the step          pieces                                    work items
 [rows | path of chunks] ->  [block of rows | run of its chunks]  ->   piece x kv head
 
-Rows whose chunks are split over several pieces leave partials; merges name them.
+If the chunks of a row are split over several pieces, each of these leaves a partial, and a merge names them.
 
-A run of chunks that several neighbouring rows share is one piece with all of them: ChunkAttention's chunk-first phase
-is a matrix product over the rows, where the private tails, its sequence-first phase, are products with one.
+A run of chunks that neighbouring rows share is one piece with all these rows: ChunkAttention's chunk-first phase, one
+matrix product over the rows. The private tails are its sequence-first phase, products with one row.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import deque
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
     from quire.cache.table import ChunkTable
 
 MIN_SHARED_CHUNKS = 2
-"""Chunks a shared run must save from being read again: less costs more to merge than to read."""
+"""Chunk reads that a shared run must save. If it saves fewer, merging costs more than reading."""
 
 MIN_SPLIT_CHUNKS = 4
-"""Chunks a piece keeps at least when a run is split: a partial of fewer costs more to merge than to compute."""
+"""Least chunks of a piece when a run is split. A partial over fewer costs more to merge than to compute."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a backend needs to know once.
+    """What a backend is built from.
 
-    table     its chunks; where sealed ones are encoded, pages of every codec hold keys before rotation
+    table     the chunks; if sealed chunks are encoded, pages of every codec hold keys before rotation
     cos, sin  float32 [positions, D / 2], or None for models that do not rotate
-    window    a row at position i sees positions above i - window only; None sees all
-    strict    whether rows see earlier chunks of their own slice as they are stored
+    window    a row at position i sees only positions above i - window; None: it sees all
+    strict    whether rows see earlier chunks of their own slice as stored, not as computed
     dtype     of queries, keys, values, the output, and dense pages
     """
 
@@ -62,16 +63,18 @@ class AttentionSpec:
 
 
 class AttentionPlan(StepPlan, Protocol):
-    """The plan of one step over pages. Once the model has run, what profiled slices add is in their rows of sums."""
+    """The plan of one step over pages. Once the model has run, the column sums of profiled slices are up to date."""
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The attention of a slice's last rows to what a policy would keep, averaged over these rows and over the query
-        heads of a kv head, [L, H]: 1 if that is all they see. Once the model has run, and before the next plan.
+        """The attention of a slice's last rows to the tokens that a policy would keep, [L, H]; 1 if they see no others.
 
-        slice_index  of a slice whose `profiled` has last rows
-        kept         [L, H, n]: columns kept whichever row looks; bit t of word c is position c * 64 + t. n >= chunks of
-                     the path up to the slice's end
-        local        [L, H]: each row also keeps so many of the last tokens, itself among them
+        Averaged over these rows and over the query heads of a kv head. To be called once the model has run and before
+        the next plan.
+
+        slice_index  a slice whose `profiled` has last rows
+        kept         [L, H, n]: columns kept for every row; bit t of word c is position c * 64 + t. n >= chunks of the
+                     path up to the slice's end
+        local        [L, H]: number of last tokens that each row also keeps, its own included
         """
         ...
 
@@ -80,32 +83,34 @@ class AttentionBackend(Protocol):
     """Computes attention on pages."""
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> AttentionPlan:
-        """The plan of one step; rows of the slices stand one after the other. Valid until the next call.
+        """The plan of one step, valid until the next call. The rows of the slices follow each other.
 
-        ready   int32 [L], set by others while the step is computed: a layer's pages are read once its number is not 0.
+        ready   int32 [L], set by another thread during the step: a layer's pages may be read once its entry is not 0.
                 None: all may be read
-        steady  the last plan was of the same slices of one row, each one position before, in the same chunks: a backend
-                may move that plan on
+        moved   the last plan had the same rows, each one position earlier. These of the slices are in other chunks now;
+                a backend may advance the last plan. None: other rows
         """
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """A step as int32 arrays.
 
     positions    [R] of the query rows
     write_chunk  [R] chunk that takes each row's key and value
-    indices      chunk ids, the runs of all pieces one after the other
+    indices      chunk ids: the runs of all pieces, concatenated. Each private run of the first `num_singles` rows
+                 has room for one more chunk behind it
     pieces       [n, 6]: first row, rows, first index, chunks, position of the first slot, first partial or -1
     merges       [m, 3]: row, first part, parts
-    merge_parts  partial rows named by the merges
+    merge_parts  partial rows, in the order of the merges
     num_partials rows of the partial buffers
     seals        [s, 2]: chunk that is full once the step's rows are written, chunk it is encoded into
-    num_staged   dense chunks beside the cache, for one layer, that the step needs: chunks it fills from their first
-                 slot on. Staged chunk i is named ~i wherever a chunk is
+    num_singles  slices of one row at the beginning of the step
+    num_staged   dense chunks outside the cache that the step needs for one layer: one for each chunk that it fills from
+                 the first slot on. The id of staged chunk i is ~i
     """
 
     positions: NDArray[np.int32]
@@ -117,10 +122,49 @@ class Layout:
     num_partials: int
     seals: NDArray[np.int32]
     num_staged: int
+    num_singles: int
+
+    def advance(self, before: Sequence[RowSlice], slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
+        """Advances the layout by one position. The rows `moved` are in other chunks now. False, and the layout is of no
+        further use, if a run has no room, or a row fills a chunk that is then encoded.
+        """
+        positions = self.positions
+        positions += 1
+        if moved and (len(self.seals) or self.num_singles < len(slices)):
+            return False
+        for row in moved:
+            old, new = before[row], slices[row]
+            piece = self.pieces[self._last_pieces[row]]
+            _, _, first, num_chunks, start, _ = piece.tolist()
+            low = start // PAGE_TOKENS - new.num_gone
+            grown = new.start // PAGE_TOKENS + 1 - new.num_gone - low - num_chunks
+            is_same = np.array_equal(old.chunks[:low], new.chunks[:low]) and old.num_gone == new.num_gone
+            if not is_same or not 0 <= grown <= self._spare[row] or new.filled >= 0 or new.profiled is not None:
+                return False
+            self._spare[row] -= grown
+            piece[3] += grown
+            run = self.indices[first : first + num_chunks + grown]
+            run[:] = new.chunks[low : low + len(run)]
+            self.write_chunk[row] = run[-1]
+        return True
+
+    @functools.cached_property
+    def _last_pieces(self) -> NDArray[np.intp]:
+        """The last piece of each single row: the one with its own chunk."""
+        own = np.flatnonzero((self.pieces[:, 1] == 1) & (self.pieces[:, 0] < self.num_singles))
+        own = own[np.argsort(self.pieces[own, 4], kind="stable")]
+        found = np.empty(self.num_singles, np.intp)
+        found[self.pieces[own, 0]] = own
+        return found
+
+    @functools.cached_property
+    def _spare(self) -> list[int]:
+        """How many more chunks each single row's run has room for."""
+        return [1] * self.num_singles
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
-    """The slices of one row that a step begins with: those that may be read together."""
+    """The slices of one row at the start of a step. Only these may share reads."""
     count = next((i for i, piece in enumerate(slices) if piece.num_rows != 1), len(slices))
     return slices[:count]
 
@@ -128,21 +172,22 @@ def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
 def common_runs(
     slices: Sequence[RowSlice], block_rows: int, *, max_runs: int = sys.maxsize, max_rows: int = sys.maxsize
 ) -> list[tuple[int, int, int, int]]:
-    """What neighbouring slices of one row share, to be read once for all of them: (first row, rows, first chunk, chunk
-    after the last), parents first.
+    """Runs of chunks that neighbouring slices of one row share, each to be read once for all of them.
 
-    block_rows          rows of a run at most; more sharers have several runs of the same chunks
-    max_runs, max_rows  of all runs together: what does not fit is read apart
+    Returns (first row, rows, first chunk, chunk after the last) of each, parents first.
 
-    Below what is read apart everything is, so that a row's runs cover the beginning of its path without a gap, and what
-    it reads by itself is one run as well.
+    block_rows          most rows of a run; more rows get several runs over the same chunks
+    max_runs, max_rows  limits on all runs together; a run that does not fit is not shared
+
+    Where a segment is not shared, none below it is. So the runs of a row cover the beginning of its path without a gap,
+    and the rest of its path is one run too.
     """
     names = [piece.shared for piece in slices]
     if not any(names):
         return []
 
     def together(row: int, end: int, depth: int) -> int:
-        """The end of the rows from `row` on that have the same segment at `depth`."""
+        """The end of the rows that have the same segment at `depth` as `row`."""
         if depth >= len(names[row]):
             return row + 1
         name, stop = names[row][depth], row + 1
@@ -151,8 +196,8 @@ def common_runs(
         return stop
 
     found: list[tuple[int, int, int, int]] = []
-    # Rows [low, high) that share their first `depth` segments, which the runs found so far cover up to chunk `start`.
-    # Level by level, so that what little fits is what most rows share.
+    # Rows [low, high) share their first `depth` segments. The runs found so far cover these up to chunk `start`.
+    # The order is breadth first: if few runs fit, they are those that most rows share.
     todo = deque([(0, len(slices), 0, 0)] if len(slices) > 1 else [])
     while todo:
         low, high, depth, start = todo.popleft()
@@ -179,7 +224,8 @@ def common_runs(
 
 
 class Sources:
-    """Where the rows of a step find the chunks they write: themselves if they stay open, else what will be encoded.
+    """Where the rows of a step find the chunks they write: the chunk itself if it stays open, else the dense source
+    that it will be encoded from.
 
     encodes  whether sealed chunks have another codec than open ones
     """
@@ -190,8 +236,8 @@ class Sources:
         self._seals: list[tuple[int, int]] = []
 
     def of(self, piece: RowSlice) -> NDArray[np.int32]:
-        """The chunks that take the rows of a slice, in order of position; those it fills from their first slot on are
-        staged.
+        """The chunks that take the rows of a slice, in order of position. A chunk that is filled from its first slot on
+        is staged.
         """
         end = piece.start + piece.num_rows
         first = piece.start // PAGE_TOKENS
@@ -217,7 +263,7 @@ class Sources:
 
 
 def _run(chunks: NDArray[np.int32], low: int, high: int, own: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Chunks [low, high), the last of them those that rows write themselves."""
+    """Chunks [low, high), the last ones replaced by `own`: the chunks as the rows write them."""
     run = chunks[low:high]
     own = own[max(0, len(own) - len(run)) :]
     if len(own) > 1 or run[-1] != own[-1]:
@@ -238,12 +284,12 @@ def lay_out(
 ) -> Layout:
     """Cuts a step into pieces of near-equal cost.
 
-    block_rows  query rows of a piece at most; a divisor or multiple of 64, so that causal runs end on chunk boundaries,
-                and no multiple if sealed chunks are encoded: rows of two chunks do not see the same
+    block_rows  most query rows of a piece: a divisor or multiple of 64, so that causal runs end on chunk boundaries; if
+                sealed chunks are encoded at most 64, because rows of two chunks see different sources
     num_heads   H: every piece is computed once per kv head
-    workers     what computes pieces at the same time: threads, or streaming multiprocessors
+    workers     threads or streaming multiprocessors that compute pieces at the same time
     encodes     see Sources
-    strict      whether rows see earlier chunks of their own slice as they are stored, or as they were computed
+    strict      whether rows see earlier chunks of their own slice as stored, not as computed
 
     A run is split only if one piece alone would take more than half of a worker's fair share.
     """
@@ -261,7 +307,7 @@ def lay_out(
         piece.chunks[low : low + count]
         for piece, low, count in zip(singles, *blocks[:, [4, 3]].T.tolist(), strict=True)
     ]
-    # Rows that fill a chunk which is then encoded: they write and read it where it was.
+    # A row that fills a chunk to be encoded writes and reads the chunk's dense source.
     for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else ():
         runs[row] = np.append(runs[row][:-1], sources.of(singles[row]))
     # A row's own chunk is the last of its run.
@@ -293,13 +339,19 @@ def lay_out(
             first_row += piece.num_rows
         positions, write_chunk = np.concatenate(ranges), np.concatenate(written)
         blocks = np.concatenate((blocks, np.array(rows, np.int32).reshape(-1, 6)))
-    # Largest first: work items are handed out in order, and a large one begun last would be waited for.
+    # Largest first: work items are handed out in order, and a large one that starts last would delay the step's end.
     cost = blocks[:, 1] * blocks[:, 3]
     order = np.argsort(-cost, kind="stable") if len(blocks) > 1 and cost.max() != cost.min() else None
     if order is not None:
         blocks, cost, runs = blocks[order], cost[order], [runs[i] for i in order]
-    indices = np.concatenate(runs) if runs else np.empty(0, np.int32)
-    blocks[:, 2] = np.cumsum(blocks[:, 3]) - blocks[:, 3]
+    counts = blocks[:, 3]
+    room = counts + ((blocks[:, 1] == 1) & (blocks[:, 0] < len(singles)))
+    blocks[:, 2] = np.cumsum(room) - room
+    indices = np.zeros(room.sum(), np.int32)
+    if runs:
+        indices[np.repeat(blocks[:, 2] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())] = (
+            np.concatenate(runs)
+        )
     limit = max(1, int(cost.sum()) * num_heads // (2 * workers))
     pieces = blocks
     if len(cost) and cost[0] > limit and blocks[:, 3].max() >= 2 * MIN_SPLIT_CHUNKS:
@@ -319,6 +371,7 @@ def lay_out(
         num_partials,
         sources.seals,
         sources.num_staged,
+        len(singles),
     )
 
 
@@ -327,7 +380,7 @@ _NO_PARTS = np.empty(0, np.int32)
 
 
 def _single_blocks(starts: NDArray[np.int32], num_gone: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
-    """One piece per row; column 4 counts chunks, not positions, until the layout is done."""
+    """One piece per row. Column 4 counts chunks, not positions, until the layout is done."""
     blocks = np.zeros((len(starts), 6), np.int32)
     blocks[:, 0] = np.arange(len(starts))
     blocks[:, 1] = 1
@@ -339,11 +392,11 @@ def _single_blocks(starts: NDArray[np.int32], num_gone: NDArray[np.int32], windo
 
 
 _LEAVES_PARTIALS = -2
-"""In a block's last column, until partial rows are numbered: its rows have other pieces too."""
+"""Value of a block's last column until partial rows are numbered: the block's rows have other pieces too."""
 
 
 def _split(blocks: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
-    """Blocks as pieces of about `limit` cost at most."""
+    """Splits blocks into pieces that cost about `limit` at most."""
     pieces: list[tuple[int, ...]] = []
     for first_row, num_rows, first_index, num_chunks, start, partial in blocks.tolist():
         count = min(-(-num_rows * num_chunks // limit), num_chunks // MIN_SPLIT_CHUNKS)
@@ -359,9 +412,7 @@ def _split(blocks: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
 
 
 def _merges(pieces: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """Numbers the partial rows of the pieces that leave some, in place; returns the merges, their parts and how many
-    partial rows there are.
-    """
+    """Numbers the partial rows of pieces in place. Returns the merges, their parts and the number of partial rows."""
     leaving = np.flatnonzero(pieces[:, 5] == _LEAVES_PARTIALS)
     if not len(leaving):
         return _NO_MERGES, _NO_PARTS, 0

@@ -23,7 +23,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.table import ALL_SLOTS
 
 NEVER_SEEN = 1 << 40
-"""A position behind every row's."""
+"""A position after every row's."""
 
 
 def attend_dense(
@@ -44,7 +44,7 @@ def attend_dense(
     scores, visible = visible_scores(q, k, query_positions, key_positions, window)
     lse = torch.logsumexp(scores, -1)
     weight = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    # An invisible token may sit in an unwritten slot, where anything can stand, and 0 * NaN is NaN.
+    # An invisible token may be in an unwritten slot, which can hold NaN, and 0 * NaN is NaN.
     v = torch.where(visible.any(0)[..., None], v.float(), 0.0)
     return Partial(torch.einsum("rhgt,htd->rhgd", weight, v), lse)
 
@@ -64,13 +64,13 @@ def rotate(
 
 
 class ReferenceAttention:
-    """The plainest backend: pages are decoded as a whole and attended densely, sequence by sequence."""
+    """The plainest backend: it decodes whole pages and attends densely, one sequence at a time."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> ReferencePlan:
         """See AttentionBackend. Every plan is a new one."""
         return ReferencePlan(self.spec, slices, ready)
@@ -78,7 +78,7 @@ class ReferenceAttention:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What rows of one chunk saw in a layer, to be looked at again."""
+    """The queries of one chunk's rows in a layer, and the keys they saw; for `recovered`."""
 
     q: torch.Tensor  # [R, H, G, D], rotated
     k: torch.Tensor  # [H, T, D], rotated
@@ -87,7 +87,7 @@ class _Seen:
     key_positions: torch.Tensor  # [T], or [H, T]
 
     def since(self, position: int) -> _Seen:
-        """What the rows from a position on saw."""
+        """The rows from a position on."""
         rows = self.positions >= position
         return _Seen(self.q[rows], self.k, self.lse[rows], self.positions[rows], self.key_positions)
 
@@ -108,7 +108,7 @@ class ReferencePlan:
         self.positions = torch.from_numpy(positions).to(spec.table.arena.device)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores keys and values [R, H, D], un-rotated, into the slots of their positions, and encodes what is full."""
+        """Stores un-rotated keys and values [R, H, D] in the slots of their positions, and encodes full chunks."""
         spec = self.spec
         k = k.to(spec.dtype) if spec.table.encodes else rotate(k, spec.cos, spec.sin, self.positions).to(spec.dtype)
         row = 0
@@ -147,7 +147,7 @@ class ReferencePlan:
             self._seen[number, layer] = []
             for index, chunk in enumerate(own.tolist(), piece.start // PAGE_TOKENS):
                 count = min(end, (index + 1) * PAGE_TOKENS) - max(piece.start, index * PAGE_TOKENS)
-                # Its own chunk as it was computed, those before it as they are stored.
+                # If strict, a row sees its own chunk as computed and earlier ones as stored.
                 first = piece.start // PAGE_TOKENS
                 computed = [chunk] if spec.strict else own[: index - first + 1].tolist()
                 stored = piece.chunks[: index + 1 - piece.num_gone - len(computed)].tolist()
@@ -193,7 +193,7 @@ class ReferencePlan:
         return found / profiled.last_rows
 
     def _add_sums(self, rows: NDArray[np.int32], layer: int, seen: _Seen) -> None:
-        """Adds the attention of rows to the columns that they see to what stands in some rows of the table."""
+        """Adds the attention to the columns that `seen` holds to the sums in `rows` of the chunk table."""
         table = self.spec.table
         assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         sums = table.sums.load(table, rows)
@@ -202,7 +202,7 @@ class ReferencePlan:
         table.sums.store(table, rows, sums)
 
     def _note_peaks(self, rows: NDArray[np.int32], layer: int, seen: _Seen, near: torch.Tensor) -> None:
-        """Notes the peaks of the columns that rows see, where they are larger than what stands in rows of the table."""
+        """Raises the peaks in `rows` of the chunk table to those of the columns that `seen` holds."""
         table = self.spec.table
         assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         if len(seen.q):
@@ -214,21 +214,23 @@ class ReferencePlan:
             table.sums.store(table, rows, peaks)
 
     def _path(self, chunks: list[int], layer: int, num_gone: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Everything the chunks hold in one layer, rotated, float32 [H, T, D] each; and positions, int64 [H, T], behind
-        every row where masks leave slots out. Slots that retention has packed stand anywhere before the row.
+        """The keys, rotated, and values of chunks in one layer, float32 [H, T, D] each; and positions, int64 [H, T].
+
+        A slot that a mask hides has position NEVER_SEEN. Slots that retention has packed have any position before the
+        row.
         """
         spec = self.spec
         found = [self._keys_values(chunk, layer) for chunk in chunks]
         k = torch.cat([keys for keys, _ in found], 1).float()
         v = torch.cat([values for _, values in found], 1).float()
-        places = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_gone)]
-        at = torch.cat(places, 1).to(k.device)
+        positions = [self._positions(chunk, index, layer) for index, chunk in enumerate(chunks, num_gone)]
+        at = torch.cat(positions, 1).to(k.device)
         if spec.table.encodes:
             k = rotate(k.reshape(-1, 1, spec.head_dim), spec.cos, spec.sin, at.flatten()).view(k.shape)
         return k, v, at.masked_fill(~self._seen_slots(chunks, layer).to(k.device), NEVER_SEEN)
 
     def _positions(self, chunk: int, index: int, layer: int) -> torch.Tensor:
-        """Where the slots of the chunk at an index of its path stand, int64 [H, P]."""
+        """Positions of a chunk's slots, int64 [H, P]. `index` is the chunk's index in its path."""
         table, slots = self.spec.table, torch.arange(PAGE_TOKENS)
         if chunk < 0:
             return (index * PAGE_TOKENS + slots).expand(self.spec.num_kv_heads, -1)
@@ -240,7 +242,7 @@ class ReferencePlan:
         return found
 
     def _seen_slots(self, chunks: list[int], layer: int) -> torch.Tensor:
-        """Which slots the masks of chunks leave, bool [H, T]."""
+        """The slots that the masks of chunks show, bool [H, T]."""
         table = self.spec.table
         masks = np.full((self.spec.num_kv_heads, len(chunks)), ALL_SLOTS, "<u8")
         for index, chunk in enumerate(chunks):
@@ -249,7 +251,7 @@ class ReferencePlan:
         return torch.from_numpy(np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")).bool()
 
     def _keys_values(self, chunk: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What one chunk holds in one layer, [H, P, D] each; of a staged chunk that nobody wrote, zeros."""
+        """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that nobody wrote."""
         spec, table = self.spec, self.spec.table
         if chunk < 0:
             empty = torch.zeros(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 WAIT_SECONDS = 2e-4
-"""Between two looks whether a layer is there, which takes milliseconds to arrive."""
+"""Polling interval while a layer's pages arrive, which takes milliseconds."""
 
 
 def wait_for(ready: NDArray[np.int32] | None, layer: int) -> None:
@@ -25,15 +25,15 @@ def wait_for(ready: NDArray[np.int32] | None, layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What a slice of a prompt leaves for retention.
+    """What a slice of a prompt records for retention.
 
-    sums       int32 [>= chunks of the path up to the slice's end]: row i of the chunk table has the column sums of
-               chunk i; the rows' attention is added there. No other slice of the step adds to the same
-    last_rows  so many rows at the slice's end are kept for `recovered`; 0: none
-    peaks      in place of sums over all rows, each column's `profile.column_peaks` over so many rows at the slice's end
-               is noted, where it is larger than what stands there; 0: sums
-    near       of the path's chunks up to the slice's end the last so many stand where their number says; those before
-               them are far from all rows, which is all that peaks need to know
+    sums       int32 [>= chunks of the path up to the slice's end]: for each chunk, the row of the chunk table with its
+               column sums. The slice adds its attention there. No other slice of the step adds to the same row
+    last_rows  number of rows at the slice's end that are kept for `recovered`
+    peaks      number of rows at the slice's end whose `profile.column_peaks` are recorded in place of sums, where they
+               are larger than what is stored; 0: sums
+    near       number of last chunks, up to the slice's end, whose index in the path gives their position. Earlier
+               chunks are far from all rows, which is all that peaks need to know
     """
 
     sums: NDArray[np.int32]
@@ -49,15 +49,14 @@ class RowSlice:
     start     position of the first row
     num_rows  rows, all at consecutive positions; their keys and values are written before they attend
     chunks    int32 [>= ceil((start + num_rows) / 64)], the sequence's chunk ids in order of position
-    shared    (name, chunks) of the segments the path begins with, all before `start`; equal names at the same place
-              mean the same chunks. They are read together by slices of one row that stand side by side at the
-              beginning of a step
-    filled    the open chunk that holds the slots before `start` of a chunk which this step fills, so that `chunks` has
-              the one it will be encoded into; -1 if there is none
-    profiled  what it leaves for retention; None: nothing
-    num_gone  of a slice of one row whose path retention has made smaller: chunks that `chunks` has fewer than the
-              sequence. All but the last of `chunks` then hold tokens from anywhere before the row, in the slots that
-              the table's masks say, and the last one those next to it. 0 otherwise
+    shared    (name, number of chunks) of the segments that the path begins with, all before `start`. Equal names at the
+              same depth mean the same chunks. Neighbouring slices of one row at the start of a step read them together
+    filled    the open chunk with the slots before `start`, if this step fills it; `chunks` then names the chunk that it
+              is encoded into. -1: none
+    profiled  what the slice records for retention; None: nothing
+    num_gone  number of chunks that retention has removed from the path; only for slices of one row. If it is not 0, all
+              of `chunks` but the last hold tokens from anywhere before the row, in the slots that the table's masks
+              show. The last one holds the tokens next to the row
     """
 
     start: int

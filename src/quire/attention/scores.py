@@ -1,4 +1,4 @@
-"""Scores by their definition: what the reference's attention and the profile of a prompt begin with."""
+"""Attention scores by definition, for the reference backend and for the profile of a prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def visible_scores(
     key_positions: torch.Tensor,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of some rows for some tokens, float32 [R, H, G, T], -inf where a row does not see the token; and where
-    it does, bool [R, H, T]. Arguments as of `reference.attend_dense`.
+    """The scores of rows for tokens, float32 [R, H, G, T], -inf where a row does not see the token; and which tokens
+    each row sees, bool [R, H, T]. Arguments as of `reference.attend_dense`.
     """
     scores = torch.einsum("rhgd,htd->rhgt", q.float(), k.float()) / math.sqrt(q.shape[-1])
     distance = query_positions[:, None, None] - key_positions.expand(k.shape[0], k.shape[1])[None]

@@ -1,15 +1,16 @@
 """The Triton backend: attention on pages in GPU memory, planned on the host and ready for CUDA graphs.
 
-A decode step's arrays lie in buffers whose addresses and shapes depend on its padded batch size and on whether rows
-share anything, so a graph captured once for each reads the plan of every later step. All arrays of a step travel in one
-copy, and none while only positions move on: these advance on the device. Page ids are mirrored there, a row when its
-chunk is new.
+The addresses and shapes of a decode step's arrays depend only on its `GraphKey`, such as the padded batch size. So a
+graph captured once for each key reads the plan of every later step. All arrays of a step travel in one copy. If only
+positions change there is no copy: they advance on the device. Page ids are mirrored there; a chunk's row is copied when
+the chunk is new.
 
-With retention, decode steps are graphs too: pages are read through masks, and column sums are added to by programs of
-which a graph has as many whatever columns there are. A step that keeps rows for `recovered` is none.
+With retention, decode steps are graphs too. Pages are read through masks. A fixed number of programs adds to the column
+sums, however many columns there are. A step that keeps rows for `recovered` is not captured.
 
-Where sealed chunks are encoded, a prefill step encodes what it fills in every layer, before the layer attends; a decode
-step at its end, in all layers at once and outside its graph: no row of it reads what it fills.
+If sealed chunks are encoded, a prefill step encodes the chunks it fills in every layer, before the layer attends. A
+decode step encodes at its end, in all layers at once and outside its graph, because none of its rows reads an encoded
+chunk that it fills.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from quire.attention.triton_profile import ProfileMemory, StepProfile, page_id_o
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Padded sizes of decode steps; a larger step runs, but not as a graph."""
+"""Padded sizes of decode steps. A larger step runs without a graph."""
 
 MAX_DECODE_INDICES = 1 << 19
-"""Chunk ids a decode plan holds (2 MiB): 256 sequences of 131,072 tokens. A longer step runs, but not as a graph."""
+"""Most chunk ids of a decode plan (2 MiB): 256 sequences of 131,072 tokens. A step with more runs without a graph."""
 
 PIECES_PER_PROCESSOR = 2
-"""Programs a multiprocessor holds at once: three stages of a bf16 page of head size 128 are 96 of its 227 KiB."""
+"""Programs that a multiprocessor holds at once: three stages of a bf16 page of head size 128 take 96 of its 227 KiB."""
 
 MIN_SAVED_BYTES = 8 << 20
-"""Bytes that a decode step must not read again, or its rows are read apart. A guess, not measured: two microseconds of
-an H200's memory, for a second launch in a graph."""
+"""Bytes of reads that sharing must save in a decode step. If it saves fewer, nothing is shared. A guess, not measured:
+two microseconds of an H200's memory bandwidth, for a second launch in a graph."""
 
 
 class TritonAttention:
     """Attention on GPU pages in bfloat16, float16 or float32; sums in float32.
 
     batch_sizes  the padded sizes of decode steps, in rising order
-    plans_built  plans laid out; other steps moved the last one on
-    copies       from the host to the device so far: of plans, and of rows of the mirror
-    reads        int32 [C, H] on the device, or None: attention of every layer adds one for each page it reads
+    plans_built  number of plans laid out; other steps advanced the last plan
+    copies       number of copies from host to device so far: of plans, and of rows of the mirror
+    reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -67,11 +68,11 @@ class TritonAttention:
         self.tables = EncodedTables(table.sealed_codec, spec.head_dim, device) if table.encodes else None
         choose = encoded_launches if table.encodes else launches
         self.launches = choose(spec.dtype, spec.group_size, spec.head_dim)
-        # Off the GPU, in the interpreter, 8 stand for a small machine: enough to split and merge.
+        # The interpreter runs without a GPU. Eight processors are enough there to split and merge.
         on_gpu = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
         short, tall = self.launches
-        # Tiles made in registers leave room for eight warps of a multiprocessor.
+        # Tiles decoded in registers leave room for eight warps on a multiprocessor.
         at_once = 8 // short.warps if table.encodes else PIECES_PER_PROCESSOR
         self.tiles = Tiles(
             spec.group_size,
@@ -84,7 +85,7 @@ class TritonAttention:
         )
         arena = table.arena.data
         self.arena = arena.view(spec.dtype)
-        # The same bytes as codes, ranges and channels are read.
+        # The arena again, in the types of codes, ranges and channels.
         self.views = arena.view(torch.int32), arena.view(torch.float16), arena
         self.turns = _turns(spec) if table.encodes else None
         self.mirror = TableMirror(table)
@@ -98,7 +99,7 @@ class TritonAttention:
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
         self._last: TritonPlan | None = None
-        self._num_moved = 0  # pages of the table at the last plan
+        self._num_moved = 0  # the table's `num_moved_pages` at the last plan
         largest = self.batch_sizes[-1]
         self._decode = torch.zeros(
             plan_offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES + 2 * largest,
@@ -112,14 +113,14 @@ class TritonAttention:
         return self._plan_copies + self.mirror.copies
 
     def plan(
-        self, slices: Sequence[RowSlice], steady: bool = False, ready: NDArray[np.int32] | None = None
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> TritonPlan:
         """See AttentionBackend."""
         profiles = any(piece.profiled is not None for piece in slices)
         if self._num_moved != self.spec.table.num_moved_pages:
-            # Rows of the mirror may be old, which only a new plan looks for.
+            # Rows of the mirror may be stale, and only a new plan refreshes them.
             self._last, self._num_moved = None, self.spec.table.num_moved_pages
-        if steady and self._last is not None and self.spec.window is None:
+        if moved is not None and not moved and self._last is not None and self.spec.window is None:
             self._last.advance()
             return self._last
         batch_size, common = None, self.launches[1]
@@ -150,7 +151,7 @@ class TritonAttention:
         return self._last
 
     def max_pieces(self, batch_size: int) -> int:
-        """Pieces of a decode step of so many padded rows at most."""
+        """Most pieces of a decode step of `batch_size` padded rows."""
         return self.tiles.max_short(batch_size) + self.tiles.max_common(batch_size)
 
     def decode_buffer(self, num_ints: int) -> Tensor:
@@ -158,8 +159,8 @@ class TritonAttention:
         return self._decode[:num_ints]
 
     def staged(self, count: int) -> tuple[Tensor, int]:
-        """Room for so many dense chunks of one layer, which the next call may give again, and the id that the first of
-        its pages has as seen from the arena.
+        """A buffer for `count` dense chunks of one layer, and the id of its first page relative to the arena. The next
+        call may return the same buffer.
         """
         table = self.spec.table
         size = count * self.spec.num_kv_heads * table.open_codec.page_bytes
@@ -169,11 +170,11 @@ class TritonAttention:
 
 
 def _turns(spec: AttentionSpec) -> Tensor | None:
-    """Cosines and sines of the first positions, by which keys of a page turn, float32 [2, D / 2, P]."""
+    """Cosines and sines of the first P positions, which rotate the keys of a page by slot, float32 [2, D / 2, P]."""
     if spec.cos is None or spec.sin is None:
         return None
     turns = torch.zeros(2, spec.head_dim // 2, PAGE_TOKENS, device=spec.cos.device)
-    # A context shorter than a page leaves slots without an angle, and never fills them.
+    # If the context is shorter than a page, the last slots have no angle. They are never filled.
     for turn, angles in zip(turns, (spec.cos, spec.sin), strict=True):
         turn[:, : len(angles)] = angles[:PAGE_TOKENS].T
     return turns

@@ -1,4 +1,4 @@
-"""What the Triton backend keeps in GPU memory from step to step, at addresses that never change: graphs hold them."""
+"""GPU memory that the Triton backend keeps from step to step. Its addresses never change, because graphs hold them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class TableMirror:
     """`ChunkTable.pages`, `sidecars`, `masks`, `positions` and `bases` on the device, at one address.
 
     pages      int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
-    sidecars   int32 [C] likewise
-    masks      int64 [C, L, H] likewise, of the same bits; None where the table has none
-    positions  int32 [C, L, H] likewise; None where the table has no masks, or rotates keys before it stores them
-    bases      int32 [C] likewise
-    is_whole   bool [C] on the host, likewise: a row holds all pages, every slot is seen, and all stand one after the
-               other where the row stands in its path
-    copies     from the host so far
+    sidecars   int32 [C], likewise
+    masks      int64 [C, L, H], likewise, with the same bits; None if the table has no masks
+    positions  int32 [C, L, H], likewise; None if the table has no masks, or stores rotated keys
+    bases      int32 [C], likewise
+    is_whole   bool [C] on the host, likewise: no slot of the chunk is masked, and their positions are consecutive and
+               follow from the chunk's index in its path
+    copies     number of copies from the host so far
     """
 
     def __init__(self, table: ChunkTable) -> None:
@@ -37,7 +37,7 @@ class TableMirror:
             if table.encodes:
                 self.positions, self.bases = torch.zeros_like(self.pages), torch.zeros_like(self.sidecars)
         self.is_whole = np.ones(table.capacity, bool)
-        # Long ones first, for their alignment.
+        # 64-bit arrays first, for alignment.
         pairs = (
             (self.masks, table.masks),
             (self.pages, table.pages),
@@ -48,7 +48,7 @@ class TableMirror:
         self._arrays = [(there, here) for there, here in pairs if there is not None and here is not None]
 
     def refresh(self, chunks: NDArray[np.int32]) -> int:
-        """Uploads the rows of those chunks that changed since they were last uploaded; returns how many."""
+        """Uploads the rows of `chunks` that changed since their last upload. Returns their number."""
         table = self._table
         ids = chunks[self._seen[chunks] != table.takes[chunks]]
         count = len(ids)
@@ -58,7 +58,7 @@ class TableMirror:
         if table.masks is not None:
             is_plain = (table.positions[ids] < 0).all((1, 2)) & (table.bases[ids] < 0)
             self.is_whole[ids] = (table.masks[ids] == ALL_SLOTS).all((1, 2)) & is_plain
-        # The ids, int64, then of each array its rows.
+        # The ids as int64, then the rows of each array.
         sizes = [count * here.nbytes // len(here) for _, here in self._arrays]
         host = torch.empty(8 * count + sum(sizes), dtype=torch.uint8, pin_memory=self.pages.device.type == "cuda")
         host[: 8 * count].view(torch.int64).numpy()[:] = ids
@@ -67,7 +67,7 @@ class TableMirror:
             host[first:end].numpy()[:] = here[ids].view(np.uint8).reshape(-1)
         sent = host.to(self.pages.device, non_blocking=True)
         self.copies += 1
-        # A chunk that several sequences share is named several times, with the same row.
+        # A chunk that sequences share occurs several times, each time with the same row.
         index = sent[: 8 * count].view(torch.int64)
         for (there, _), first, end in zip(self._arrays, ends, ends[1:], strict=False):
             there.index_copy_(0, index, sent[first:end].view(there.dtype).view(count, *there.shape[1:]))
@@ -75,7 +75,7 @@ class TableMirror:
 
 
 class Partials:
-    """Where pieces leave their partials, one slot a query row; allocated once, because graphs hold the addresses.
+    """Buffers for the partials of pieces, one slot per query row. Allocated once, because graphs hold the addresses.
 
     o         f32 [MAX_PARTIALS, H, G, D]
     lse       f32 [MAX_PARTIALS, H, G], base 2

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from quire.attention.triton import TritonAttention
 
 WRITE_ROWS = 16
-"""Rows of a program of `write`."""
+"""Query rows per program of `write`."""
 
 ENCODE_WARPS = PAGE_TOKENS // 32
-"""A thread for each token slot."""
+"""One thread per token slot."""
 
 _ALIGN = 32
-"""int32s between the starts of arrays in a plan buffer are a multiple of this: 128 bytes."""
+"""Arrays in a plan buffer start at multiples of this many int32s: 128 bytes."""
 
 
 class GraphKey(NamedTuple):
-    """What must be equal for two plans to have their arrays at the same addresses and in the same shapes.
+    """Plans with equal keys have their arrays at the same addresses and in the same shapes.
 
     batch_size   padded rows
     shares       see TritonPlan
-    is_profiled  some rows add to column sums
+    is_profiled  whether any row adds to column sums
     """
 
     batch_size: int
@@ -55,12 +55,12 @@ class TritonPlan:
 
     slices       of the step
     num_rows     R
-    batch_size   padded rows of a decode step; None for a step that is none or too large, which cannot be a graph. Keys,
-                 values and queries have either R rows or batch_size of them; rows past R give zeros
-    shares       some rows share chunks that are read for them together, among the tall pieces
+    batch_size   padded rows of a decode step; None for other steps and for one that is too large, which cannot be
+                 graphs. Keys, values and queries have R or batch_size rows; rows beyond R give zeros
+    shares       whether rows share chunks that are read once for them, by tall pieces
     is_decode    every slice has one row
-    profile      what profiled slices leave; None: none is
-    short, tall  int32 [n, PIECE_INTS] on the device; of a decode step, padded with pieces of no rows
+    profile      what profiled slices record; None if no slice is profiled
+    short, tall  int32 [n, PIECE_INTS] on the device; in a decode step padded with pieces that do nothing
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TritonPlan:
             max_short = backend.tiles.max_short(batch_size)
             max_tall = backend.tiles.max_common(batch_size) if self.shares else 0
             rows, max_entries = batch_size, MAX_PARTIALS
-            # A padded row has a piece without chunks: it reads nothing and writes zeros.
+            # The piece of a padded row has no chunks: it reads nothing and writes zeros.
             idle = np.zeros((batch_size - self.num_rows, PIECE_INTS), np.int32)
             idle[:, 0] = np.arange(self.num_rows, batch_size)
             idle[:, 1], idle[:, 5] = 1, -1
@@ -112,7 +112,7 @@ class TritonPlan:
             if batch_size is None
             else backend.decode_buffer(used)
         )
-        # The pinned block is reused by torch only once this copy is over.
+        # torch reuses the pinned block only after this copy.
         device.copy_(host, non_blocking=True)
         self.positions = device[:rows]
         self.write_chunk = device[at[0] : at[0] + rows]
@@ -124,7 +124,7 @@ class TritonPlan:
         self._seals = device[at_seals:]
         self._staged, self._staged_id = backend.staged(layout.num_staged)
         self._num_short, self._num_tall = len(layout.short), len(layout.tall)
-        # Graphs of decode steps are masked always, other steps where anything is hidden.
+        # Decode steps always use the masks, as their graphs do. Other steps use them only if a slot is hidden.
         mirror = backend.mirror
         is_masked = mirror.masks is not None and self.is_decode
         if mirror.masks is not None and not is_masked:
@@ -133,21 +133,19 @@ class TritonPlan:
 
     @property
     def graph_key(self) -> GraphKey | None:
-        """None for a step that cannot be a graph: one that is no decode step, is too large, or keeps rows for
-        `recovered`.
-        """
+        """None if the step cannot be a graph: it is no decode step, is too large, or keeps rows for `recovered`."""
         if self.batch_size is None or (self.profile is not None and self.profile.num_kept):
             return None
         return GraphKey(self.batch_size, self.shares, self.profile is not None)
 
     @contextlib.contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """What runs inside adds nothing to column sums: keys and values may be written twice, sums may not."""
+        """Nothing is added to column sums inside: keys and values may be written twice, sums must be added once."""
         with contextlib.nullcontext() if self.profile is None else self.profile.held():
             yield
 
     def advance(self) -> None:
-        """Makes it the plan of its slices one position on."""
+        """Advances all slices by one position."""
         self.positions[: self.num_rows] += 1
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -156,18 +154,19 @@ class TritonPlan:
         return self.profile.recovered(slice_index, kept, local)
 
     def seal(self) -> None:
-        """Encodes what a decode step has filled, in all layers, once: the last layer's `attend` does it, or whoever
-        replays a graph in its place.
+        """Encodes the chunks that a decode step has filled, once, in all layers.
+
+        The last layer's `attend` calls it. Whoever replays a graph instead must call it too.
         """
         if self.is_decode:
             self._encode(0, self._backend.spec.num_layers)
             self._num_seals = 0
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores keys, rotated unless sealed chunks are encoded, and values, [R, H, D] each, rows strided; then encodes
-        the layer's pages that are full.
+        """Stores keys and values, [R, H, D] each, rows strided; then encodes the layer's full pages. Keys are rotated
+        first unless sealed chunks are encoded.
 
-        A decode step stores them in `attend` of the same layer, until when k and v must stay as they are.
+        A decode step stores them in `attend` of the same layer. Until then k and v must not change.
         """
         if self.is_decode:
             self._new = layer, k, v
@@ -219,12 +218,12 @@ class TritonPlan:
             _check(spec, k, spec.num_kv_heads, rows)
             _check(spec, v, spec.num_kv_heads, rows)
         out = torch.empty(rows, spec.num_kv_heads * spec.group_size * spec.head_dim, dtype=q.dtype, device=q.device)
-        # Pieces of padded rows come after the step's own.
+        # Pieces of padded rows follow the step's own.
         padded = self.batch_size is None or rows == self.batch_size
         short = self.short if padded else self.short[: self._num_short]
         tall = self.tall if padded else self.tall[: self._num_tall]
         short_launch, tall_launch = self._launches
-        # Tall before short: what short pieces merge of the others must be there.
+        # Tall before short, because short pieces merge the partials of tall ones.
         for pieces, launch, is_short in ((tall, tall_launch, False), (short, short_launch, True)):
             if not len(pieces):
                 continue
@@ -267,9 +266,7 @@ class TritonPlan:
 
 
 def plan_offsets(num_rows: int, num_pieces: int, num_entries: int) -> tuple[int, int, int, int]:
-    """Where the write chunks, the pieces, the entries and the indices start in a plan buffer, in int32s; positions
-    start at 0.
-    """
+    """Offsets of write chunks, pieces, entries and indices in a plan buffer, in int32s. Positions start at 0."""
 
     def after(at: int, count: int) -> int:
         return -(-(at + count) // _ALIGN) * _ALIGN

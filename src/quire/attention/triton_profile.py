@@ -1,7 +1,7 @@
-"""What the profiled slices of a step leave on a GPU: column sums, and the rows that `recovered` looks at again.
+"""What the profiled slices of a step record on a GPU: column sums, and the rows that `recovered` reads again.
 
-A step has two kinds of columns, as it has short and tall pieces: those of slices of one row, which read keys and little
-else, and those of many rows, which are a product each. Arrays of decode steps lie where graphs find them again.
+A step has two kinds of columns, like short and tall pieces. Columns of slices of one row do little but read keys.
+Columns of many rows are a matrix product each. Arrays of decode steps have fixed addresses, which graphs hold.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ COLUMN_INTS = 8
 """See `kernels.profile`."""
 
 _ALWAYS = np.iinfo(np.int32).max
-"""A position that no row reaches: rows see the chunk as it was computed."""
+"""A position that no row reaches: all rows see the chunk as it was computed."""
 
 PLACE_ROWS = 32
-"""Query rows x G of a program of `place_queries`."""
+"""Query rows x G per program of `place_queries`."""
 
 SINGLES_PER_PROCESSOR = 8
-"""Programs for columns of one row that a multiprocessor holds at once, so that the loads of several are under way. A
-guess, not measured: 16 KiB of keys of head size 128 each."""
+"""Programs for columns of one row that a multiprocessor holds at once, so that several loads are in flight. A guess,
+not measured: each loads 16 KiB of keys at head size 128."""
 
 _HEADER = 32
-"""int32s before the columns in their buffer: how many there are of slices of one row; 128 bytes."""
+"""int32s before the columns in their buffer (128 bytes). The first is the number of columns of slices of one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The last rows of a slice, which `recovered` looks at again.
+    """The last rows of a slice, which `recovered` reads again.
 
-    first_place     of the first one among all that the step keeps
-    count           how many
-    first_position  of the first one
-    chunks          int32 [n, KEPT_INTS], those they see: see `kernels.profile`
+    first_index     index of the first row among all kept rows of the step
+    count           number of rows
+    first_position  position of the first row
+    chunks          int32 [n, KEPT_INTS], the chunks that the rows see, as in `kernels.profile`
     first_start     position of the first slot of the first chunk
     """
 
-    first_place: int
+    first_index: int
     count: int
     first_position: int
     chunks: NDArray[np.int32]
@@ -64,12 +64,12 @@ class _Kept:
 
 
 class ProfileMemory:
-    """What profiles need in GPU memory from step to step. That of decode steps never moves: graphs hold it.
+    """GPU memory that profiles keep from step to step. Buffers of decode steps never move, because graphs hold them.
 
     sums          the arena as float32
     lse           f32 [batch, H, G] of decode steps, base 2
-    queries       [H * batch * G * D] of decode steps, as scores take them
-    num_programs  for columns of slices of one row, of each kv head
+    queries       [H * batch * G * D] of decode steps, rotated and scaled
+    num_programs  programs per kv head for columns of slices of one row
     """
 
     def __init__(
@@ -104,39 +104,37 @@ class ProfileMemory:
         return self._columns[:num_ints]
 
     def room(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """At least so many elements, which the next call with the name may give again."""
+        """A buffer of at least `count` elements. The next call with the same name may return it again."""
         if name not in self._room or len(self._room[name]) < count:
             self._room[name] = torch.empty(count, dtype=dtype, device=self.device)
         return self._room[name]
 
     @property
     def pages(self) -> tuple[Tensor | None, ...]:
-        """The arena as its parts are read, and the mirror: what the kernels' arguments have from `arena` on, sums left
-        out.
-        """
+        """The kernels' arguments from `arena` to `masks`, without `sums`."""
         return self.arena, *self._codes, self.mirror.pages, self.mirror.masks
 
     @property
     def encoded(self) -> tuple[Tensor | None, ...]:
-        """What is known of encoded pages: the kernels' arguments from `slot_positions` on."""
+        """The kernels' arguments about encoded pages, from `slot_positions` on."""
         if self.tables is None:
             return (None,) * 8
         tables, mirror, spec = self.tables, self.mirror, self.spec
-        places = mirror.positions, mirror.bases, mirror.sidecars
-        return *places, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
+        positions = mirror.positions, mirror.bases, mirror.sidecars
+        return *positions, spec.cos, spec.sin, tables.heads, tables.pairs, tables.read_keys
 
 
 def page_id_of(room: Tensor, table: ChunkTable) -> int:
-    """The id that the first page has, as seen from the arena, in room beside it that has `UNIT` bytes to spare."""
+    """The id, relative to the arena, of the first page in a separate buffer that has `UNIT` bytes to spare."""
     return -((table.arena.data.data_ptr() - room.data_ptr()) // UNIT)
 
 
 class StepProfile:
     """The profile of one step.
 
-    own       of each slice the chunks that its rows write, see TileLayout
-    lse       f32 [R or more, H, G], base 2, where attention leaves it
-    num_kept  rows that are kept
+    own       for each slice the chunks that its rows write, see TileLayout
+    lse       f32 [R or more, H, G], base 2, which attention fills
+    num_kept  number of kept rows
     """
 
     def __init__(
@@ -148,24 +146,24 @@ class StepProfile:
     ) -> None:
         spec = memory.spec
         self._memory = memory
-        columns, kept_places, self._kept, kept_chunks = _columns_of(slices, own, spec)
+        columns, kept_indices, self._kept, kept_chunks = _columns_of(slices, own, spec)
         is_single = columns[:, 1] == 1
         named = np.concatenate((columns[:, 2:5].reshape(-1), kept_chunks))
         memory.mirror.refresh(named[named >= 0])
         self.num_kept = sum(kept.count for kept in self._kept.values())
         self._num_singles = int(is_single.sum())
         self._num_tall = len(columns) - self._num_singles
-        at_places = _HEADER + columns.size
+        at_indices = _HEADER + columns.size
         host = torch.empty(
-            at_places + len(kept_places) * (self.num_kept > 0),
+            at_indices + len(kept_indices) * (self.num_kept > 0),
             dtype=torch.int32,
             pin_memory=memory.device.type == "cuda",
         )
         ints: NDArray[np.int32] = host.numpy()
         ints[0] = self._num_singles
-        ints[_HEADER:at_places] = np.concatenate((columns[is_single], columns[~is_single])).reshape(-1)
+        ints[_HEADER:at_indices] = np.concatenate((columns[is_single], columns[~is_single])).reshape(-1)
         if self.num_kept:
-            ints[at_places:] = kept_places
+            ints[at_indices:] = kept_indices
         if batch_size is None or self.num_kept:
             device = torch.empty(len(host), dtype=torch.int32, device=memory.device)
         else:
@@ -174,12 +172,12 @@ class StepProfile:
         self._num_columns = device[:1]
         self._singles = device[_HEADER:]
         self._tall = device[_HEADER + COLUMN_INTS * self._num_singles :]
-        self._kept_places = device[at_places:] if self.num_kept else None
+        self._kept_indices = device[at_indices:] if self.num_kept else None
         heads = spec.num_kv_heads * spec.group_size
         self.lse, self._queries = memory.lse, memory.queries
         if batch_size is None:
-            self.lse = memory.room("lse", len(kept_places) * heads, torch.float32)
-            self._queries = memory.room("queries", len(kept_places) * heads * spec.head_dim, spec.dtype)
+            self.lse = memory.room("lse", len(kept_indices) * heads, torch.float32)
+            self._queries = memory.room("queries", len(kept_indices) * heads * spec.head_dim, spec.dtype)
         count = spec.num_layers * heads * self.num_kept
         self._kept_queries = memory.room("kept_queries", count * spec.head_dim, spec.dtype) if count else None
         self._kept_lse = memory.room("kept_lse", count, torch.float32) if count else None
@@ -187,7 +185,7 @@ class StepProfile:
         self._kept_chunks = torch.from_numpy(kept_chunks).to(memory.device) if self._num_pages else None
         self._kept_page = 0
         if self._num_pages:
-            # Half of a dense page of every layer and head; few steps have any, so it is not held from one to the next.
+            # Half a dense page per layer and head. Few steps need it, so it is not kept from step to step.
             table = spec.table
             size = self._num_pages * table.pages_per_chunk * table.open_codec.page_bytes // 2
             self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
@@ -195,15 +193,15 @@ class StepProfile:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A decode step that runs inside adds nothing: it has no columns as long."""
+        """A decode step that runs inside adds nothing, because it has no columns meanwhile."""
         count = self._num_columns.clone()
         self._num_columns.zero_()
         yield
         self._num_columns.copy_(count)
 
     def add(self, layer: int, q: Tensor, positions: Tensor, staged: int) -> None:
-        """Adds the attention of a layer's profiled rows to their column sums, and keeps its last rows; once attention
-        has left its lse.
+        """Adds the attention of profiled rows to their column sums, and keeps the last rows. Needs the lse of the
+        layer's attention, so it runs after that.
 
         q       un-rotated [R, H * G, D], rows strided
         staged  page id of the first staged page
@@ -212,7 +210,7 @@ class StepProfile:
         sizes = page_sizes(spec)
         heads = spec.num_kv_heads
         place_queries[(heads, triton.cdiv(len(q) * spec.group_size, PLACE_ROWS))](
-            q, self._queries, self.lse, self._kept_places, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
+            q, self._queries, self.lse, self._kept_indices, self._kept_queries, self._kept_lse, spec.cos, spec.sin,
             positions, len(q), self.num_kept, layer, q.stride(0), H=heads, G=spec.group_size, D=spec.head_dim,
             DP=sizes["DP"], ROWS=PLACE_ROWS, SCALE=math.log2(math.e) / math.sqrt(spec.head_dim),
             ROTATE=spec.cos is not None, num_warps=4, enable_fp_fusion=True,
@@ -248,7 +246,7 @@ class StepProfile:
         )
         recover[(math.prod(shape), len(rows.chunks))](
             self._kept_queries, self._kept_lse, *memory.pages, *memory.encoded, chunks, words, nearest, out,
-            self._kept_page, self._num_pages, self.num_kept, rows.first_place, rows.count, rows.first_position,
+            self._kept_page, self._num_pages, self.num_kept, rows.first_index, rows.count, rows.first_position,
             rows.first_start, kept.shape[2], **self._options(memory.launch),
         )  # fmt: skip
         return (out.double().sum(-1) / (spec.group_size * rows.count)).cpu().numpy()
@@ -268,7 +266,7 @@ class StepProfile:
 
 
 def page_sizes(spec: AttentionSpec) -> dict[str, int]:
-    """The compile-time constants that say how pages lie."""
+    """The compile-time constants of the page layout."""
     return {
         "L": spec.num_layers, "H": spec.num_kv_heads, "D": spec.head_dim, "P": PAGE_TOKENS,
         "DP": triton.next_power_of_2(spec.head_dim), "UNIT": UNIT // spec.dtype.itemsize,
@@ -277,16 +275,17 @@ def page_sizes(spec: AttentionSpec) -> dict[str, int]:
 
 
 class _StepColumns(NamedTuple):
-    """What a step's profiled slices look at.
+    """The columns that a step's profiled slices see.
 
     columns      int32 [n, COLUMN_INTS]
-    kept_places  int32 [R], of all rows the place among those that are kept, or -1
-    kept         by slice, which rows these are
-    kept_chunks  int32, named as in `Sources`: chunks whose keys they saw as nobody will see them again
+    kept_indices  int32 [R], for every row its index among the kept rows, or -1
+    kept         slice -> its kept rows
+    kept_chunks  int32, named as in `Sources`: chunks that the kept rows saw as computed, and that exist so only in this
+                 step
     """
 
     columns: NDArray[np.int32]
-    kept_places: NDArray[np.int32]
+    kept_indices: NDArray[np.int32]
     kept: dict[int, _Kept]
     kept_chunks: NDArray[np.int32]
 
@@ -326,10 +325,10 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
         at = np.arange(int(sizes.sum())) + np.repeat(ends - np.cumsum(sizes), sizes)
         columns[:, 7] = 0
         columns[at, 2] = np.concatenate(own)
-        # A chunk that the step fills is seen as it was computed by its own rows, or by all of its slice.
+        # Rows of a chunk that the step fills see it as computed; if not strict, all rows of the slice do.
         filled = columns[at, 2] != columns[at, 3]
         columns[at, 7] = np.where(filled & spec.strict, columns[at, 5] + PAGE_TOKENS, _ALWAYS)
-    places = np.full(int(counts.sum()), -1, np.int32)
+    kept_indices = np.full(int(counts.sum()), -1, np.int32)
     kept: dict[int, _Kept] = {}
     kept_chunks: list[int] = []
     num_kept = 0
@@ -337,14 +336,14 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
         piece = slices[number]
         if piece.profiled is not None and (last_rows := piece.profiled.last_rows):
             after = int(first_rows[number]) + piece.num_rows
-            places[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
+            kept_indices[after - last_rows : after] = np.arange(num_kept, num_kept + last_rows)
             position = piece.start + piece.num_rows - last_rows
             seen = columns[ends[index] - lengths[index] : ends[index]][:, [2, 3, 7]].copy()
-            # Encoded by now, and there as it was computed for one layer only.
+            # Chunks that are encoded by now. As computed, they exist for one layer at a time.
             beside = (seen[:, 0] != seen[:, 1]) & (seen[:, 2] > position)
             names = seen[beside, 0].tolist()
             seen[beside, 0] = ~np.arange(len(kept_chunks), len(kept_chunks) + len(names), dtype=np.int32)
             kept_chunks += names
             kept[number] = _Kept(num_kept, last_rows, position, seen, (first + piece.num_gone) * PAGE_TOKENS)
             num_kept += last_rows
-    return _StepColumns(columns, places, kept, np.array(kept_chunks, np.int32))
+    return _StepColumns(columns, kept_indices, kept, np.array(kept_chunks, np.int32))

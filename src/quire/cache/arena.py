@@ -1,4 +1,4 @@
-"""The bytes of an arena: page images by id. Knows neither who holds a page nor what it means."""
+"""The bytes of an arena: page images by id. Knows neither a page's holders nor its meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.cache.ledger import UNIT
 from quire.kernels.memory import huge_pages
 
 _COPY_BYTES = 16 << 20
-"""Bytes that moving pages holds beside the arena."""
+"""Size of the buffer for moving pages."""
 
 
 class Arena:
@@ -30,8 +30,8 @@ class Arena:
             self.data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def rows(self, page_bytes: int) -> torch.Tensor:
-        """The arena as overlapping pages, uint8 [units, page_bytes]: row i is the page with id i, whatever its slab is
-        used for.
+        """The arena as overlapping pages, uint8 [units, page_bytes]. Row i is the page with id i, whatever its slab's
+        page size.
         """
         return self.data.as_strided((self._num_rows(page_bytes), page_bytes), (UNIT, 1))
 
@@ -42,7 +42,7 @@ class Arena:
     def store(self, ids: Int32s, page_bytes: int, images: torch.Tensor | NDArray[np.uint8]) -> None:
         """Overwrites page images with uint8 [n, page_bytes]."""
         assert images.shape == (len(ids), page_bytes), f"{tuple(images.shape)} for {len(ids)} pages of {page_bytes}"
-        # torch copies rows element by element: eight bytes at once take a fifth of the time.
+        # torch copies rows element by element. With elements of eight bytes this takes a fifth of the time.
         words = self.data.view(torch.int64).as_strided((self._num_rows(page_bytes), page_bytes // 8), (UNIT // 8, 1))
         given = torch.as_tensor(images).to(self.device).contiguous().view(torch.int64)
         words.index_copy_(0, self._index(ids), given)
@@ -57,7 +57,7 @@ class Arena:
         self.data[start : start + len(given)] = torch.tensor(given, device=self.device)
 
     def copy(self, before: Int32s, after: Int32s, page_bytes: int) -> None:
-        """Copies pages to other places, none of which is copied."""
+        """Copies pages to other ids. No target may be a source."""
         step = max(1, _COPY_BYTES // page_bytes)
         for first in range(0, len(before), step):
             part = slice(first, first + step)

@@ -1,9 +1,10 @@
-"""Chunks by their ids, and what their pages take: all that admission, growth and eviction are decided by. Knows neither
-where pages lie nor what is in them; `cache/table.py` does.
+"""Chunks by id and the demand of their pages, which is all that admission, growth and eviction need. Where pages lie is
+in `cache/table.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -21,32 +22,30 @@ if TYPE_CHECKING:
     from quire.cache.sinks import Sinks
 
 POSITIONS_BYTES = 4 * PAGE_TOKENS
-"""Of a page that says where the slots of another stand, int32 [64]."""
+"""Of a page with the positions of another page's slots, int32 [64]."""
 
 RETAINED_ROWS = 8
-"""Rows of the table for each whole chunk that the arena could hold, where retention is on: 1 % of the arena's bytes
-beside it, for SmolLM2's dense pages."""
+"""With retention, rows of the table for each whole chunk that fits the arena. They add 1 % to the arena's bytes for
+SmolLM2's dense pages."""
 
 
 class ChunkCounts:
-    """Chunks of an arena by their ids, which are rows of a table. Invariant: a row is either free, or the pages of its
-    codec, and its sidecar, are out of the ledger.
+    """Chunks of an arena by id; an id is a row of a table. Invariant: a row is either free, or the ledger counts the
+    pages of its codec, and its sidecar, as out.
 
-    ledger         what counts pages
+    ledger         counts pages
     shape          (L, H): layers and kv heads
     open_codec     the dense codec of open chunks
     sealed_codec   the codec of full chunks, the first of those given beside it; the same one if none was
     encodes        whether the two differ
-    codecs         the formats that pages of a row may have, by kernel id: codecs, and column sums where there are any
-    sinks          what is kept exact in sidecars; None: no chunk has one
-    sums           the format of column sums, which stand in rows of their own; None: there are none
-    sidecar_bytes  of one sidecar; 0 where there is none
+    codecs         the page formats of rows, by kernel id: codecs, and column sums with retention
+    sinks          which tokens sidecars keep exact; None: no chunk has a sidecar
+    sums           the format of column sums, which have rows of their own; None without retention
+    sidecar_bytes  of one sidecar; 0 without sinks
     capacity       rows
     kinds          uint8 [capacity]; kernel id of the chunk's codec
     sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
                    without one
-    takes          int64 [capacity]; how often the chunk id was taken, or what its row holds changed since: a mirror
-                   sees by it which rows are new
     Raises ConfigError if a page or a sidecar does not fit a slab of the ledger.
     """
 
@@ -83,65 +82,62 @@ class ChunkCounts:
         sizes = {*self._sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}
         for size in sorted(map(int, sizes - {0})):
             ledger.size_class(size)
-        # As many as the smallest chunks: bytes run out before ids do. With retention rows may hold few pages, or sums.
+        # Enough for the smallest chunks: bytes run out before ids do. With retention, rows may hold few pages, or sums.
         most = ledger.num_bytes // min(self.chunk_bytes(codec) for codec in codecs)
         self.capacity = most if sums is None else RETAINED_ROWS * most
         self.kinds = np.zeros(self.capacity, np.uint8)
         self.sidecars = np.full(self.capacity, -1, np.int32)
-        self.takes = np.zeros(self.capacity, np.int64)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
         of_row = Demand([*self.nothing[:-1], 1])
         self._costs = {kind: self._of_sizes(self._sizes[kind]) + of_row for kind in self.codecs}
-        # A path that holds pages of a sealed chunk beside the tree has a row of its own for them.
+        # A retained path has rows of its own for pages of sealed chunks that the tree has too.
         of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
         self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
         of_sums = self.cost(sums) if sums else self.nothing
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
+        self._demand = functools.lru_cache(4096)(self._sum_of_units)
 
     def sizes_of(self, kinds: NDArray[np.uint8]) -> Int32s:
         """Bytes of the pages of some formats by kernel id, int32 [n, L, H]."""
         return np.asarray(self._sizes[kinds])
 
     def cost(self, codec: PageFormat) -> Demand:
-        """What one chunk of a codec takes, its sidecar apart."""
+        """The demand of one chunk of a codec, without a sidecar."""
         return self._costs[codec.kernel_id]
 
     def demand(self, sealed: int = 0, open: int = 0, sidecars: int = 0, sums: int = 0, rows: int = 0) -> Demand:
-        """What some chunks take: sealed ones, open ones of another codec, sidecars, rows of sums, and rows of the table
-        for paths that hold pages beside the tree.
+        """The demand of sealed chunks, open chunks of another codec, sidecars, rows of sums, and further rows of the
+        table.
         """
-        total = self.nothing
-        for unit, count in zip(self._units, (sealed, open, sidecars, sums, rows), strict=True):
-            if count and unit is not self.nothing:
-                total = total + (unit * count if count != 1 else unit)
-        return total
+        return self._demand(sealed, open, sidecars, sums, rows)
 
     def num_sealed_for(self, num_tokens: int) -> int:
-        """Chunks of the sealed codec that a sequence of `num_tokens` tokens needs."""
+        """Chunks of the sealed codec in a sequence of `num_tokens` tokens."""
         return num_tokens // PAGE_TOKENS if self.encodes else -(-num_tokens // PAGE_TOKENS)
 
     def demand_of_sizes(self, sizes: Int32s, num_rows: int) -> Demand:
-        """One page of each size, and rows of the table."""
+        """The demand of one page of each size, and of rows of the table."""
         return self._of_sizes(sizes) + Demand([*self.nothing[:-1], num_rows])
 
     def demand_of_pages(self, num_pages: Int64s) -> Demand:
-        """What pages of sealed chunks take, given their number for each layer and head, int64 [L, H]."""
+        """The demand of sealed chunks' pages, given their number for each layer and head, int64 [L, H]."""
         return self._of_sizes(self.page_sizes(self.sealed_codec), num_pages)
 
     def fits(self, demand: Demand) -> bool:
-        """Whether a demand fits: then all of it can be taken."""
+        """Whether a demand fits now, without eviction."""
         return demand[-1] <= len(self._free) and self.ledger.has_room(demand)
 
     def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> Int32s:
-        """`count` new chunks with pages of the codec, int32 [count], the first of them with a sidecar if that is wanted
-        and the table has any. Raises CacheFullError and takes nothing if they do not fit.
+        """Takes `count` chunks with pages of a codec. Returns their ids, int32 [count]. Raises CacheFullError and takes
+        nothing if they do not fit.
+
+        sidecar  whether the first chunk gets one, if the table has sinks
         """
         sidecar = sidecar and count > 0 and self.sinks is not None
         demand = self.cost(codec) * count
         if sidecar:
             demand += self._of_sidecar
-        # Of ids there are enough but where rows of sums are more than two for a chunk.
         if not self.fits(demand):
             raise CacheFullError(
                 f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit:"
@@ -151,17 +147,19 @@ class ChunkCounts:
 
     def give(self, chunks: Int32s) -> None:
         """Gives chunks and their sidecars back."""
-        kinds = np.bincount(self.kinds[chunks])
-        for kind in np.flatnonzero(kinds).tolist():
-            self.ledger.count(self._costs[kind] * int(kinds[kind]), -1)
+        if not len(chunks):
+            return
+        kinds = self.kinds[chunks].tolist()
+        for kind in {*kinds}:
+            self.ledger.count(self._costs[kind] * kinds.count(kind), -1)
         if self.sinks is not None:
             self.ledger.count(self._of_sidecar * int((self.sidecars[chunks] >= 0).sum()), -1)
-        self.sidecars[chunks] = -1
+            self.sidecars[chunks] = -1
         self._free.extend(chunks.tolist())
 
     @property
     def bytes_out(self) -> int:
-        """Of all pages that are not free."""
+        """Bytes of all pages that are not free."""
         return self.ledger.bytes_out
 
     @property
@@ -175,7 +173,7 @@ class ChunkCounts:
         return self.capacity - len(self._free)
 
     def available(self, codec: PageFormat) -> int:
-        """How many chunks of the codec `take` can give now."""
+        """How many chunks of a codec fit now."""
         most, cost = self.ledger.num_bytes // self.chunk_bytes(codec), self.cost(codec)
         return bisect_left(range(1, most + 1), True, key=lambda count: not self.fits(cost * count))
 
@@ -184,7 +182,7 @@ class ChunkCounts:
         return int(self.page_sizes(codec)[layer, head])
 
     def chunk_bytes(self, codec: PageFormat) -> int:
-        """Bytes of a chunk's pages, its sidecar apart."""
+        """Bytes of a chunk's pages, without a sidecar."""
         return int(self.page_sizes(codec).sum())
 
     def page_sizes(self, codec: PageFormat) -> Int32s:
@@ -214,12 +212,12 @@ class ChunkCounts:
         return chunks
 
     def _blank(self, count: int, kind: int) -> Int32s:
-        """Free rows, of a format, that hold nothing."""
+        """Takes rows for a page format, without pages."""
         if len(self._free) < count:
             raise CacheFullError(f"all {self.capacity} rows of the chunk table are taken")
-        chunks = np.array([self._free.pop() for _ in range(count)], np.int32)
-        self.kinds[chunks] = kind
-        self.takes[chunks] += 1
+        chunks = np.array(self._free[: -count - 1 : -1], np.int32)
+        del self._free[len(self._free) - count :]
+        self.kinds[chunks if count != 1 else chunks[0]] = kind
         return chunks
 
     def _is_taken(self) -> Bools:
@@ -227,6 +225,12 @@ class ChunkCounts:
         is_taken[self._free] = False
         return is_taken
 
+    def _sum_of_units(self, *counts: int) -> Demand:
+        total = self.nothing
+        for unit, count in zip(self._units, counts, strict=True):
+            total = total + unit * count
+        return total
+
     def _of_sizes(self, sizes: Int32s, count: Int64s | int = 1) -> Demand:
-        """The demand for some pages of each of the sizes, and for no rows."""
+        """The demand of `count` pages of each of some sizes, and of no rows."""
         return Demand([*(int(((sizes == size) * count).sum()) for size in self.ledger.page_sizes), 0])

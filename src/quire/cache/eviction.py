@@ -1,4 +1,4 @@
-"""Room by eviction: whether a demand fits once idle chunks of the tree are dropped, and their dropping."""
+"""Room by eviction: whether a demand fits once idle chunks are evicted, and their eviction."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.cache.tree import PrefixTree, Vacated
 
 
 class Eviction:
-    """What eviction from a tree frees in a table. Without a tree there is nothing to evict.
+    """Evicts chunks of a tree, to make room in a table. Without a tree there is nothing to evict.
 
-    store  is offered what is evicted
+    store  is offered the evicted chunks
     """
 
     def __init__(self, table: ChunkCounts, tree: PrefixTree | None, store: Store) -> None:
@@ -30,7 +30,7 @@ class Eviction:
         self._at_most = self._of_chunk + table.demand(sidecars=1)
 
     def evictable(self) -> Demand:
-        """What eviction can free. Attachments may go wherever they are: what was found with them can be computed."""
+        """The demand that fits after all evictions. Attachments count everywhere: they can be computed again."""
         tree, table = self.tree, self.table
         if tree is None:
             return table.nothing
@@ -42,7 +42,7 @@ class Eviction:
         return found
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
-        """What eviction could free of leading chunks of some segments, attachments apart."""
+        """The part of `evictable` in the first chunks of some segments, without attachments."""
         total = self.table.nothing
         for segment, count in found:
             if not segment.is_idle:
@@ -56,12 +56,11 @@ class Eviction:
 
     def fits(self, demand: Demand) -> bool:
         """Whether a demand fits, now or after eviction."""
-        # The first alone would do where it holds, and is quicker.
         return self.table.fits(demand) or self.table.fits(demand - self.evictable())
 
     def make_room(self, demand: Callable[[], Demand]) -> bool:
-        """Evicts as few idle chunks as it takes for a demand to fit, which eviction may change. False if all are gone
-        and it does not fit.
+        """Evicts as few idle chunks as needed until a demand fits. Eviction may change the demand. False if it does not
+        fit after all evictions.
         """
         tree, table = self.tree, self.table
         while not table.fits(needed := demand()):
@@ -70,10 +69,10 @@ class Eviction:
             needed -= table.demand(sums=tree.num_attached)
 
             def is_enough(count: int, needed: Demand = needed) -> bool:
-                """At best: each chunk has all its pages, and a sidecar, and with it go all attachments."""
+                """In the best case: all pages of each chunk, a sidecar each, and all attachments."""
                 return table.fits(needed - self._at_most * count)
 
-            # No fewer will do. Usually it is a small number.
+            # The least number, by doubling: it is usually small.
             most = 1
             while most < tree.num_idle and not is_enough(most):
                 most *= 2
@@ -82,14 +81,14 @@ class Eviction:
         return True
 
     def evict(self, count: int) -> None:
-        """Evicts `count` idle chunks, or all of them. The store is offered what they hold."""
+        """Evicts `count` idle chunks, or all of them, and offers them to the store."""
         assert self.tree is not None
         for vacated in self.tree.vacate(count):
             self._put(vacated)
             self.table.give(vacated.rows)
 
     def _put(self, vacated: Vacated) -> None:
-        """Offers the store what is about to be overwritten."""
+        """Offers evicted chunks to the store, before their pages are overwritten."""
         keys, tokens, _, attached = vacated
         if self.store.wants(keys):
             assert isinstance(self.table, ChunkTable), "a table without pages"
@@ -98,8 +97,8 @@ class Eviction:
             pages.release()
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
-        """Makes room for a demand that fits: by eviction of idle chunks, then of all attachments."""
+        """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""
         if not self.make_room(demand):
             if self.tree is not None:
                 self.table.give(self.tree.detach_all())
-            assert self.table.fits(demand()), "what is needed was to fit once all that is idle is gone"
+            assert self.table.fits(demand()), "the demand does not fit after all evictions"

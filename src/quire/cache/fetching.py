@@ -1,6 +1,4 @@
-"""Fetching: chunks that a store has take the place of computed ones. Private runs of sequences that were preempted come
-back the same way.
-"""
+"""Fetching: chunks from a store replace computing them. Private runs of preempted sequences return in the same way."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ from quire.cache.table import ChunkTable
 
 
 class Fetching:
-    """Finds what a store has, and starts and ends transfers.
+    """Finds runs in a store, and starts and ends transfers.
 
-    store     answers to keys of chunks, and to handles of private runs
-    arriving  keys of chunks that are under way
+    store     finds runs by keys of chunks, and by handles
+    arriving  keys of chunks in transfer
     """
 
     def __init__(self, table: ChunkCounts, store: Store) -> None:
@@ -35,8 +33,8 @@ class Fetching:
         self._changed = threading.Condition()
 
     def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
-        """The run of each chunk that a store has, one after the other from chunk `near` on, before chunk `limit`. None
-        if the first of them is under way already: whoever waits finds it in the tree.
+        """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Empty if
+        the first chunk is already in transfer: the sequence waits, and then finds it in the tree.
         """
         names = keys.first(limit)[near:]
         if names and names[0] in self.arriving:
@@ -50,8 +48,8 @@ class Fetching:
         return found
 
     def begin(self, holder: Holder, near: int, runs: list[Run]) -> None:
-        """Starts a transfer of the chunks from `near` on, which the path has rows for: one run for each chunk, in
-        which it is. Column sums of all chunks so far come with the last run, if it has them attached.
+        """Starts a transfer of the chunks from `near` on into rows that the path already has. `runs` has the run of
+        each chunk. If the last run ends with its attachment, the column sums of all chunks come with it.
         """
         path = holder.path
         parts: dict[Run, Int32s] = {}
@@ -68,7 +66,9 @@ class Fetching:
         self.arriving.update(names)
 
     def end(self, path: Path) -> bool:
-        """Ends a path's transfer, over or not. Whether all of it has arrived. What failed is forgotten."""
+        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets runs of a failed
+        transfer, and private runs.
+        """
         transfer = path.transfer
         assert transfer is not None
         has_arrived = transfer.close()
@@ -78,7 +78,7 @@ class Fetching:
         return has_arrived
 
     def swap_out(self, path: Path) -> Swapped | None:
-        """Puts a path's own chunks into the store, if it wants them. The caller frees them."""
+        """Puts all chunks of a path into the store, if it wants them. The caller frees them."""
         handle, table = os.urandom(16), self.table
         if path.transfer is not None or path.filled >= 0 or not self.store.wants([handle]):
             return None
@@ -94,12 +94,12 @@ class Fetching:
         return self.store.find(swapped.run.names[0]) is swapped.run
 
     def demand(self, swapped: Swapped) -> Demand:
-        """What a swapped path takes in the arena."""
+        """The demand of a swapped path in the arena."""
         assert isinstance(self.table, ChunkTable), "a table without pages"
         return demand_of(self.table, swapped.run)
 
     def swap_in(self, swapped: Swapped) -> Path:
-        """A path like the one that was swapped out, whose chunks are under way."""
+        """The path that was swapped out, with new rows, whose chunks are in transfer."""
         table, run = self.table, swapped.run
         assert isinstance(table, ChunkTable), "a table without pages"
         rows = take_rows(table, run)

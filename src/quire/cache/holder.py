@@ -1,4 +1,4 @@
-"""What the cache needs to know of a sequence."""
+"""A sequence, as the cache sees it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.cache.path import Path, Swapped
 class Holder(Protocol):
     """A sequence, as the cache sees it.
 
-    path             what it attends to
-    num_preemptions  how often its pages were taken away
-    swapped          its path while that is in a store; None: it is not
+    path             the chunks it attends to
+    num_preemptions  number of times that its pages were taken away
+    swapped          its path while that is in a store; None otherwise
     """
 
     path: Path
@@ -22,12 +22,12 @@ class Holder(Protocol):
 
     @property
     def keys(self) -> ChunkKeys:
-        """The names of its chunks."""
+        """The keys of its chunks."""
         ...
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its prompt may be matched; not if every prompt row is wanted."""
+        """Whether its prompt may be found in the cache. It may not if every prompt row must be computed."""
         ...
 
     @property
@@ -37,5 +37,5 @@ class Holder(Protocol):
 
     @property
     def num_prompt(self) -> int:
-        """How many of them are the prompt."""
+        """Number of prompt tokens."""
         ...

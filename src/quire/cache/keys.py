@@ -1,4 +1,6 @@
-"""Names of chunks: 16 bytes for all tokens up to a chunk's end, the same on every machine, however the tree is cut."""
+"""Keys of chunks: 16 bytes that name all tokens up to a chunk's end. They are the same on every machine and for any
+division of the tree into segments.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from numpy.typing import NDArray
 from quire.cache.ledger import PAGE_TOKENS
 
 KEY_BYTES = 16
-"""2^64 different chunks until two of equal keys are likely, and none that anybody can find by trying."""
+"""Two of about 2^64 chunks are likely to have equal keys. Nobody can find such a pair by trial."""
 
 
 @functools.lru_cache(maxsize=1024)
 def namespace_key(namespace: Hashable) -> bytes:
-    """What the keys of a namespace begin with: a digest of its fields by their names, as JSON."""
+    """The digest that the keys of a namespace start from: of its fields by name, as JSON."""
     fields: object = namespace
     if dataclasses.is_dataclass(namespace) and not isinstance(namespace, type):
         fields = dataclasses.asdict(namespace)
@@ -28,7 +30,7 @@ def namespace_key(namespace: Hashable) -> bytes:
 
 
 class ChunkKeys:
-    """Keys and tokens of one sequence's chunks, made once each while it grows.
+    """Keys and tokens of one sequence's chunks, each computed once as the sequence grows.
 
         key 0 = blake2b(key of the namespace, tokens of chunk 0)      key i = blake2b(key i - 1, tokens of chunk i)
 
@@ -42,10 +44,11 @@ class ChunkKeys:
         self.namespace = namespace
         self._token_ids = token_ids
         self._tokens = np.empty(0, np.int32)
+        self._num_tokens = 0
         self._keys: list[bytes] = []
 
     def first(self, count: int) -> list[bytes]:
-        """The keys of the first `count` chunks, or of all whole ones that there are."""
+        """The keys of the first `count` chunks; of all complete chunks if there are fewer."""
         known = self._keys
         if len(known) < count:
             count = min(count, len(self._token_ids) // PAGE_TOKENS)
@@ -58,16 +61,21 @@ class ChunkKeys:
         return known[:count]
 
     def tokens(self, first: int, end: int) -> NDArray[np.int32]:
-        """The tokens of chunks [first, end), int32 [n * 64]: a view."""
-        have = len(self._tokens)
-        if have < end * PAGE_TOKENS:
-            new = np.array(self._token_ids[have : end * PAGE_TOKENS], np.int32)
-            self._tokens = np.concatenate((self._tokens, new)) if have else new
-        return self._tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
+        """The tokens of chunks [first, end), int32 [n * 64], as a view."""
+        first, end = first * PAGE_TOKENS, end * PAGE_TOKENS
+        if self._num_tokens < end:
+            if not self._num_tokens:  # a slice of the list would touch every token twice
+                self._tokens = np.fromiter(self._token_ids, np.int32, end)
+            else:
+                if len(self._tokens) < end:
+                    self._tokens = np.resize(self._tokens, 2 * end)
+                self._tokens[self._num_tokens : end] = self._token_ids[self._num_tokens : end]
+            self._num_tokens = end
+        return self._tokens[first:end]
 
 
 def num_common(left: list[bytes], right: list[bytes]) -> int:
-    """Leading keys in which two runs of chunks are equal; they begin at the same place of their sequences."""
+    """Number of equal leading keys of two lists of chunks that begin at the same position."""
     low, high = 0, min(len(left), len(right))
     if high and left[high - 1] == right[high - 1]:
         return high

@@ -19,7 +19,6 @@ import numpy as np
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
-from quire.cache.explain import explain
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
@@ -115,6 +114,7 @@ class CacheManager:
         if holder.swapped is not None and self._swap_in(holder):
             return Admission(0)
         holder.path = Path()
+        holder.path.free_until, _ = self._events(holder.path)
         self.retention.enter(holder)
         self.room.promise(holder)
         self._match(holder)
@@ -159,7 +159,7 @@ class CacheManager:
             self.fetching.end(path)
         # What it took without sums is of no use.
         self._give_back(path)
-        path.num_stored = path.num_sealed = 0
+        self._settle_shared(holder)
         self._match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
@@ -216,7 +216,8 @@ class CacheManager:
         then holds is sealed.
         """
         count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
-        self._settle_shared(holder)
+        if count:
+            self._settle_shared(holder)
         return count
 
     def _settle_shared(self, holder: Holder) -> None:
@@ -256,14 +257,6 @@ class CacheManager:
                     self.table.give(vacated.rows)
                     self.fetching.store.drop(vacated.keys)
 
-    def explain(self, holder: Holder) -> str:
-        """Why a sequence finds in the cache what it finds, in a sentence."""
-        if self.tree is None:
-            return "cache.share is off"
-        if not holder.reads_cache:
-            return "log-probabilities of the prompt are wanted, so all of it is computed"
-        return explain(self.tree, holder, None if self.retainer is None else self.retainer.limit(holder))
-
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of the next whole chunk of a prompt, by which two sequences about to compute the same one are told;
         None where it is not to be shared.
@@ -279,6 +272,8 @@ class CacheManager:
         nothing changed, if that would take what others were promised.
         """
         path, table = holder.path, self.table
+        if num_tokens <= path.free_until:
+            return True
         num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
         has_open = path.has_open
         # What its open chunk holds is encoded once it is full, and the next one begins.
@@ -288,9 +283,8 @@ class CacheManager:
         demand += table.demand(num_sealed, wants_open, has_sidecar)
         if not any(demand):
             return True
-        if not self.room.fits(demand, holder):
+        if not self.room.make(demand, holder):
             return False
-        self.eviction.evict_for(lambda: demand)
         if num_sealed:
             sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
             if has_open:
@@ -325,10 +319,11 @@ class CacheManager:
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
         self._give_filled(path)
         attached = self.retention.seal(holder)
-        if any(attached) and self.room.fits(attached, holder):
-            self.eviction.evict_for(lambda: attached)
+        if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
-        self._settle(holder)
+        path.free_until, path.next_seal = self._events(path)
+        if self.table.encodes or self.retainer is not None:  # else sealing takes and gives nothing
+            self.room.update(holder)
 
     def looks(self, holder: Holder, num_last: int) -> Profiling | None:
         """See Retainer.profiling; None without retention."""

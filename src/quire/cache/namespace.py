@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FORMAT_VERSION = 3
-"""Of page images; docs/page-format.md."""
+"""Version of page images; docs/page-format.md."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything a page's bytes depend on but the tokens up to it, and whose they are. One prefix tree a namespace.
+    """Everything that a page's bytes depend on besides the tokens up to it; and the salt. Requests share segments only
+    within a namespace.
 
-    Retention is not in it: what enters the tree is always complete.
+    Retention is not part of it, because only complete chunks enter the tree.
 
     model        the checkpoint's fingerprint, see `models.fingerprint`
-    dtype        of weights and activations
+    dtype        type of weights and activations
     weights      native, dequantized or g4: the products differ
-    adapter      what changes the weights per request; empty: nothing
-    codec        of sealed pages
-    calibration  hash of what the codec was calibrated with; empty where it needs none
+    adapter      name of a change of the weights per request; empty: none
+    codec        codec of sealed pages
+    calibration  hash of the codec's calibration; empty if it needs none
     strict       whether chunks attend to earlier ones as stored
     rope         rotary settings, as text
-    version      of page images
-    salt         whose requests may share: those with an equal one
+    version      version of page images
+    salt         only requests with equal salts share
     """
 
     model: str = ""

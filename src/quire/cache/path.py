@@ -1,5 +1,5 @@
-"""What a sequence attends to: sealed chunks from the root of the tree, then at most one open chunk, which alone is
-appended to.
+"""What a sequence attends to: sealed chunks from the root of the tree, then at most one open chunk, the only one that
+grows.
 """
 
 from __future__ import annotations
@@ -17,33 +17,30 @@ from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.store import Transfer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Path:
-    """What one sequence attends to: the tree from its root to one segment, then chunks of its own, the last of which
-    is open.
+    """What one sequence attends to: the tree from its root to one segment, then private chunks, the last one open.
 
-    tip          the last segment of the tree on the path, locked with all before it; None while it is in no tree
-    heads        bool [L, H] by segment: of which heads retention has left it pages; empty before
-    num_shared   leading chunks that belong to the tree
-    num_tokens   tokens whose keys and values are stored; while a scheduler looks at a sequence only when a chunk ends,
-                 those at its last look
-    num_sealed   leading chunks that are sealed; num_sealed * 64 <= num_tokens
-    num_stored   leading chunks that have, or get in this step, the codec of sealed ones; where that is the codec of
-                 open ones too, all
-    free_until   number of tokens up to which nothing is taken, encoded or given back
+    tip          the last segment of the tree on the path, locked with all before it; None if the path is in no tree
+    heads        segment -> bool [L, H]: heads of which retention has left pages; empty before it decides
+    num_shared   number of leading chunks that belong to the tree
+    num_tokens   tokens whose keys and values are stored; for a sequence in the calendar, the number when the scheduler
+                 last looked at it
+    num_sealed   number of leading chunks that are sealed; num_sealed * 64 <= num_tokens
+    num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
+                 chunks have the same codec
+    free_until   number of tokens up to which nothing is allocated, encoded or freed
     next_seal    number of tokens with which the next chunk is full
     num_reserved number of tokens that admission reserved room for
-    filled       open chunk that this step fills and encodes into another, which has its place in `chunks`; -1: none
-    shared       what `PrefixTree.shared` found, after how many divisions and for how many shared chunks
+    filled       open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1: none
+    shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
     is_decided   whether retention has decided what to keep of the prompt
-    retained     what retention has left of the sealed chunks; None if that is all
-    num_dropped  chunks of the sequence that retention has left nothing of: a chunk i that is not sealed is
-                 chunks[i - num_dropped]
-    sums         int32 [num_chunks], rows with the attention that the slots of each chunk have had; empty without
-                 retention
-    transfer     what brings chunks of it from a store; None: nothing is under way
-    num_arriving leading chunks that are there when it is over; 0 if all of a path comes back
-    arriving     keys of those that are under way
+    retained     what retention keeps of the sealed chunks; None: everything
+    num_dropped  number of chunks of which retention keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
+    sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
+    transfer     the transfer that brings its chunks from a store; None: there is none
+    num_arriving number of leading chunks that are there once the transfer is over; 0 if the whole path comes back
+    arriving     keys of the chunks in transfer
     """
 
     tip: Segment | None = None
@@ -74,17 +71,17 @@ class Path:
 
     @property
     def num_begun(self) -> int:
-        """Chunks of the sequence that have tokens or room for them, dropped ones included."""
+        """Number of chunks with tokens or room for them, dropped chunks included."""
         return self.num_chunks + self.num_dropped
 
     @property
     def has_open(self) -> bool:
-        """Whether its last chunk is open and of a codec of its own."""
+        """Whether its last chunk is open and has another codec than sealed chunks."""
         return self.num_begun > self.num_stored
 
     @property
     def is_all_shared(self) -> bool:
-        """Whether it may take cached chunks: it has none of its own."""
+        """Whether it has no private chunks, so that it may extend over cached ones."""
         return self.retained is None and self.num_chunks == self.num_shared
 
     @property
@@ -98,13 +95,15 @@ class Path:
         return found[::-1]
 
     def reads(self) -> list[tuple[Segment, Bools | None]]:
-        """The segments of the tree that it uses, from its beginning, and the heads whose pages it reads of each; None:
+        """The segments of the tree on the path, from its beginning, and for each the heads whose pages it reads; None:
         all.
         """
         found: list[tuple[Segment, Bools | None]] = []
         heads: Bools | None = None
+        if not self.heads:
+            return [(segment, None) for segment in self.segments]
         for segment in reversed(self.segments):
-            # A front that was divided off since is read as what is left of it.
+            # A front that was divided off later has the heads of the rest of its segment.
             heads = self.heads.get(segment, heads)
             found.append((segment, heads))
         return found[::-1]
@@ -115,7 +114,7 @@ class Path:
         return self.chunks[self.num_shared :]
 
     def put(self, chunks: Int32s, sums: Int32s) -> None:
-        """Takes other rows in place of all of its chunks and sums."""
+        """Replaces the rows of all its chunks and sums."""
         assert len(chunks) == self.num_chunks, f"{len(chunks)} rows for {self.num_chunks} chunks"
         self._chunks, self.sums = chunks, sums
 
@@ -134,16 +133,14 @@ class Path:
         self.num_chunks = need
 
     def replace(self, first: int, chunks: Int32s) -> None:
-        """Replaces chunks from index `first` on by others with the same contents: in a new array, so that whoever kept
-        the old one sees that it is old.
+        """Replaces chunks from index `first` on by others with the same contents. Makes a new array, so that callers
+        that kept the old one notice the change.
         """
         self._chunks = self._chunks.copy()
         self._chunks[first : first + len(chunks)] = chunks
 
     def forget(self, indices: NDArray[np.intp]) -> Int32s:
-        """Removes chunks that hold nothing any more. Returns their rows and those of their sums; the caller frees
-        them.
-        """
+        """Removes chunks that hold nothing. Returns their rows and those of their sums; the caller frees them."""
         rows = np.concatenate((self.chunks[indices], self.sums[indices]))
         self.sums = np.delete(self.sums, indices)
         self._chunks = np.delete(self.chunks, indices)
@@ -154,7 +151,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A path that is in a store: as it was, but for the rows of its chunks."""
+    """A path in a store: unchanged but for the rows of its chunks."""
 
     path: Path
     run: Run

@@ -1,4 +1,4 @@
-"""Pins: prefixes that stay in the tree until a time, though others want their memory."""
+"""Pins: prefixes that are protected from eviction until a given time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.cache.tree import PrefixTree
 
 
 class Pins:
-    """The pinned segments of a tree, in the order of their first pins, and whether nothing ends the pin."""
+    """The pinned segments of a tree, in the order of their first pins, and whether each pin is protected: permanent."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
         self._is_protected: dict[Segment, bool] = {}
 
     def add(self, path: Path, num_chunks: int, until: float) -> None:
-        """Pins the first `num_chunks` chunks of a path, all shared, until a time. Moves an earlier pin, and never
+        """Pins the first `num_chunks` chunks of a path, all shared, until a time. Extends an earlier pin, but never
         shortens it.
         """
         segment = self.tree.boundary(path, num_chunks)
@@ -28,13 +28,13 @@ class Pins:
             self.tree.add_pins(segment, 1)
 
     def protect(self, keys: ChunkKeys) -> None:
-        """Makes the pin of a prompt, which it has, one that nothing ends."""
+        """Makes the existing pin of a prompt permanent."""
         *_, (segment, count) = self.tree.walk(keys)
         assert segment in self._is_protected and count == len(segment.chunks), "what is protected is pinned"
         segment.pinned_until, self._is_protected[segment] = math.inf, True
 
     def end(self, keys: ChunkKeys) -> int:
-        """Ends the unprotected pins of a prompt and of its prefixes; returns how many. Their segments count as used
+        """Ends the unprotected pins of a prompt and of its prefixes. Returns their number. Their segments count as used
         now.
         """
         tree = self.tree
@@ -62,12 +62,12 @@ class Pins:
 
     @property
     def has_ending(self) -> bool:
-        """Whether there are pins that time ends."""
+        """Whether any pin ends by time."""
         return any(each.pinned_until < math.inf for each in self._is_protected)
 
     @property
     def num_protected(self) -> tuple[int, int]:
-        """Chunks that protected pins keep, and how many of them begin a sequence."""
+        """Number of chunks under protected pins, and number of their segments that begin a sequence."""
         kept: set[Segment] = set()
         for segment, is_protected in self._is_protected.items():
             if is_protected:

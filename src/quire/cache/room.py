@@ -1,4 +1,4 @@
-"""What fits beside what admitted sequences were promised. Counts, changes nothing but what it has counted."""
+"""Reservations of admitted sequences, and what fits beside them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.cache.retention.none import NoRetention
 
 
 class Room:
-    """What live sequences were promised and have not taken: a running sum, told of every change by `update`. `check`
-    adds it up again.
+    """The demand that live sequences have reserved and not yet taken, as a running sum. Every change of a sequence
+    calls `update`; `check` adds the sum up again.
 
-    eviction, retention  as of `CacheManager`
-    live                 by sequence, what it lacks of what it was promised
+    eviction, retention  as in `CacheManager`
+    live                 the outstanding demand of each sequence
     """
 
     def __init__(self, eviction: Eviction, retention: NoRetention) -> None:
@@ -25,7 +25,7 @@ class Room:
         self._promised = eviction.table.nothing
 
     def capacity(self, num_chunks: int = 0, num_firsts: int = 0) -> int:
-        """Sealed chunks that one sequence may have beside `num_chunks` more than there are now, `num_firsts` of which
+        """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
         begin sequences.
         """
         table = self.eviction.table
@@ -38,7 +38,7 @@ class Room:
         return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
 
     def promise(self, holder: Holder) -> None:
-        """Reserves room for an admitted sequence: for its tokens so far, or its prompt if retention decides on it."""
+        """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
         holder.path.num_reserved = self.retention.num_reserved(holder)
         self.live[holder] = self.eviction.table.nothing
         self.update(holder)
@@ -55,21 +55,34 @@ class Room:
         self._promised -= self.live.pop(holder)
 
     def promised(self, apart_from: Holder | None = None) -> Demand:
-        """What admitted sequences were promised and have not taken."""
-        total = self._promised + self.retention.expected(apart_from)
+        """The outstanding demand of all live sequences, or of all but one."""
+        total, expected = self._promised, self.retention.expected(apart_from)
+        if expected is not self.eviction.table.nothing:
+            total += expected
         return total if apart_from is None else total - self.live[apart_from]
 
     def growth(self) -> Demand:
-        """Room to grow that a newcomer must leave: a chunk for every live sequence, and one for itself."""
+        """Room to grow that an admission must leave: a chunk for every live sequence and one for the new one."""
         table = self.eviction.table
         return self.retention.per_chunk * len(self.live) + table.demand(1) if self.live else table.nothing
 
     def fits(self, demand: Demand, apart_from: Holder | None = None) -> bool:
-        """Whether a demand fits beside what was promised, after eviction."""
+        """Whether a demand fits beside all reservations, after eviction."""
         return self.eviction.fits(demand + self.promised(apart_from))
 
+    def make(self, demand: Demand, apart_from: Holder | None = None) -> bool:
+        """Makes room for a demand, by eviction if needed. False, and nothing is evicted, if it does not fit beside the
+        reservations of others.
+        """
+        beside = demand + self.promised(apart_from)
+        if not self.eviction.table.fits(beside):
+            if not self.eviction.fits(beside):
+                return False
+            self.eviction.evict_for(lambda: demand)
+        return True
+
     def check(self) -> None:
-        """Proves that the running sum is what sequences lack now."""
+        """Proves that the running sum is the outstanding demand of all sequences."""
         total = self.eviction.table.nothing
         for holder, share in self.live.items():
             now = self.retention.lacking(holder.path)

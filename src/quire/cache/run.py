@@ -1,8 +1,8 @@
-"""Runs: chunks on their way out of an arena or into one, with all that is needed to attend to them elsewhere.
+"""Runs: chunks that leave or enter an arena, with all that is needed to attend to them elsewhere.
 
-A run is packed layer by layer into extents: bytes with a header, the one form in which chunks leave an arena. Masks and
-holders are respected: what a row does not hold is in no extent. Knows rows of the chunk table and their bytes, not
-sequences. docs/page-format.md has the header's bytes.
+A run is packed layer by layer into extents, bytes with a header. Chunks leave an arena in no other form. Pages that a
+row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences. docs/page-format.md
+defines the header.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _IS_SHARED = 1
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run holds, without its bytes: n rows of the chunk table, which are consecutive chunks of one path, and
-    then the attachment of their end.
+    """The description of a run, without its bytes: n rows of the chunk table, which are consecutive chunks of one path
+    and then the attachment of their end.
 
-    A shared run has lossless, complete chunks that were computed before any retention. It is named by the keys of its
-    chunks, and may enter a tree. A private run, of packed, open or later chunks, is named by a handle that its owner
-    alone knows, and ends with its sequence.
+    A shared run has complete chunks that were computed before any retention. It is named by the keys of its chunks and
+    may enter a tree. A private run has packed, open or later chunks. It is named by a handle that only its owner knows,
+    and ends with its sequence.
 
-    names         keys of the chunks, 16 bytes each, or the handle alone
-    is_shared     which of the two
-    tokens        int32 [chunks * 64]; of a private run empty
-    num_attached  rows at the end that are the attachment
+    names         keys of the chunks, 16 bytes each; of a private run only the handle
+    is_shared     whether the run is shared
+    tokens        int32 [chunks * 64]; empty for a private run
+    num_attached  number of rows at the end that are the attachment
     kinds         uint8 [n], kernel ids of the rows' page formats
-    masks         uint64 [n, L, H]: the slots of each page that are seen; 0: the row holds no page there
-    placed        bool [n, L, H]: pages beside which their slots' positions lie
+    masks         uint64 [n, L, H]: the visible slots of each page; 0: the row holds no page there
+    placed        bool [n, L, H]: pages with a page of positions for their slots
     bases         int32 [n], as in the chunk table
     has_sidecar   bool [n]
     """
@@ -58,13 +58,13 @@ class Run:
     has_sidecar: Bools
 
     def ends_with_sums(self, name: bytes) -> bool:
-        """Whether a chunk is its last, with an attachment."""
+        """Whether the named chunk is the last one and the run has an attachment."""
         return self.num_attached > 0 and self.names[-1] == name
 
 
 class Pages:
-    """The pages of a run in an arena, held: until `release` they stay where they are and keep their bytes, though the
-    rows they came from are given back.
+    """The pages of a run in an arena, under a hold: until `release` they neither move nor change, even if the run's
+    rows are freed.
     """
 
     def __init__(self, table: ChunkTable, run: Run, rows: Int32s) -> None:
@@ -85,7 +85,7 @@ class Pages:
         attached: int = 0,
         tokens: Int32s | None = None,
     ) -> Pages:
-        """Those of some rows of the table, the last of which are the attachment. tokens: of a shared run."""
+        """The pages of some rows of the table. The last `attached` rows are the attachment. tokens: of a shared run."""
         is_shared = tokens is not None
         run = Run(
             names,
@@ -110,8 +110,8 @@ class Pages:
             yield self._extent(layer)
 
     def release(self) -> None:
-        """The bytes are elsewhere, or not wanted."""
-        self._table.release(self._held)
+        """Ends the hold: the bytes are copied, or not needed."""
+        self._table.ledger.release(self._held)
 
     def _extent(self, layer: int) -> bytes:
         table, run = self._table, self.run
@@ -128,11 +128,11 @@ class Pages:
 
 
 class _Layout:
-    """Where everything lies in the extent of a layer, after the header: what the rows are (`head`), then row by row and
-    head by head a page and the positions beside it, then the layer's part of sidecars.
+    """The layout of a layer's extent after the header: the description of the rows (`head`); then for each row and head
+    the page and its positions; then the layer's part of each sidecar.
 
     starts, positions  int64 [n, H], offsets from the end of `head`
-    sidecars           such offsets, of the rows that have one
+    sidecars           such offsets, for the rows with a sidecar
     beside             bytes of a layer's part of a sidecar
     """
 
@@ -156,7 +156,7 @@ class _Layout:
         self.head = b"".join(part.tobytes() for part in parts)
 
     def by_size(self) -> Iterator[tuple[int, Bools]]:
-        """The sizes of pages, and which pages have each, bool [n, H]."""
+        """Each page size, and which pages have it, bool [n, H]."""
         for page_bytes in np.unique(self._sizes[self._held]).tolist():
             yield page_bytes, self._held & (self._sizes == page_bytes)
 
@@ -170,7 +170,7 @@ def _seal(run: Run, layer: int, rest: bytes) -> bytes:
 
 
 def demand_of(table: ChunkTable, run: Run) -> Demand:
-    """What a run takes in an arena."""
+    """The pages and rows that a run takes in an arena."""
     sizes = table.sizes_of(run.kinds)
     held = (sizes[run.masks != 0], np.full(int(run.placed.sum()), POSITIONS_BYTES))
     beside = np.full(int(run.has_sidecar.sum()), table.sidecar_bytes)
@@ -178,7 +178,7 @@ def demand_of(table: ChunkTable, run: Run) -> Demand:
 
 
 def take_rows(table: ChunkTable, run: Run) -> Int32s:
-    """Rows of a table for all of a run, with its pages, int32 [n]; their bytes are to follow. Raises CacheFullError."""
+    """Takes rows of a table, with pages, for a whole run; int32 [n]. Their bytes follow. Raises CacheFullError."""
     rows = np.empty(len(run.kinds), np.int32)
     is_whole = (run.masks == ALL_SLOTS).all((1, 2)) & ~run.placed.any((1, 2)) & ~run.has_sidecar
     for kind in np.unique(run.kinds[is_whole]).tolist():
@@ -195,10 +195,10 @@ def take_rows(table: ChunkTable, run: Run) -> Int32s:
 
 
 def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
-    """Writes an extent of a run into pages; returns the layer. Raises ExtentError, with nothing written, if the extent
-    is damaged, of another format, or not of this run.
+    """Writes an extent of a run into pages. Returns its layer. Raises ExtentError, and writes nothing, if the extent is
+    damaged, has another format, or is not of this run.
 
-    rows  int32 [n], the row of the table that takes each of the run's, -1 for those that are not wanted
+    rows  int32 [n], for each row of the run the row of the table that takes it; -1: not needed
     """
     layer, rest = _open(run, extent)
     at = _Layout(table, run, layer)
@@ -222,7 +222,7 @@ def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
 
 
 def _open(run: Run, extent: bytes) -> tuple[int, bytes]:
-    """The layer of an extent and what follows its header, checked."""
+    """Checks an extent. Returns its layer, and the bytes after the header."""
     if len(extent) < _HEADER.size:
         raise ExtentError(f"an extent of {len(extent)} bytes has no header")
     magic, version, _, layer, *_ = _HEADER.unpack_from(extent)

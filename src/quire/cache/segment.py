@@ -1,4 +1,4 @@
-"""Segments: consecutive sealed chunks of one codec, immutable. What the prefix tree shares."""
+"""Segments: consecutive, immutable sealed chunks of one codec, which the prefix tree shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.cache.ledger import PAGE_TOKENS
 NO_ROWS = np.empty(0, np.int32)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Segment:
     """Consecutive sealed chunks, a node of the prefix tree. Its pages are never written again. The tree may divide it
     or, for its only reader, lengthen it.
@@ -22,21 +22,21 @@ class Segment:
     keys          of the chunks, [n]
     chunks        int32 [n], chunk ids
     start         position of the first token, a multiple of 64
-    users         live paths that found or computed it, whatever of it they still read
+    users         number of live paths that found or computed it, whatever they still read of it
     unread        int32 [L, H]: number of users that no longer read any of its pages, per layer and head; None while
                   all users read all pages
     attached      int32 [m]: the attachment of its end, rows of the chunk table that are evicted with it; may be empty
     is_dropped    whether the tree has dropped it while paths still read some heads' pages
-    number        the tree's for it: segments are ordered by it
+    number        its number in the tree's order
     parent        the segment before it; the root has neither tokens nor a parent
-    namespace     whose tokens these are
+    namespace     the namespace of its tokens
     children      the segments after it, by the keys of their first chunks
-    last_use      the tree's count of uses when a path last took or left it
-    used_at       seconds, the tree's `now` at that moment
-    hits          sequences that found it
-    computed      sequences that computed it: the first, and others that were at it at the same time
+    last_use      the tree's use counter when a path last took or left it
+    used_at       the tree's `now` at that moment, in seconds
+    hits          number of sequences that found it
+    computed      number of sequences that computed it: the first, and others at the same time
     pinned_until  seconds; 0 unless the prefix that ends here is pinned
-    pins          pinned segments among this one and all that follow it
+    pins          number of pinned segments among this one and its descendants
     """
 
     tokens: Int32s
@@ -71,17 +71,17 @@ class Segment:
 
     @property
     def locks(self) -> Int32s:
-        """How many live paths read its pages: [L, H], or one number for all of them."""
+        """Number of live paths that read its pages: [L, H], or one number for all pages."""
         return np.asarray(self.users, np.int32) if self.unread is None else self.users - self.unread
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has pages that nobody reads, and is not pinned: dropping it frees them."""
+        """Whether it is not pinned and has unread pages, which dropping it would free."""
         if self.pins:
             return False
         return not self.users if self.unread is None else bool((self.unread == self.users).any())
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is the next to be dropped of its branch."""
+        """Whether it is the next segment of its branch to drop."""
         return not self.children and self.parent is not None and not self.is_dropped and self.is_idle

@@ -1,9 +1,10 @@
-"""Attention sinks: the first tokens of a sequence, exact, beside the encoded chunk that holds their slots.
+"""Attention sinks: the first tokens of a sequence, stored exactly in a sidecar of the encoded chunk that has their
+slots.
 
-A sidecar is one extent of the arena for a whole chunk: rows T [L, H, 2, n, D], keys (not rotated) then values, in the
+A sidecar is one stretch of the arena for a whole chunk: rows T [L, H, 2, n, D], keys (not rotated) then values, in the
 type of open chunks. Only chunks at the start of a sequence have one.
 
-Source: KVQuant, arXiv 2401.18079, section 3.5; what differs: in the encoded page the slots of these tokens hold the
+Source: KVQuant, arXiv 2401.18079, section 3.5. Ours differs: in the encoded page, the slots of these tokens hold the
 codes of zeros, and their keys are rotated on read like all others.
 """
 
@@ -32,10 +33,10 @@ class Sidecars(Protocol):
 
 @dataclass(frozen=True)
 class Sinks:
-    """How many tokens stay exact, and where they lie.
+    """The number of exact tokens, and their layout.
 
     num_tokens  n, at most the slots of a page
-    dtype       of their keys and values
+    dtype       type of their keys and values
     """
 
     num_tokens: int
@@ -55,7 +56,7 @@ class Sinks:
         return -(-self.num_layers * self.num_heads * self.head_bytes // UNIT) * UNIT
 
     def rows(self, table: Sidecars, chunk: int, layer: int) -> torch.Tensor:
-        """The rows of one layer where they lie in the arena, [H, 2, n, D]."""
+        """The rows of one layer, [H, 2, n, D], as a view of the arena."""
         start = int(table.sidecars[chunk]) * UNIT + layer * self.num_heads * self.head_bytes
         found = table.arena.data[start : start + self.num_heads * self.head_bytes]
         return found.view(self.dtype).view(self.num_heads, 2, self.num_tokens, self.head_dim)

@@ -1,4 +1,4 @@
-"""Where the bytes of an arena are."""
+"""Statistics of an arena's bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.cache.tree import PrefixTree
 class Statistics:
     """Bytes of one arena, from the counts of its table and its tree.
 
-    chunk_bytes  of one sealed chunk's pages
+    chunk_bytes  bytes of one sealed chunk's pages
     """
 
     def __init__(self, table: ChunkCounts, tree: PrefixTree | None) -> None:
@@ -26,11 +26,11 @@ class Statistics:
         self._peak = 0
 
     def note_peak(self) -> None:
-        """Live sequences may use more now than ever before."""
+        """Updates the peak of the bytes that live sequences use."""
         self._peak = max(self._peak, self.table.bytes_out - self.cached())
 
     def cached(self) -> int:
-        """Bytes that the tree alone keeps."""
+        """Bytes that only the tree holds."""
         table, tree = self.table, self.tree
         if tree is None:
             return 0
@@ -40,11 +40,11 @@ class Statistics:
         return unread + tree.num_unread_firsts * table.sidecar_bytes + tree.num_attached * self._sums_bytes
 
     def bytes(self, paths: Iterable[Path], freed: int) -> dict[str, int]:
-        """Total = used by live sequences + cached + free; the peak is of used. Of the bytes cached or used some are
-        pinned; saved are those that live sequences would take on top, did they share nothing.
+        """Total = used by live sequences + cached + free. The peak is that of used. Pinned bytes are part of cached and
+        used. Saved bytes are those that live sequences would need in addition if they shared nothing.
 
-        paths  of the live sequences
-        freed  what retention gave up
+        paths  the paths of live sequences
+        freed  bytes that retention has freed
         """
         table, tree, cached = self.table, self.tree, self.cached()
         saved = num_pinned = num_evicted = 0

@@ -1,5 +1,5 @@
-"""Stores: memories of runs beside the arena, which answer to names. Knows runs and their bytes, not sequences or when
-something is wanted.
+"""Stores: memories of runs outside the arena, looked up by name. Knows runs and their bytes, not sequences or
+decisions.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from quire.errors import ExtentError, QuireError
 
 
 class Transfer:
-    """Runs on their way into an arena, layer by layer. A store's thread brings extents; the engine's asks and waits.
+    """A transfer of runs into an arena, layer by layer. The store's thread brings extents; the engine's thread asks and
+    waits.
 
-    The pages they are written into are held until `close`.
+    The target pages are under a hold until `close`.
 
-    ready  int32 [L]: 1 once a layer has arrived as a whole, -1 if it will not; kernels may wait for it
-    error  why it failed; None while it has not
+    ready  int32 [L]: 1 once the whole layer has arrived, -1 if it will not; kernels may wait for it
+    error  reason of the failure; None if there is none
     """
 
     def __init__(self, table: ChunkTable, parts: list[tuple[Run, Int32s]], changed: threading.Condition) -> None:
-        """parts: runs, and for each of its rows the row of the table that takes it, or -1 if it is not wanted.
-        changed: of all transfers of an engine.
+        """parts: runs, and for each of their rows the row of the table that takes it; -1: not needed.
+        changed: shared by all transfers of an engine.
         """
         num_layers, _ = table.shape
         self.ready: NDArray[np.int32] = np.zeros(num_layers, np.int32)
@@ -42,8 +43,8 @@ class Transfer:
         self._changed = changed
 
     def arrive(self, run: Run, extent: bytes) -> None:
-        """Takes the extent of one layer of one of the runs. Fails, with every layer that is missing, if it is damaged;
-        does nothing once it has failed.
+        """Takes the extent of one layer of one run. If the extent is damaged, the transfer fails, with all its missing
+        layers. Does nothing after a failure.
         """
         with self._lock:
             if self._is_closed or self.error is not None:
@@ -53,7 +54,7 @@ class Transfer:
             except ExtentError as error:
                 self._fail(error)
                 return
-            except Exception as error:  # whoever waits must not wait for ever
+            except Exception as error:  # otherwise waiting threads would wait for ever
                 self._fail(QuireError(f"an extent could not be read: {error}"))
                 raise
             self._missing[layer].discard(run)
@@ -62,7 +63,7 @@ class Transfer:
                 self._tell()
 
     def fail(self, error: QuireError) -> None:
-        """The layers that are missing will not come."""
+        """Fails the transfer: the missing layers will not arrive."""
         with self._lock:
             if not self._is_closed and self.error is None:
                 self._fail(error)
@@ -77,21 +78,21 @@ class Transfer:
         return bool(self.ready.all())
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a layer of any transfer arrives, or nothing more of this one will; for some time at most."""
+        """Sleeps until a layer of any transfer arrives, this transfer is over, or `seconds` have passed."""
         with self._changed:
             if not self.ready.all():
                 self._changed.wait(seconds)
 
     @property
     def runs(self) -> list[Run]:
-        """What it brings."""
+        """The runs of the transfer."""
         return list(self._parts)
 
     def close(self) -> bool:
-        """Nothing is written any more, whatever still comes; the pages are no longer held. Whether all has arrived."""
+        """Ends the transfer: later extents are ignored, and the hold on pages ends. Returns whether all has arrived."""
         with self._lock:
             self._is_closed = True
-            self._table.release(self._held)
+            self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
     def _fail(self, error: QuireError) -> None:
@@ -105,31 +106,31 @@ class Transfer:
 
 
 class Store(Protocol):
-    """Keeps runs, and may lose any of them at any time: what it does not find is computed."""
+    """Keeps runs. It may lose any of them at any time; what it does not find is computed."""
 
     def wants(self, keys: Sequence[bytes]) -> bool:
-        """Whether to keep chunks that are evicted."""
+        """Whether it wants these evicted chunks."""
         ...
 
     def put(self, run: Run, extents: Iterable[bytes]) -> None:
-        """Keeps a run, or does not. The extents, of all layers in order, are there only during the call."""
+        """Keeps a run, or not. The extents of all layers, in order, are valid only during the call."""
         ...
 
     def find(self, name: bytes) -> Run | None:
-        """The run in which a chunk is, by its key, or a private run by its handle."""
+        """The run that contains the chunk with this key, or the private run with this handle."""
         ...
 
     def get(self, run: Run, transfer: Transfer) -> None:
-        """Begins to bring all layers of a run, in order. If the run was lost since it was found, fails the transfer."""
+        """Starts to bring all layers of a run, in order. Fails the transfer if the run was lost since it was found."""
         ...
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Forgets runs, by any name each has."""
+        """Forgets runs, each given by any of its names."""
         ...
 
 
 class Nowhere:
-    """The plainest store: it keeps nothing. What is evicted from the tree is gone."""
+    """The plainest store: it keeps nothing, so evicted chunks are lost."""
 
     def wants(self, keys: Sequence[bytes]) -> bool:
         """Wants nothing."""
@@ -143,8 +144,8 @@ class Nowhere:
         return None
 
     def get(self, run: Run, transfer: Transfer) -> None:
-        """Brings nothing: there was nothing to be found."""
+        """Never called, because `find` finds nothing."""
         raise AssertionError("nothing was found here")
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """There is nothing to forget."""
+        """Does nothing."""

@@ -1,8 +1,7 @@
-"""The chunk table: which pages hold which chunk. Knows chunks and page ids, not sequences or requests."""
+"""The chunk table: the pages of each chunk. Knows chunks and page ids, not sequences or requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,31 +20,31 @@ if TYPE_CHECKING:
     from quire.cache.sinks import Sinks
 
 ALL_SLOTS = np.uint64(2**PAGE_TOKENS - 1)
-"""The mask of a page whose slots are all seen."""
+"""The mask of a page with all slots visible."""
 
 Places = tuple[Int32s, NDArray[np.intp], NDArray[np.intp]]
-"""Pages of rows: row, layer and head of each, of equal length."""
+"""Pages by row, layer and head: three arrays of equal length."""
 
 
 class ChunkTable(ChunkCounts):
-    """Which pages each chunk holds. Invariant: a row is either free, or it holds pages of the ledger, of its codec's
-    sizes, and its sidecar, if it has one. Nobody else takes pages of the ledger for long, so that pages can be moved:
-    `take` succeeds whenever `fits` says so.
+    """The pages of each chunk. Invariant: a row is either free, or it holds pages of its codec's sizes and its sidecar,
+    if it has one. All pages of the ledger belong to rows or holds, so compaction can move them and `take` succeeds
+    whenever `fits` says so.
 
-    A row holds L * H pages, until retention drops some of them (`drop`). Two rows may hold the same page, which then
-    nobody writes.
+    A row holds L * H pages, until retention drops some of them (`drop`). Two rows may hold the same page, which is then
+    read-only.
 
-    ledger           where pages come from
-    arena            their bytes; only those who compute need it, and a table may be without
-    masks            uint64 [capacity, L, H]; bit t says whether slot t of a page is seen; 0 where the row holds no
-                     page. None without retention: all are
-    pages            int32 [capacity, L, H]; the row of a chunk, valid while the chunk is taken, until the next `take`,
-                     which may move pages
-    positions        int32 [capacity, L, H]; page ids of 256 bytes, int32 [64]: where the slots of a page stand in their
-                     sequence, where that is not one after the other; -1 for all other pages. Valid ones also for slots
-                     that nobody sees
-    bases            int32 [capacity]; position of the chunk's first slot where that does not follow from the chunk's
-                     place in its path, else -1
+    ledger           gives pages out
+    arena            their bytes; a table that only plans has none
+    masks            uint64 [capacity, L, H]; bit t: slot t of the page is visible; 0: the row holds no page. None
+                     without retention
+    pages            int32 [capacity, L, H]; page ids of a taken chunk, valid until the next `take`, which may move
+                     pages
+    positions        int32 [capacity, L, H]; id of a page of 256 bytes, int32 [64], with the positions of a page's slots
+                     in their sequence; -1 if they are consecutive. Hidden slots have valid positions too
+    bases            int32 [capacity]; position of the chunk's first slot, -1 if it follows from the chunk's place in
+                     its path
+    takes            int64 [capacity]; how often the row changed. A mirror on a device finds new rows by it
     num_moved_pages  pages moved so far, to make room in slabs
     """
 
@@ -67,6 +66,7 @@ class ChunkTable(ChunkCounts):
         self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)
+        self.takes = np.zeros(self.capacity, np.int64)
         self.num_moved_pages = 0
 
     @property
@@ -77,41 +77,45 @@ class ChunkTable(ChunkCounts):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether there is an arena."""
+        """Whether it has an arena."""
         return self._arena is not None
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
-        """Moves pages of other chunks where slabs are sparsely used: only between steps, when no kernel reads; copies
-        on a GPU are enqueued on the current stream.
+        """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
+        enqueued on the current stream.
         """
-        self._make_room(demand)
+        sizes = np.broadcast_to(self.page_sizes(codec), (count, *self.shape))
+        ids = self._new_pages(np.append(sizes, [self.sidecar_bytes] * sidecar).astype(np.int32, copy=False))
         chunks = self._blank(count, codec.kernel_id)
-        self.pages[chunks] = self._take_pages(np.broadcast_to(self.page_sizes(codec), (count, *self.shape)))
+        self.pages[chunks] = ids[: sizes.size].reshape(sizes.shape)
         if sidecar:
-            self.sidecars[chunks[0]] = self.ledger.take(1, self.sidecar_bytes)[0]
+            self.sidecars[chunks[0]] = ids[-1]
         if self.masks is not None:
             self.masks[chunks] = ALL_SLOTS
         return chunks
 
+    def _blank(self, count: int, kind: int) -> Int32s:
+        chunks = super()._blank(count, kind)
+        self.takes[chunks] += 1
+        return chunks
+
     def borrow(self, chunks: Int32s) -> Int32s:
-        """New rows that hold the pages and sidecars of other chunks too, int32 [n]."""
+        """Takes rows that share the pages and sidecars of other chunks, int32 [n]."""
         assert self.masks is not None
-        ids, sizes = self._pages_of(chunks)
-        for page_bytes, at in self._by_size(sizes):
-            self.ledger.share(ids[at], page_bytes)
+        self.ledger.share(self._pages_of(chunks))
         rows = self._blank(len(chunks), 0)
-        assert (self.positions[chunks] < 0).all(), "slots with positions of their own are one path's alone"
+        assert (self.positions[chunks] < 0).all(), "pages with positions of their own belong to one path"
         for of in (self.pages, self.masks, self.sidecars, self.kinds):
             of[rows] = of[chunks]
         return rows
 
     def blank(self, codec: PageFormat) -> int:
-        """A new row that holds no pages yet."""
+        """Takes a row without pages."""
         return int(self._blank(1, codec.kernel_id)[0])
 
     def fill(self, places: Places) -> None:
-        """Takes pages for rows that hold none at these places. Raises CacheFullError and takes nothing if they do not
-        fit; may move pages, as `take`.
+        """Takes pages for places of rows that have none. Raises CacheFullError and takes nothing if they do not fit.
+        May move pages, as `take`.
         """
         assert self.masks is not None and not self.masks[places].any(), "a page would be lost"
         self.pages[places] = self._new_pages(self._sizes_of(places))
@@ -119,29 +123,27 @@ class ChunkTable(ChunkCounts):
         self.takes[places[0]] += 1
 
     def drop(self, places: Places) -> None:
-        """Gives back the pages at these places, which their rows hold."""
+        """Gives back the pages at some places."""
         assert self.masks is not None and self.masks[places].all(), "a page is dropped that is not there"
-        self._give_pages(self.pages[places], self._sizes_of(places))
         positions = self.positions[places]
-        self.ledger.give(positions[positions >= 0], POSITIONS_BYTES)
+        self.ledger.give(np.append(self.pages[places], positions[positions >= 0]))
         self.masks[places], self.positions[places] = 0, -1
         self.takes[places[0]] += 1
 
     def detach(self, places: Places) -> None:
-        """Replaces pages that others hold too by copies. Raises CacheFullError, as `fill`."""
+        """Replaces shared pages by copies. Raises CacheFullError, as `fill`."""
         sizes = self._sizes_of(places)
         after = self._new_pages(sizes)
         before = self.pages[places]
-        for page_bytes, at in self._by_size(sizes):
-            if self._arena is not None:
-                self._arena.copy(before[at], after[at], page_bytes)
-            self.ledger.give(before[at], page_bytes)
+        for page_bytes in {*sizes.tolist()} if self._arena is not None else ():
+            self.arena.copy(before[sizes == page_bytes], after[sizes == page_bytes], page_bytes)
+        self.ledger.give(before)
         self.pages[places] = after
         self.takes[places[0]] += 1
 
     def place(self, places: Places, positions: Int32s) -> None:
-        """Stores the positions of the slots of pages, int32 [n, 64], and takes room for them beside pages that have
-        none. Raises CacheFullError, as `fill`. Slots that no mask shows need a position too, any there is.
+        """Stores positions of the slots of pages, int32 [n, 64]. Takes pages for them where there are none yet. Raises
+        CacheFullError, as `fill`. Hidden slots need some valid position too.
         """
         new = tuple(part[self.positions[places] < 0] for part in places)
         if len(new[0]):
@@ -152,16 +154,12 @@ class ChunkTable(ChunkCounts):
             self._arena.store(self.positions[places], POSITIONS_BYTES, images)
 
     def is_shared(self, places: Places) -> Bools:
-        """Whether another row holds the page too."""
-        ids = self.pages[places]
-        found = np.zeros(len(ids), bool)
-        for page_bytes, at in self._by_size(self._sizes_of(places)):
-            found[at] = self.ledger.holders(ids[at], page_bytes) > 1
-        return found
+        """Whether another row holds the page at a place too, bool [n]."""
+        return np.greater(self.ledger.holders(self.pages[places]), 1)
 
     def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
-        """A new row that holds some pages of a format: where masks, uint64 [L, H], are not 0; with room for positions
-        beside those that are placed. Raises CacheFullError, as `fill`.
+        """Takes a row with pages of a format where masks, uint64 [L, H], are not 0, and pages for positions where
+        `placed`, bool [L, H], says so. Raises CacheFullError, as `fill`.
         """
         row = int(self._blank(1, kind)[0])
         layers, heads = np.nonzero(masks)
@@ -175,61 +173,50 @@ class ChunkTable(ChunkCounts):
         return row
 
     def masks_of(self, chunks: Int32s) -> NDArray[np.uint64]:
-        """The slots that are seen of each page, uint64 [n, L, H]."""
+        """The visible slots of each page, uint64 [n, L, H]."""
         return np.full((len(chunks), *self.shape), ALL_SLOTS) if self.masks is None else self.masks[chunks]
 
-    def hold(self, chunks: Int32s) -> dict[int, Int32s]:
-        """Holds the pages, sidecars and positions of chunks: until `release` they do not move, and stay though the
-        chunks are given back. Returns their ids by size.
+    def hold(self, chunks: Int32s) -> Int32s:
+        """Puts a hold on the pages, sidecars and positions of chunks. Until the ledger's `release` they do not move,
+        and outlive the chunks. Returns their ids.
         """
-        ids, sizes = self._pages_of(chunks)
-        held = {page_bytes: ids[at] for page_bytes, at in self._by_size(sizes)}
-        for page_bytes, each in held.items():
-            self.ledger.hold(each, page_bytes)
-        return held
-
-    def release(self, held: dict[int, Int32s]) -> None:
-        """Ends a hold."""
-        for page_bytes, ids in held.items():
-            self.ledger.release(ids, page_bytes)
+        ids = self._pages_of(chunks)
+        self.ledger.hold(ids)
+        return ids
 
     def give(self, chunks: Int32s) -> None:
-        """Gives chunks, their pages and their sidecars back."""
+        """Gives chunks back, with their pages and sidecars."""
         if not len(chunks):
             return
-        self._give_pages(*self._pages_of(chunks))
-        self.sidecars[chunks] = -1
+        self.ledger.give(self._pages_of(chunks))
+        if self.sinks is not None:
+            self.sidecars[chunks] = -1
         if self.masks is not None:
             self.masks[chunks], self.positions[chunks], self.bases[chunks] = 0, -1, -1
         self._free.extend(chunks.tolist())
 
     def bytes_of(self, chunks: Int32s) -> int:
-        """Bytes of all pages that rows hold, and of positions beside them; sidecars apart."""
+        """Bytes of the pages of rows and of their positions, without sidecars."""
         pages = self._sizes[self.kinds[chunks]][self._is_held(chunks)].sum()
         return int(pages) + POSITIONS_BYTES * int((self.positions[chunks] >= 0).sum())
 
     def _check_pages(self) -> None:
-        held, sizes = self._pages_of(np.flatnonzero(self._is_taken()).astype(np.int32))
-        for page_bytes in self.ledger.page_sizes:
-            ids, holders = np.unique(held[sizes == page_bytes], return_counts=True)
-            out = self.ledger.ids_out(page_bytes)
-            # Who gave a page up while it is under a hold has none of it.
-            out = out[self.ledger.holders(out, page_bytes) > self.ledger.holds(out, page_bytes)]
-            assert np.array_equal(ids, out), (
-                f"chunks hold {len(ids)} pages of {page_bytes} bytes that are not the {self.ledger.out(page_bytes)} out"
-            )
-            if len(ids):
-                counted = self.ledger.holders(ids, page_bytes) - self.ledger.holds(ids, page_bytes)
-                assert np.array_equal(holders, counted), "holders are counted wrongly"
+        chunks = np.flatnonzero(self._is_taken()).astype(np.int32)
+        held = self._is_held(chunks)
+        sizes = self._sizes[self.kinds[chunks]][held]
+        assert np.array_equal(self.ledger.page_bytes(self.pages[chunks][held]), sizes), "a page has another size"
+        ids, holders = np.unique(self._pages_of(chunks), return_counts=True)
+        out = self.ledger.ids_out()
+        # Pages that only holds keep belong to no row.
+        of_rows = self.ledger.holders(out) - self.ledger.holds(out)
+        assert np.array_equal(ids, out[of_rows > 0]), f"chunks hold {len(ids)} pages that are not the {len(out)} out"
+        assert np.array_equal(holders, of_rows[of_rows > 0]), "holders are counted wrongly"
 
-    def _pages_of(self, chunks: Int32s) -> tuple[Int32s, Int32s]:
-        """The page ids of chunks, sidecars and positions among them, and their sizes, int32 [n] each."""
-        held, sidecars, positions = self._is_held(chunks), self.sidecars[chunks], self.positions[chunks]
-        beside = (sidecars[sidecars >= 0], self.sidecar_bytes), (positions[positions >= 0], POSITIONS_BYTES)
-        return (
-            np.concatenate((self.pages[chunks][held], *(ids for ids, _ in beside))),
-            np.concatenate((self._sizes[self.kinds[chunks]][held], *(np.full(len(ids), size) for ids, size in beside))),
-        )
+    def _pages_of(self, chunks: Int32s) -> Int32s:
+        """The page ids of chunks, with those of sidecars and positions."""
+        sidecars, positions = self.sidecars[chunks], self.positions[chunks]
+        pages = self.pages[chunks][self._is_held(chunks)]
+        return np.concatenate((pages, sidecars[sidecars >= 0], positions[positions >= 0]))
 
     def _follow(self, before: Int32s, after: Int32s) -> None:
         """Puts the new ids of moved pages into the rows that hold them."""
@@ -239,8 +226,8 @@ class ChunkTable(ChunkCounts):
         emptied[self.ledger.slabs_of(before)] = True
         is_taken, found = self._is_taken(), []
         for array in (self.pages, self.sidecars, self.positions):
-            # All pages of an emptied slab were moved, so whoever holds one there is found. Rows of free chunks are
-            # stale, and so are places where a row holds no page.
+            # All pages of an emptied slab moved, so every row with one there is found. Rows of free chunks are stale,
+            # and so are places without a page.
             ids = array.reshape(-1)
             hits = np.flatnonzero(emptied[self.ledger.slabs_of(ids)])
             rows = hits // (ids.size // self.capacity)
@@ -256,38 +243,19 @@ class ChunkTable(ChunkCounts):
         )
         self.num_moved_pages += len(before)
 
-    def _make_room(self, needs: Sequence[int]) -> None:
-        moves = self.ledger.make_room(needs)
-        if moves:
-            if self._arena is not None:
-                for page_bytes, before, after in moves:
-                    self._arena.copy(before, after, page_bytes)
-            self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
-
     def _new_pages(self, sizes: NDArray[Any]) -> Int32s:
-        """New pages, one of each size. Raises CacheFullError if they do not all fit; may move pages."""
-        demand = self._of_sizes(sizes)
-        if not self.fits(demand):
-            raise CacheFullError(f"{len(sizes)} pages do not fit in {self.ledger.num_bytes} bytes (cache.memory)")
-        self._make_room(demand)
-        return self._take_pages(sizes)
-
-    def _take_pages(self, sizes: NDArray[Any]) -> Int32s:
-        ids = np.empty(sizes.shape, np.int32)
-        for page_bytes, at in self._by_size(sizes):
-            ids[at] = self.ledger.take(int(at.sum()), page_bytes)
-        return ids
-
-    def _give_pages(self, ids: Int32s, sizes: NDArray[Any]) -> None:
-        for page_bytes, at in self._by_size(sizes):
-            self.ledger.give(ids[at], page_bytes)
-
-    def _by_size(self, sizes: NDArray[Any]) -> Iterator[tuple[int, Bools]]:
-        """The size classes that some sizes are of, and where."""
-        for page_bytes in self.ledger.page_sizes:
-            at = sizes == page_bytes
-            if at.any():
-                yield page_bytes, at
+        """Takes one page of each size. Raises CacheFullError if they do not all fit. May move pages."""
+        try:
+            return self.ledger.take(sizes)
+        except CacheFullError:
+            demand = self._of_sizes(sizes)
+            if not self.ledger.has_room(demand):
+                raise
+        for page_bytes, before, after in (moves := self.ledger.make_room(demand)):
+            if self._arena is not None:
+                self._arena.copy(before, after, page_bytes)
+        self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
+        return self.ledger.take(sizes)
 
     def _sizes_of(self, places: Places) -> Int32s:
         """Bytes of the pages at some places."""

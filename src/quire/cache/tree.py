@@ -1,19 +1,17 @@
-"""The prefix tree: which sealed chunks may be read by a request that starts with the same tokens (ChunkAttention,
-section 3.1).
+"""The prefix tree: sealed chunks that requests with the same first tokens share (ChunkAttention, section 3.1).
 
 A radix tree over chunks of 64 tokens; a node is a segment. Keys differ between namespaces, so one root serves all of
-them. Depth is position, so equal tokens at equal positions after equal tokens are one copy. Live paths lock their
-segments, from the root to their tip. Segments without a lock stay cached until memory is wanted. They are then evicted
-from the leaves, least recently used first. Pinned segments stay even then.
+them. Live paths lock their segments, from the root to their tip. Segments without a lock stay cached until their memory
+is wanted. Eviction then starts at the leaves, least recently used first. Pinned segments stay even then.
 
-Differs from the paper: segments of several chunks in place of nodes of one, one tree for all layers, finished
-sequences stay, and chunks are found by keys of all tokens up to their end (`cache/keys.py`).
+Differs from the paper: a node has several chunks, one tree serves all layers, finished sequences stay cached, and a
+chunk is found by a key of all tokens up to its end (`cache/keys.py`).
 
-A path that retention has made smaller reads a segment's pages of some heads only. The tree may then drop the segment:
-pages that the path still reads have it as their last holder.
+With retention, a path may read a segment's pages of some heads only. The tree may then drop the segment; the pages that
+the path still reads live on, with the path as their last holder.
 
-A boundary, the end of a segment, may have an attachment: rows of the chunk table that are evicted with it. The tree
-counts them and does not know what they hold.
+The end of a segment may have an attachment: rows of the chunk table that are evicted with it. The tree counts these
+rows and does not know what they hold.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from quire.cache.tree_counts import TreeCounts
 
 
 class Vacated(NamedTuple):
-    """Consecutive chunks that the tree has dropped: their keys and tokens, their rows of the chunk table, and the rows
-    that were attached to their end.
+    """Consecutive chunks that the tree dropped: keys, tokens, rows of the chunk table, and the rows attached to their
+    end.
     """
 
     keys: list[bytes]
@@ -48,18 +46,18 @@ class Vacated(NamedTuple):
     @property
     def rows(self) -> Int32s:
         """All rows, the attachment last."""
-        return np.concatenate((self.chunks, self.attached))
+        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
 
 
 @dataclass
 class PrefixTree(TreeCounts):
-    """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; whoever locks or
-    pins a segment does so with its parent; the counts are right.
+    """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; a locked or pinned
+    segment has a locked or pinned parent; the counts are right.
 
-    now          seconds on the engine's clock, by which lifetimes are counted
+    now          seconds on the engine's clock, for lifetimes
     num_evicted  chunks dropped since start because their memory was wanted
-    num_uses     how often paths took or left segments: the smallest `last_use` is evicted first
-    num_divided  how often a segment was divided: the one thing that changes the segments of other paths
+    num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
+    num_divided  how often a segment was divided, which alone changes the segments of other paths
     """
 
     now: float = 0.0
@@ -75,8 +73,8 @@ class PrefixTree(TreeCounts):
         """Extends a path over cached chunks and locks them. Returns how many it took. The path has no chunks of its
         own.
 
-        limit   chunks of the path at most
-        is_hit  whether it counts as one: a sequence that comes back after a preemption finds what it left
+        limit   most chunks of the path
+        is_hit  whether this counts as a hit; not if a preempted sequence finds its own chunks
         """
         first = path.num_shared
         assert path.num_chunks == first, "a path with chunks of its own cannot take others"
@@ -87,29 +85,30 @@ class PrefixTree(TreeCounts):
         return path.num_chunks - first
 
     def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
-        """Gives the tree the chunks a path has sealed: those after its shared ones, up to chunk `end`. They are locked
-        for the path and shared from now on.
+        """Puts a path's sealed chunks into the tree, from its last shared one up to chunk `end`, and locks them.
 
-        Where the tree has the same tokens already the path takes the tree's chunks. Returns the ids of the path's own
-        chunks that it no longer needs.
+        If the tree already has some of them, the path takes the tree's. Returns the rows it no longer needs; the caller
+        frees them.
         """
         first, taken, new = path.num_shared, 0, keys.first(end)[path.num_shared :]
         at = path.tip or self._root
-        spare, held = path.chunks[first:end].copy(), [NO_ROWS]
+        held = [NO_ROWS]
         for segment in self._follow(at, new):
             at = segment
             at.computed += 1
             taken += len(at.chunks)
             held.append(at.chunks)
+        spare = NO_ROWS
         if taken:
+            spare = path.chunks[first : first + taken].copy()
             path.replace(first, np.concatenate(held))
         if first + taken < end:
             at = self._add(at, path, keys, path.chunks[first + taken : end].copy())
         path.tip, path.num_shared = at, end
-        return spare[:taken]
+        return spare
 
     def release(self, path: Path) -> None:
-        """Undoes the locks of a path. Segments without another lock stay, cached."""
+        """Unlocks a path's segments. They stay cached."""
         self.num_uses += 1
         for segment, heads in path.reads():
             self._count(segment, -1)
@@ -118,16 +117,15 @@ class PrefixTree(TreeCounts):
                 segment.unread -= ~heads
                 if not segment.unread.any():
                     segment.unread = None
-            assert segment.locks.min() >= 0, "unlocked more often than locked"
+            assert segment.users >= 0, "unlocked more often than locked"
+            assert segment.unread is None or (segment.unread <= segment.users).all(), "unlocked more often than locked"
             segment.last_use, segment.used_at = self.num_uses, self.now
             self._count(segment, 1)
             self._offer(segment)
         path.tip, path.num_shared, path.heads = None, 0, {}
 
     def loosen(self, path: Path, heads: Mapping[Segment, Bools]) -> None:
-        """Keeps, of the path's locks, those of the given heads of each segment, bool [L, H]. Other pages may be
-        evicted.
-        """
+        """Unlocks a path's segments but for the given heads of each, bool [L, H]. The others' pages may be evicted."""
         for segment, held in path.reads():
             kept = heads[segment]
             assert held is None or not (kept & ~held).any(), "a path cannot read again what it has let go of"
@@ -140,16 +138,14 @@ class PrefixTree(TreeCounts):
         path.heads = dict(heads)
 
     def boundary(self, path: Path, num_chunks: int) -> Segment:
-        """The segment of a path that ends after `num_chunks` chunks, all shared. Divides one if none does."""
+        """The segment of a path that ends after `num_chunks` shared chunks. Divides one if none ends there."""
         assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
         end = num_chunks * PAGE_TOKENS
         segment = next(each for each in path.segments if each.end >= end)
         return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
 
     def attach(self, segment: Segment, rows: Int32s) -> Int32s:
-        """Gives the end of a segment an attachment, or none. Returns the rows of the one it had; the caller frees
-        them.
-        """
+        """Replaces the attachment of a segment's end. Returns the rows of the old one; the caller frees them."""
         before = segment.attached
         self._count(segment, -1)
         segment.attached = rows
@@ -161,8 +157,8 @@ class PrefixTree(TreeCounts):
         return _joined([self.attach(segment, NO_ROWS) for _, segment in list(self.segments())])
 
     def vacate(self, count: int) -> list[Vacated]:
-        """Drops `count` idle chunks, or all of them: leaves first, least recently used first, each from its end. The
-        caller frees their rows.
+        """Drops `count` idle chunks, or all: from the ends of leaves, least recently used first. The caller frees their
+        rows.
         """
         dropped: list[Vacated] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
@@ -173,14 +169,14 @@ class PrefixTree(TreeCounts):
         return dropped
 
     def expire(self, lifetime: float) -> list[Vacated]:
-        """Drops the segments that nobody used for `lifetime` seconds. The caller frees their rows."""
+        """Drops segments that were not used for `lifetime` seconds. The caller frees their rows."""
         dropped: list[Vacated] = []
         while (leaf := self._oldest_leaf()) is not None and leaf.used_at + lifetime <= self.now:
             dropped.append(self._drop(leaf, 0))
         return dropped
 
     def add_pins(self, segment: Segment, by: int) -> None:
-        """Counts one pin more or less on a segment and all before it."""
+        """Adds a pin (by = 1) to a segment and all its ancestors, or removes one (-1)."""
         at: Segment | None = segment
         while at is not None and at.parent is not None:
             self._count(at, -1)
@@ -190,7 +186,7 @@ class PrefixTree(TreeCounts):
             at = at.parent
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
-        """(segment, leading chunks of it) that have a sequence's first keys, `limit` at most; changes nothing."""
+        """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
         at, rest = self._root, keys.first(limit)
         while rest and (child := at.children.get(rest[0])) is not None:
             at, count = child, num_common(child.keys, rest)
@@ -200,8 +196,8 @@ class PrefixTree(TreeCounts):
             rest = rest[count:]
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
-        """(number, chunks) of the path's segments. Paths with a common prefix have tuples with a common prefix: sorted
-        by them, they stand side by side.
+        """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
+        prefix.
         """
         known, found = path.shared
         if known != (self.num_divided, path.num_shared):
@@ -235,7 +231,7 @@ class PrefixTree(TreeCounts):
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
 
     def _follow(self, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
-        """Takes the segments after one that have the keys, and divides the last where they part."""
+        """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
         while keys and (child := at.children.get(keys[0])) is not None:
             count = num_common(child.keys, keys)
             at = self._divide(child, count) if count < len(child.chunks) else child
@@ -248,22 +244,20 @@ class PrefixTree(TreeCounts):
             keys = keys[count:]
 
     def _add(self, at: Segment, path: Path, keys: ChunkKeys, chunks: Int32s) -> Segment:
-        """Puts chunks after a segment: at its end where nothing follows and only this path has ever used it, else as a
-        child.
-        """
+        """Puts chunks after a segment: at its end if it has no child and no other user so far, else as a child."""
         first = at.end // PAGE_TOKENS
         end = first + len(chunks)
-        new, tokens = keys.first(end)[first:], keys.tokens(first, end).copy()
+        new = keys.first(end)[first:]
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = np.concatenate((at.tokens, tokens)), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            tokens,
+            keys.tokens(first, end),
             new,
             chunks,
             at.end,
@@ -279,8 +273,8 @@ class PrefixTree(TreeCounts):
         return child
 
     def _divide(self, segment: Segment, count: int) -> Segment:
-        """Splits a segment after `count` chunks and returns the front. The back is the segment itself, which paths
-        that read it go on to hold.
+        """Splits a segment after `count` chunks and returns the new front. The segment itself becomes the back, so that
+        paths keep it as their tip.
         """
         self.num_divided += 1
         parent, cut = segment.parent, count * PAGE_TOKENS
@@ -309,18 +303,18 @@ class PrefixTree(TreeCounts):
         return front
 
     def _offer(self, segment: Segment) -> None:
-        """Notes a segment that may now be evicted."""
+        """Puts a segment into the heap of leaves if it can be evicted."""
         if not segment.is_evictable:
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
-            # Entries that eviction never met: a server that never runs short would collect them for ever.
+            # Stale entries leave only by eviction: a server with spare memory would collect them for ever.
             current = [leaf for _, leaf in self.segments() if leaf.is_evictable]
             self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
             heapq.heapify(self._leaves)
         heapq.heappush(self._leaves, (segment.last_use, next(self._pushes), segment))
 
     def _oldest_leaf(self) -> Segment | None:
-        """The leaf to evict next; stays first in the heap."""
+        """The leaf to evict next, left at the head of the heap."""
         while self._leaves:
             last_use, _, leaf = self._leaves[0]
             if leaf.last_use == last_use and leaf.is_evictable:
@@ -329,7 +323,7 @@ class PrefixTree(TreeCounts):
         return None
 
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
-        """Drops the chunks of an evictable leaf after the first `num_kept`, and with none kept the leaf."""
+        """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         first = num_kept * PAGE_TOKENS
         vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], leaf.chunks[num_kept:], leaf.attached)
         self._count(leaf, -1)
@@ -342,7 +336,7 @@ class PrefixTree(TreeCounts):
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.keys[0]]
-        leaf.is_dropped = True  # and keeps its parent, for the paths that still go through it
+        leaf.is_dropped = True  # it keeps its parent, for paths that still read it
         self._offer(parent)
         return vacated
 

@@ -1,4 +1,4 @@
-"""What a prefix tree holds, in numbers: all that admission and statistics need of it."""
+"""Counts over a prefix tree, for admission and statistics."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from quire.cache.segment import Segment
 
 @dataclass
 class TreeCounts:
-    """Counts over the segments of a tree. Whoever changes what a segment counts as takes it out before and puts it in
-    again after.
+    """Counts over the segments of a tree. Every change of a segment first takes it out of the counts and then puts it
+    back.
 
     shape         (L, H) of the pages of a chunk
     num_chunks    chunks the tree holds
     num_read      chunks that live paths read in all heads
     num_pinned    chunks that are pinned, read or not
-    num_unused    chunks that no head of a live path reads and that are not pinned: all of them can be evicted
+    num_unused    chunks that are not pinned and that no live path reads: all their pages can be evicted
     num_idle      chunks with pages that can be evicted
-    num_parted    chunks of which some paths no longer read some heads
-    part_read, part_idle  int64 [L, H], pages of the parted chunks that are read, and that can be evicted
-    num_unread_firsts, num_idle_firsts  segments at position 0, whose first chunks may have sidecars, that no live path
-                  uses; those of them that are not pinned either
+    num_parted    chunks of which some path no longer reads some heads
+    part_read, part_idle  int64 [L, H]: pages of parted chunks that are read, and that can be evicted
+    num_unread_firsts  segments at position 0 that no live path uses; their first chunks may have sidecars
+    num_idle_firsts    those of them that are not pinned
     num_attached  attached rows
     """
 

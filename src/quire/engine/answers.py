@@ -1,5 +1,5 @@
-"""From sampled tokens to what the caller sees: text, stops, log-probabilities. Knows sequences and text, not logits or
-pages.
+"""Turns sampled tokens into what the caller sees: text, stops, log-probabilities. Knows sequences and text, not logits
+or pages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Detokenizer(Protocol):
     """Text of one growing token sequence."""
 
     def push(self, token_id: int) -> str:
-        """The text the token completes; whole characters only."""
+        """The text that the token completes, in whole characters."""
         ...
 
     def flush(self) -> str:
-        """The complete characters still held back; a character the tokens stop inside is never shown."""
+        """The complete characters still held back. A character that the tokens leave incomplete is never shown."""
         ...
 
 
@@ -49,7 +49,7 @@ class Answer:
         self._cumulative: float | None = 0.0 if params.logprobs is not None else None
 
     def push(self, token_id: int, logprobs: dict[int, Logprob] | None, at_length: bool) -> CompletionOutput:
-        """The delta of one more token; its finish_reason is set if the sequence ends with it."""
+        """The delta of one more token. Its finish_reason is set if the sequence ends with this token."""
         text = ""
         if self._detokenizer is not None:
             ends = self._stops.ends_at(token_id)
@@ -79,7 +79,7 @@ class Answer:
 
 
 class Names:
-    """The text of single tokens, special ones included; each is decoded once."""
+    """The text of single tokens, special tokens included. Each is decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Sequences that decode, and when something next happens to each: until then a step costs them nothing. No torch."""
+"""Decoding sequences and the step of each one's next event: until then a step costs them nothing. No torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ _MOST_POSITIONS = 1 << 24
 
 
 def imagined_tokens(sequence: Sequence, start: int, count: int) -> Iterable[int]:
-    """Token ids in place of those that a model would sample for positions [start, start + count). They are negative, so
-    in no vocabulary, and no two sequences get the same one for a position.
+    """Stand-ins for the tokens that a model would sample for positions [start, start + count). They are negative, so
+    in no vocabulary, and differ between sequences.
     """
     first = _LEAST_TOKEN + sequence.sequence_id * 1_000_003 % (-_LEAST_TOKEN - _MOST_POSITIONS)
     return range(first + start, first + start + count)
 
 
 class Calendar:
-    """Sequences that take one row in every step, up to one in which something else happens: a chunk is begun or full,
-    or their length is reached. What has been computed of them follows from the number of steps, and is written down
-    (`settle`) when somebody asks.
+    """Sequences that take one row in every step until their next event: a chunk begins or is full, or their length is
+    reached. Their number of computed tokens follows from the clock; `settle` writes it down.
 
     clock    steps so far
-    members  its sequences, and the clock of each one's event
+    members  the sequences, each with the clock of its next event
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Calendar:
         return sequence in self.members
 
     def join(self, sequence: Sequence, steps: int) -> None:
-        """Nothing but a token happens to a sequence in its next `steps` steps."""
+        """Adds a sequence whose next `steps` steps only add a token each."""
         assert steps > 0 and sequence.num_pending == 1, f"{steps} steps of {sequence.num_pending} rows"
         event = self.clock + steps
         sequence.lead, sequence.is_quiet = sequence.path.num_tokens - self.clock, True
@@ -53,14 +52,14 @@ class Calendar:
         heapq.heappush(self._events, (event, sequence.admitted, next(self._pushes), sequence))
 
     def leave(self, sequence: Sequence) -> None:
-        """Lets go of a sequence, if it is there."""
+        """Removes a sequence, if it is a member."""
         if self.members.get(sequence) is not None:
             self.settle(sequence)
             del self.members[sequence]
             sequence.is_quiet = False
 
     def due(self) -> list[Sequence]:
-        """Lets go of the sequences to which something happens in the next step, in the order of their admission."""
+        """Removes the sequences with an event in the next step, in the order of admission."""
         found = []
         while self._next_event() == self.clock:
             sequence = self._events[0][-1]
@@ -70,13 +69,13 @@ class Calendar:
 
     @property
     def quiet_steps(self) -> int:
-        """Steps from now in which nothing happens to anybody. At least one is here."""
+        """Steps from now without an event. There must be a member."""
         event = self._next_event()
         assert event is not None, "nobody decodes"
         return event - self.clock
 
     def settle(self, sequence: Sequence) -> None:
-        """Writes down what was computed of a sequence that is here; what was skipped gets imagined tokens."""
+        """Writes down the computed tokens of a member. Skipped steps get imagined tokens."""
         num_tokens = sequence.lead + self.clock
         sequence.path.num_tokens = sequence.high_water = num_tokens
         missing = num_tokens + 1 - len(sequence.token_ids)
@@ -84,7 +83,7 @@ class Calendar:
             sequence.token_ids.extend(imagined_tokens(sequence, len(sequence.token_ids), missing))
 
     def _next_event(self) -> int | None:
-        """The clock of the next event; its entry is then the first."""
+        """The clock of the next event, whose entry becomes the first of the heap."""
         while self._events:
             event, _, _, sequence = self._events[0]
             if self.members.get(sequence) == event:

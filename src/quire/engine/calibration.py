@@ -1,8 +1,8 @@
-"""The calibration artefact: what the codecs of one model are quantized with, in one safetensors file.
+"""The calibration file: the quantization tables of one model's codecs, in one safetensors file.
 
-Tensors are named CODEC.FIELD (nuq3.key_books); the metadata says for which model and with what settings they were made,
-what was chosen and why, and the file's own hash. That hash is part of what two sequences must have in common to share
-pages: other tables, other bytes.
+Tensors are named CODEC.FIELD (nuq3.key_books). The metadata has the model, the settings, a report of what was chosen
+and why, and the file's own hash. Two sequences share pages only if this hash is equal, because other tables give other
+bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.cache.codecs.nuq import NuqTables
 from quire.errors import ConfigError
 
 FORMAT = "1"
-"""Of the file: which tensors it has and what they mean."""
+"""Version of the file format: its tensors and their meaning."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Tables by codec name, and what they were made from.
+    """Tables by codec name, and their origin.
 
     model     the checkpoint's fingerprint
-    settings  how they were made
-    report    what was chosen for each tensor, why, and what it is expected to cost
+    settings  the settings of the calibration
+    report    for each tensor the choice, its reason and its expected cost
     """
 
     model: str
@@ -48,7 +48,7 @@ class Calibration:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Writes the file; there is never half of one under its name."""
+        """Writes the file atomically: under its name there is never half a file."""
         from safetensors.torch import save
 
         metadata = {
@@ -61,7 +61,7 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            # As any other file, with the permissions of the user's umask; the library's own writer has fewer.
+            # The file gets the permissions of the user's umask. The library's own writer would give it fewer.
             unfinished.write_bytes(save({name: each.contiguous() for name, each in self._tensors().items()}, metadata))
             unfinished.replace(path)
         finally:
@@ -69,9 +69,9 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path, model: str) -> Calibration:
-        """Reads a file that must be for the model with this fingerprint.
+        """Reads a calibration of the model with this fingerprint.
 
-        Raises ConfigError, naming the file, for one that is not there, not a calibration, damaged, or another model's.
+        Raises ConfigError, naming the file, if it is missing, no calibration, damaged, or for another model.
         """
         from safetensors import SafetensorError, safe_open
 

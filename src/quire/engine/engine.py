@@ -29,16 +29,16 @@ log = logging.getLogger("quire")
 
 
 WAIT_SECONDS = 0.02
-"""For how long a step may wait for chunks that are under way: then it looks for new requests."""
+"""Longest time that a step waits for chunks in transfer, before the engine looks for new requests."""
 
 
 class Engine:
-    """Drives the scheduler and a runner. Invariant between steps: every live sequence is in the
-    scheduler, `check` proves the rest.
+    """Drives the scheduler and a runner. Invariant between steps: every live sequence is in the scheduler. `check`
+    proves the other invariants.
 
-    namespace    what must be equal, besides a salt, for two requests to share pages
-    context_limit  what sets max_context: a setting, or what the model was made for
-    clock        seconds, monotonic; measures, and ends pins and lifetimes
+    namespace      what must be equal, besides a salt, for two requests to share pages
+    context_limit  the origin of max_context, for messages: a setting, or the model's own limit
+    clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Engine:
         return bool(self._requests)
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams, hints: CacheHints = NO_HINTS) -> None:
-        """Raises RequestError, naming the value and the limit, for a request that could never run."""
+        """Raises RequestError, naming the value and the limit, if a request can never run."""
         if not prompt_ids:
             raise RequestError("the prompt is empty; it needs at least one token", "prompt")
         vocab_size = self.runner.model.shape.vocab_size
@@ -106,7 +106,7 @@ class Engine:
     ) -> Request:
         """Queues a request. Raises RequestError if it can never run, QueueFullError if it cannot wait now.
 
-        guide  makes the guide of each of its sequences; None: they have none
+        guide  makes a guide for each sequence; None: no guides
         """
         self.check_request(prompt_ids, params, hints)
         if request_id in self._requests:
@@ -127,7 +127,7 @@ class Engine:
         self.scheduler.add(request.sequences)
         self._requests[request_id] = request
         if hints.cache_pin == 0:
-            manager.tick(request.arrival)  # what it kept counts as used now, not when the last step was
+            manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
             manager.unpin(request.sequences[0].keys)
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
@@ -135,7 +135,7 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request wherever it stands and frees what it holds; None if it is not running."""
+        """Ends a request in any state and frees its memory. Returns None if it is not running."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -143,7 +143,7 @@ class Engine:
         return self._output(request, [self._end(sequence, "abort") for sequence in live])
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; one output of deltas for every request that has news."""
+        """Runs one step. Returns one output for each request that has new deltas."""
         self.scheduler.manager.tick(self.clock())
         step = self.scheduler.next_step()
         if step is None:
@@ -162,7 +162,7 @@ class Engine:
         return [self._output(request, outputs) for request, outputs in deltas.items()]
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start, and bytes of the cache now; see `LLM.stats`."""
+        """Counters since start, and the cache's current bytes; see `LLM.stats`."""
         scheduler = self.scheduler
         return {
             **asdict(scheduler.counters),
@@ -177,8 +177,9 @@ class Engine:
         return self.scheduler.manager.may_pin(keys, len(prompt_ids) // PAGE_TOKENS)
 
     def protect(self, prompt_ids: list[int], salt: str = "") -> None:
-        """Makes the pin of a prompt, which it has, one that nothing ends; requests may from then on be as long as the
-        rest of the cache. Raises QuireError while there are requests: they were promised more.
+        """Makes the existing pin of a prompt permanent. From then on, the rest of the cache limits requests.
+
+        Raises QuireError while there are requests, because these were promised more.
         """
         manager = self.scheduler.manager
         assert manager.pins is not None
@@ -190,7 +191,7 @@ class Engine:
             self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
 
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """What the prefix tree holds of the salts that are visible, parents first."""
+        """The prefix tree's contents under visible salts, parents first."""
         manager = self.scheduler.manager
         if manager.tree is None:
             return []
@@ -199,7 +200,7 @@ class Engine:
 
     @property
     def forgets(self) -> bool:
-        """Whether time alone may change what is cached: then an idle engine is stepped now and again."""
+        """Whether time alone may change the cache. If so, even an idle engine must be stepped now and then."""
         manager = self.scheduler.manager
         tree, pins = manager.tree, manager.pins
         has_lifetime = manager.lifetime is not None and tree is not None and tree.num_chunks > 0
@@ -207,7 +208,7 @@ class Engine:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether an idle engine's counters say so: a leak shows here at once, and `check` then says where."""
+        """Whether there are no requests, no answers and no bytes in use. A leak shows here; `check` then locates it."""
         cache = self.scheduler.manager.stats()
         return not self._requests and not self._answers and cache["bytes_used"] == 0
 
@@ -223,7 +224,7 @@ class Engine:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
         if num_tokens < PAGE_TOKENS:
             raise RequestError(
-                f"cache_pin: the prompt has {num_tokens} tokens; what is kept are whole chunks of {PAGE_TOKENS}",
+                f"cache_pin: the prompt has {num_tokens} tokens; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
         most = manager.max_pinned
@@ -235,12 +236,12 @@ class Engine:
             )
 
     def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
-        """Collects what was asked for of prompts."""
+        """Collects the log-probabilities of prompts."""
         for index, entries in result.prompt_logprobs.items():
             request, piece = self.scheduler.sequence_of(index).request, step.slices[index]
             found = request.prompt_logprobs
             assert found is not None
-            del found[piece.start + 1 :]  # what a preemption made it compute again
+            del found[piece.start + 1 :]  # after a preemption they are computed again
             found += entries
             if len(found) == len(request.prompt_ids):
                 for named in found[1:]:
@@ -250,8 +251,8 @@ class Engine:
     def _end_failed(
         self, step: Step, result: Result, deltas: dict[Request, list[CompletionOutput]], *, of_drafts: bool
     ) -> None:
-        """Ends sequences that failed, and all of a request whose prompt did. Those that failed behind a draft have got
-        the tokens before it.
+        """Ends failed sequences. If a prompt failed, all sequences of its request end. A sequence that failed at a
+        draft keeps the tokens before that.
         """
         for index, (reason, is_of_prompt) in sorted(result.errors.items()):
             if (step.slices[index].draft != NO_TOKEN) != of_drafts:
@@ -267,7 +268,7 @@ class Engine:
         now = self.clock()
         for sequence, token_id, ended, logprobs in sampled:
             answer = self._answers.get(sequence)
-            if answer is None:  # it ended with an earlier token of this step
+            if answer is None:  # the sequence ended with an earlier token of this step
                 continue
             request = sequence.request
             if request.first_token_at is None:
@@ -289,7 +290,7 @@ class Engine:
         finished = request.finished
         if finished:
             del self._requests[request.request_id]
-        # Told once and not kept: 200 bytes each, and the answers may be long.
+        # Reported once and not kept: 200 bytes each, and answers may be long.
         prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         return RequestOutput(
             request.request_id,

@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: captured once per padded batch size, with shared runs and without, replayed with one
-launch a step. GPU only.
+"""Decode steps as CUDA graphs, captured once per `GraphKey` and replayed with one launch per step. GPU only.
 
-    static   tokens, positions, logits (here); plan arrays, page-id mirror, partials (the backend's); arena; weights
-    moving   their contents alone
+    fixed     the addresses of tokens, positions and logits (here), of plan arrays, page-id mirror and partials (in the
+              backend), of the arena and of the weights
+    changing  only their contents
 
-A graph reads whatever its addresses hold when it is replayed, so a step is: plan (one copy, or an addition on the
-device), inputs (two copies), replay.
+A graph reads what its addresses hold when it is replayed. So a step is: plan (one copy, or an addition on the device),
+inputs (two copies), replay.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from quire.models.plan import Model
 
 
 class DecodeGraphs:
-    """Replays decode steps of a model. Invariant: whatever a captured kernel addresses is owned here or by the backend,
-    and never moves.
+    """Replays decode steps of a model. Invariant: memory that a captured kernel addresses is owned here or by the
+    backend, and never moves.
 
-    batch_sizes  the padded sizes to capture, of those the backend pads to; each is captured when it is first needed
+    batch_sizes  the padded sizes to capture, a subset of the backend's; each is captured at its first use
     """
 
     def __init__(self, model: Model, backend: TritonAttention, batch_sizes: Sequence[int]) -> None:
@@ -39,9 +39,9 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def replay(self, tokens: Tensor, positions: Tensor, plan: TritonPlan) -> Tensor:
-        """Runs one decode step; the host does not wait for it.
+        """Runs one decode step. The host does not wait for it.
 
-        tokens, positions  int64 [n] on the device, or on the host, pinned lest the host wait
+        tokens, positions  int64 [n] on the device; or on the host, in pinned memory so that the host does not wait
         plan               the backend's newest plan, of the same n rows
         returns            logits [n, vocab] on the device, overwritten by a later replay
         """
@@ -55,7 +55,7 @@ class DecodeGraphs:
                 positions.to(self._device, non_blocking=True),
             )
             return self._model.head(self._model.hidden(tokens, positions, plan))
-        # Padded rows keep older tokens and positions, which are valid ones; nothing reads what they compute.
+        # Padded rows keep older tokens and positions. These are valid, and their results are not read.
         self._tokens[:rows].copy_(tokens, non_blocking=True)
         self._positions[:rows].copy_(positions, non_blocking=True)
         if key not in self._graphs:
@@ -67,12 +67,12 @@ class DecodeGraphs:
         return logits[:rows]
 
     def _capture(self, size: int, plan: TritonPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Records the model's kernels over the padded rows. Their first run writes what the replay writes again: the
-        same keys and values.
+        """Records the model's kernels over the padded rows. The first run writes the same keys and values that the
+        replay writes again.
         """
         tokens, positions = self._tokens[:size], self._positions[:size]
-        # Once outside the capture, on a stream of its own as it: kernels are compiled and loaded, libraries choose
-        # theirs and allocate.
+        # One run outside the capture, also on a stream of its own: kernels are compiled and loaded, and libraries
+        # choose their kernels and allocate.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):

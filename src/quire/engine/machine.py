@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and cores, container limits included."""
+"""The memory and cores that this process may use, container limits included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def available_memory(device: torch.device) -> int:
     """Bytes this process can still have on the device."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        # What torch keeps for its next tensors is free to us.
+        # Memory that torch has reserved for later tensors is free for us.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = _meminfo_available()
     for limit, used in (
@@ -28,7 +28,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def usable_cores() -> int:
-    """Cores this process may compute on, rounded up: its affinity, or the share its container has."""
+    """Cores that this process may use, rounded up: the smaller of its affinity and its container's share."""
     cores = len(os.sched_getaffinity(0))
     quota = _words("cpu.max") or [*_words("cpu/cpu.cfs_quota_us"), *_words("cpu/cpu.cfs_period_us")]
     if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
@@ -54,6 +54,6 @@ def _words(name: str) -> list[str]:
 
 
 def _number(name: str) -> int | None:
-    """A limit in bytes; None where there is none."""
+    """A limit in bytes; None if there is none."""
     words = _words(name)
     return int(words[0]) if words and words[0].isdigit() else None

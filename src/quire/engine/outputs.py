@@ -1,4 +1,4 @@
-"""What a request gives back, under the names vLLM's users know; plain data, no torch."""
+"""The outputs of a request, with vLLM's names. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""error: no token could be chosen, because the model's numbers are not finite; `stop_reason` says so."""
+"""error: no token could be chosen because the logits are not finite; `stop_reason` has the explanation."""
 
 
 @dataclass(slots=True)
@@ -17,12 +17,12 @@ class Logprob:
     rank: int | None = None
     """1 for the most probable token; equal logits rank in id order."""
     decoded_token: str | None = None
-    """The token's text, where the engine has filled it in."""
+    """The token's text, if the engine has filled it in."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the n sequences of a request: complete from `LLM`, the news since the last item from `AsyncLLM`."""
+    """One of the n sequences of a request: complete from `LLM`; from `AsyncLLM` what is new since the last item."""
 
     index: int
     text: str
@@ -32,7 +32,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     """None while the sequence runs."""
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; None for the end of text and for every other reason."""
+    """The stop token id or stop string that ended the sequence; the explanation of an error; None otherwise."""
     cumulative_logprob: float | None = None
     """Sum over all tokens generated so far; None unless logprobs were asked for."""
 
@@ -44,19 +44,20 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and what it has generated."""
+    """A request and its generated sequences."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """One entry per prompt token, always holding that token itself; None at position 0, which nothing predicts. Of the
-    items of one request the first has it."""
+    """One entry per prompt token, which always includes the token itself; None at position 0, which nothing predicts.
+    Only the first item of a request has this list."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were already in the cache."""
     num_pinned_tokens: int | None = None
-    """Prompt tokens that its own pin keeps, 0 where there was no room or it ended pins; None without cache_pin."""
+    """Prompt tokens that the request's own pin keeps; 0 if there was no room or the request ended pins; None without
+    cache_pin."""
     kept_fraction: float | None = None
-    """Of the prompt's tokens in all heads, what retention kept; None before it has decided, and without retention."""
+    """Share of the prompt's tokens that retention keeps, over all heads; None before it decides, or without it."""

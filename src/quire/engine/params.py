@@ -1,6 +1,6 @@
-"""What a caller may ask of one request, under the names vLLM's users know.
+"""The parameters of one request, with vLLM's names.
 
-Knows values and their limits; does not know the model: ids are checked against a vocabulary only by `check_vocabulary`.
+Knows values and their limits, not the model: only `check_vocabulary` checks ids against a vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import RequestError
 
-# Each of these bounds what one request may cost per step; the server's own limits are tighter where OpenAI's are.
+# Each of these bounds the cost of one request per step. The server's limits are tighter where OpenAI's are.
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -24,17 +24,17 @@ MAX_LOGIT_BIAS_IDS = 1024
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 
-# vLLM's bound: below it a distribution is a point mass in float32 anyway.
+# vLLM's bound. Below it, the distribution is a point mass in float32 anyway.
 GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends; valid once constructed, and never changed afterwards.
+    """How the tokens of one request are chosen, and when it ends. Checked on construction; immutable.
 
-    The names, defaults and order of effects are vLLM's. `stop` and `stop_token_ids` are tuples after construction,
-    whatever was given. Use `dataclasses.replace` for a variant. Raises RequestError, with `param` set to the field's
-    name, for any value of a wrong type or outside its range.
+    The names, defaults and order of effects are vLLM's. `stop` and `stop_token_ids` are always tuples after
+    construction. Use `dataclasses.replace` for a variant. Raises RequestError, with `param` set to the field's name,
+    for a value of a wrong type or outside its range.
     """
 
     n: int = 1
@@ -42,41 +42,41 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 takes the best token."""
     top_k: int = -1
-    """Only the k best tokens may be drawn; -1 or 0: all. Equal logits count in id order, so 1 is greedy."""
+    """Only the k best tokens may be drawn; -1 or 0: all. Among equal logits lower ids come first, so 1 is greedy."""
     top_p: float = 1.0
-    """Only the fewest best tokens whose probabilities reach this may be drawn, in (0, 1]."""
+    """Only the smallest set of best tokens with at least this total probability may be drawn, in (0, 1]."""
     min_p: float = 0.0
     """Only tokens at least this fraction as probable as the best one may be drawn, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output; 1: off."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or output; 1: off."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token already generated, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated, -2 to 2."""
+    """Subtracted from a token's logit once per generated occurrence, -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
     """Token id to a value, -100 to 100, added to its logit."""
     seed: int | None = None
-    """With a seed the answer is reproducible in any batch; without one the engine picks one."""
+    """With a seed the answer is reproducible in any batch. Without one, the engine picks a seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Strings that end the answer; up to 16."""
     stop_token_ids: tuple[int, ...] | list[int] | None = None
-    """Tokens that end the answer, besides the model's end of text."""
+    """Tokens that end the answer, in addition to the model's end of text."""
     include_stop_str_in_output: bool = False
     """Whether the stop string, or the stop token's text, stays in the answer."""
     ignore_eos: bool = False
-    """Whether to generate on past the model's end of text."""
+    """Whether to continue past the model's end of text."""
     max_tokens: int | None = 16
-    """Tokens generated at most; None: as many as the context holds."""
+    """Most generated tokens; None: as many as the context holds."""
     min_tokens: int = 0
     """Tokens generated before anything may end the answer."""
     logprobs: int | None = None
-    """Also return the log-probabilities of this many best tokens and of the chosen one; 0: of the chosen one only."""
+    """Number of best tokens to return log-probabilities for, besides the chosen token; 0: only the chosen token."""
     prompt_logprobs: int | None = None
     """The same for every prompt token."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     detokenize: bool = True
-    """Whether to make text at all; stop strings need it."""
+    """Whether to produce text. Stop strings need it."""
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_SEQUENCES))
@@ -112,12 +112,12 @@ class SamplingParams:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether the best token is always taken, so that no random number is needed."""
+        """Whether the best token is always taken. Then no random number is needed."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @cached_property
     def needs_penalties(self) -> bool:
-        """Whether the logits depend on the tokens seen so far."""
+        """Whether the logits depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
@@ -129,7 +129,7 @@ class SamplingParams:
         return bool(self.logit_bias) or self.needs_penalties or self.min_tokens > 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError if a token id named here is not one of the model's."""
+        """Raises RequestError if a token id is outside the model's vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids or ())):
             for token_id in ids:
                 if token_id >= vocab_size:
@@ -143,13 +143,13 @@ MAX_SALT_CHARS = 256
 
 @dataclass(frozen=True)
 class CacheHints:
-    """What a request asks of the prefix cache. Raises RequestError as `SamplingParams` does."""
+    """A request's wishes for the prefix cache. Raises RequestError like `SamplingParams`."""
 
     cache_salt: str = ""
     """Only requests with an equal salt share a prefix; up to 256 characters."""
     cache_pin: float | None = None
-    """Seconds for which the prompt's whole chunks are kept although others want their memory; True: until it is ended,
-    0 or False: no longer, None: as it is. A pin gives way to a request that would otherwise wait for ever."""
+    """Seconds for which the prompt's whole chunks are protected from eviction. True: until the pin is ended; 0 or
+    False: ends the pin; None: changes nothing. A pin gives way to a request that would otherwise wait for ever."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
@@ -180,7 +180,7 @@ def _wrong(name: str, value: object, wanted: str) -> RequestError:
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> int:
     wanted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    # bool is an int to Python, but `n=True` is a mistake to everybody else.
+    # In Python bool is an int, but `n=True` is a mistake.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong(name, value, wanted)
     number = int(value)

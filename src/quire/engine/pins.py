@@ -1,8 +1,9 @@
-"""Prefixes that are computed at start and kept: the file of cache.pin, a JSON object a line.
+"""The file of cache.pin: prefixes that are computed at start and pinned. Each line is a JSON object:
 
-{"prompt": "You are a helpful ..."} or {"messages": [{"role": "system", "content": "..."}]}; a conversation is rendered
-without the marker of the next answer, as the beginning of a longer one. Empty lines and lines that begin with # do not
-count.
+{"prompt": "You are a helpful ..."} or {"messages": [{"role": "system", "content": "..."}]}
+
+A conversation is rendered as the beginning of a longer one, without the marker of the next answer. Empty lines and
+lines that begin with # are ignored.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 PIN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-"""What is generated after a prefix that is only to be computed."""
+"""Parameters of the request that computes a prefix."""
 
 ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix of the file, and the line it stands in."""
+    """A prefix of the file, and its line."""
 
     line: int
     ids: list[int]
 
     def prompt(self, salt: str = "") -> dict[str, Any]:
-        """The request that computes and keeps it."""
+        """The request that computes and pins it."""
         return {"prompt_token_ids": self.ids, "cache_pin": True, "cache_salt": salt}
 
 
 def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line, what it holds) of every prefix, not tokenized yet: what can be wrong with a file is known before a model
-    is loaded. Raises ConfigError, naming the line.
+    """(line, content) of every prefix, not tokenized, so that a bad file is refused before a model is loaded. Raises
+    ConfigError, naming the line.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -70,8 +71,8 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
-    """The prefixes of the file, their whole chunks: nothing else is kept. Raises ConfigError, naming the line, for one
-    that is none, that the chat template refuses, or that is shorter than a chunk.
+    """The prefixes of the file, cut to whole chunks. Raises ConfigError, naming the line, for a malformed line, a
+    conversation that the chat template refuses, and a prefix shorter than a chunk.
     """
     pins = []
     for number, given in read_lines(file):
@@ -84,14 +85,14 @@ def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
             raise ConfigError(f"cache.pin {file}, line {number}: {error}") from error
         if len(ids) < PAGE_TOKENS:
             raise ConfigError(
-                f"cache.pin {file}, line {number}: {len(ids)} tokens; what is kept are whole chunks of {PAGE_TOKENS}"
+                f"cache.pin {file}, line {number}: {len(ids)} tokens; pins keep whole chunks of {PAGE_TOKENS}"
             )
         pins.append(Pin(number, ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS]))
     return pins
 
 
 def _checked(given: Any) -> dict[str, Any]:
-    """What a line holds, roles as chat templates know them; ValueError says what is wrong."""
+    """The content of a line, with the roles that chat templates know. Raises ValueError if it is malformed."""
     match given:
         case {"prompt": str(), **rest} if not rest:
             return {"prompt": given["prompt"]}
@@ -108,7 +109,7 @@ def _checked(given: Any) -> dict[str, Any]:
 
 @contextmanager
 def pin_errors(file: Path, line: int, copies: int = 1) -> Iterator[None]:
-    """Turns the refusal of a prefix into one that names its line, and how many copies of it there are to be."""
+    """Adds the line of a refused prefix, and the number of its copies, to the error."""
     try:
         yield
     except RequestError as error:
@@ -123,7 +124,7 @@ def check_room(is_there: bool) -> None:
 
 
 def log_pins(engine: Engine, file: Path, copies: int = 1) -> None:
-    """Says what is kept."""
+    """Logs the pinned prefixes and their size."""
     each = f", one copy for each of {copies} API keys" if copies > 1 else ""
     num_bytes = engine.stats()["cache"]["bytes_pinned"]
     log.info("pinned the prefixes of %s%s: %s; requests of %d tokens fit beside them", file, each,

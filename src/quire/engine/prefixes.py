@@ -1,4 +1,4 @@
-"""What the prefix tree holds, for people. Reads the tree, changes nothing."""
+"""The prefix tree's contents, for people. Reads the tree, changes nothing."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cache.explain import num_same_tokens
 from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
+from quire.engine.explain import num_same_tokens
 
 SHOWN_TOKENS = 320
-"""Tokens a prefix is shown with: a copy of all would keep the engine from its next step."""
+"""Tokens shown of a prefix. Copying all of them would delay the engine's next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """One segment of the tree: the tokens after its parent's, and who uses them.
+    """One segment of the tree: the tokens after its parent's, and their use.
 
     id                key of its last chunk (`cache/keys.py`): the same on every machine, whatever else is cached
-    space             key of the namespace: equal for all that may share
+    space             key of the namespace: requests share segments only within one
     parent            id of the segment before it; None for a first one
     start             position of its first token
-    num_tokens        how many it holds
-    token_ids         the first of them, `SHOWN_TOKENS` at most
-    num_same          how many of the first it has in common with another segment after the same one
+    num_tokens        number of its tokens
+    token_ids         its first tokens, at most `SHOWN_TOKENS`
+    num_same          number of leading tokens that it has in common with a sibling
     sharers           live sequences that read it
-    hits              sequences that found it, hence did not compute it
+    hits              sequences that found it and so did not compute it
     computed          sequences that computed it
     hit_rate          hits / (hits + computed)
-    num_bytes         of its pages
-    idle_seconds      since a sequence last took or left it; 0 while one reads it
-    pinned_seconds    how much longer its end is pinned; None if it is not, inf for good
+    num_bytes         bytes of its pages
+    idle_seconds      time since a sequence last took or left it; 0 while one reads it
+    pinned_seconds    remaining time of its pin; None if it has none, inf if the pin never ends
     """
 
     id: str
@@ -89,8 +89,8 @@ def prefixes(
 
 
 def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
-    """Of each segment the leading tokens that its first chunk has in common with the nearest other."""
-    # Neighbours in any order of tokens are most alike, and bytes are compared fastest.
+    """The number of leading tokens that each segment's first chunk has in common with the most similar sibling."""
+    # In any lexicographic order, a segment's neighbours have the most in common with it. Bytes compare fastest.
     ordered = sorted(siblings, key=lambda segment: segment.tokens[:PAGE_TOKENS].tobytes())
     found = dict.fromkeys(ordered, 0)
     for left, right in itertools.pairwise(ordered):

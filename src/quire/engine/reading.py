@@ -1,5 +1,5 @@
-"""Reads a text through an engine's own cache, and says what the model then predicts: what evaluations and the check of
-a codec share.
+"""Reads a text through an engine's own cache and computes the model's predictions. Evaluations and the check of a codec
+share this.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quire.models.plan import Model
 
 
 def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as a request's prompt, as any other but that nothing of it is found in the cache.
+    """Runs all tokens but the last as an ordinary request's prompt, except that the cache has no prefix of it.
 
-    returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, whose row i predicts token i + 1; and the
-             bytes that the request has taken in the cache when its prompt is done
+    returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, where row i predicts token i + 1; and the
+             bytes that the request takes in the cache at the end of its prompt
     """
     rows = len(tokens) - 1
     collected = torch.empty(0)
@@ -34,8 +34,8 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     try:
         request = engine.add("window", None, list(tokens[:-1]), params)
-        # A second token is never computed, so it needs no room: the request is ended when its prompt is done, and not
-        # in that very step, so that its pages can be counted.
+        # With room for a second token, the request still lives after the step that ends its prompt, so that its pages
+        # can be counted. It is aborted before that token is computed.
         request.sequences[0].max_tokens += 1
         while not engine.step():
             pass
@@ -47,6 +47,6 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
 
 
 def log_probabilities(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The logarithms of what the model predicts from hidden [n, E]: one float32 [up to LOGIT_ROWS, V] after another."""
+    """Yields the log-probabilities of the next tokens of hidden [n, E], float32 [up to LOGIT_ROWS, V] at a time."""
     for start in range(0, len(hidden), LOGIT_ROWS):
         yield torch.log_softmax(model.head(hidden[start : start + LOGIT_ROWS])[:, : model.shape.vocab_size], -1)

@@ -1,4 +1,4 @@
-"""A request and the sequences it generates: state the scheduler moves and the output side reads. No torch, no clock."""
+"""A request and its sequences: state that the scheduler changes and the output side reads. No torch, no clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_HINTS = CacheHints()
 
 
 class State(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,25 +31,26 @@ class State(Enum):
 class Sequence:
     """One of the n answers of a request.
 
-    computed (path.num_tokens) <= len(token_ids): what lies between is prefilled; the last token is computed when the
-    next one is wanted. In the calendar path.num_tokens is behind until `Calendar.settle`, and where steps are skipped
-    (`Scheduler.advance`) so is token_ids.
+    path.num_tokens (computed) <= len(token_ids). Tokens between the two are prefilled next; the last token is computed
+    when the next one is to be sampled. In the calendar, path.num_tokens lags behind until `Calendar.settle`. If steps
+    are skipped (`Scheduler.advance`), so does token_ids.
 
     token_ids      prompt, then generated tokens: one growing list
-    max_tokens     generated tokens at which it ends by length
-    seed           of its random numbers
-    guide          proposes its next tokens; None: nobody does
-    sequence_id    when it was queued; the largest is the youngest
-    admitted       when it was admitted last, among all admissions
-    high_water     most tokens ever computed; below it, after a preemption, they are computed again
+    max_tokens     number of generated tokens at which it ends by length
+    seed           seed of its random numbers
+    guide          proposes its next tokens; None: no guide
+    sequence_id    number in the order of queueing; the largest is the youngest
+    admitted       number of its last admission, in the order of admissions
+    high_water     most tokens ever computed; tokens below it are computed again after a preemption
     is_quiet       whether it is in the calendar
-    lead           tokens computed less the calendar's clock, while it is there
-    slice          its row in steps while it decodes one token after another; None before
-    swapped        its path while that is in a store; None: it is not
-    is_begun       whether a step had it
-    kept_fraction  of the prompt's tokens in all heads, what retention kept; None before it has decided, and without it
+    lead           computed tokens minus the calendar's clock, while it is in the calendar
+    slice          its row in steps while it decodes one token at a time; None before
+    swapped        its path while that is in a store; None otherwise
+    is_begun       whether any step included it
+    kept_fraction  share of the prompt's tokens that retention keeps, over all heads; None before it decides and without
+                   retention
     num_prompt     tokens of the prompt
-    keys           the names of its chunks
+    keys           the keys of its chunks
     """
 
     request: Request
@@ -81,7 +82,7 @@ class Sequence:
 
     @property
     def name(self) -> str:
-        """What logs call it: the request's id, and which of its answers it is where there are several."""
+        """Its name in logs: the request's id, and its index if the request has several sequences."""
         several = self.request.params.n > 1
         return f"{self.request.request_id}/{self.index}" if several else self.request.request_id
 
@@ -107,13 +108,13 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt rows need logits: only the first sequence of a request computes them, and only once."""
+        """Whether prompt rows need logits. Only the first sequence of a request computes them, and only once."""
         return self.request.params.prompt_logprobs is not None and self.index == 0 and self.num_generated == 0
 
     @property
     def awaits_scores(self) -> bool:
-        """Whether it must not run yet: the first sequence still computes the log-probabilities of the prompt, which
-        come with the first token of any.
+        """Whether it must wait for the first sequence to compute the prompt's log-probabilities. These are reported
+        with the first token of any sequence.
         """
         if self.index == 0 or self.request.params.prompt_logprobs is None:
             return False
@@ -123,7 +124,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """What a caller asked for. arrival and the other times are the engine's clock, in seconds."""
+    """What a caller asked for. Times are in seconds of the engine's clock."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""What the heads of one prompt keep, as numbers to print, to draw and to write down. Knows arrays; decides nothing."""
+"""A report of what the heads of one prompt keep, to print, draw or save. Knows arrays; decides nothing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from quire.cache.retention.decisions import Decided
 class RetentionReport:
     """What each head of a prompt keeps and why.
 
-    num_tokens  of the prompt
-    members     the chain, in its order; policy p keeps them up to and with number p, policy len(members) keeps all
+    num_tokens  tokens of the prompt
+    members     the chain, in order; policy p keeps members 0 to p, policy len(members) keeps all tokens
     threshold   T: the share of its attention that a head must recover
-    frequent    tokens that member keeps, by the current length
-    local       tokens that member keeps, by the prompt's length
-    policies    uint8 [L, H]
-    kept        int64 [L, H] tokens kept
-    recovery    float64 [L, H, len(members) + 1] of every policy, nan where it was not tried
-    bytes_full  that the prompt's keys and values take without retention, as the allocator counts them
-    bytes_kept  and with it
-    budget      share of the bytes within which it was decided; None: by the threshold
+    frequent    tokens that this member keeps, as a share of the current length
+    local       tokens that this member keeps, as a share of the prompt's length
+    policies    uint8 [L, H]: policy of each head
+    kept        int64 [L, H]: number of kept tokens
+    recovery    float64 [L, H, len(members) + 1]: recovery of every policy, nan if it was not tried
+    bytes_full  bytes of the prompt's keys and values without retention, as the allocator counts them
+    bytes_kept  the same with retention
+    budget      the budget that it was decided by, as a share of the bytes; None: it was decided by the threshold
 
     H are kv heads.
     """
@@ -50,12 +50,12 @@ class RetentionReport:
 
     @property
     def kept_fraction(self) -> float:
-        """Tokens kept by the tokens of all heads."""
+        """Kept tokens / prompt tokens, over all heads."""
         return float(self.kept.sum() / (self.num_tokens * self.kept.size))
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """A name for each policy: what it adds to the one before it, the last one `full`."""
+        """A name for each policy: the member that it adds to the policy before; the last one is `full`."""
         if self.budget is not None:
             return ("ranked", "full")
         return (*self.members[:1], *(f"+ {member}" for member in self.members[1:]), "full")
@@ -73,7 +73,7 @@ class RetentionReport:
 
     @property
     def mean_recovery(self) -> NDArray[np.float64]:
-        """Over the heads for which each policy was tried, float64 [len(members) + 1]; nan if it was for none."""
+        """Mean over the heads for which each policy was tried, float64 [len(members) + 1]; nan if there are none."""
         tried = self.num_tried
         return np.where(tried > 0, np.nansum(self.recovery, (0, 1)) / np.maximum(tried, 1), np.nan)
 
@@ -111,7 +111,7 @@ def summary_of(decided: Decided) -> str:
 
 
 def as_json(report: RetentionReport) -> dict[str, Any]:
-    """A report as what JSON has: lists of layers of heads, policies by number, null where a policy was not tried."""
+    """A report as JSON values: lists of layers of heads, policies by number, null if a policy was not tried."""
     return {
         "num_tokens": report.num_tokens,
         "budget": report.budget,

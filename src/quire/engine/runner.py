@@ -1,5 +1,5 @@
-"""Runs steps in this process: attention's plan, the model, the sampler, and what retention decides of prompts. Knows
-rows and ids of sequences, not who is admitted or what text they make.
+"""Runs steps in this process: attention's plan, the model, the sampler, and retention's decisions about prompts. Knows
+rows and sequence ids, not admission or text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Decode(Protocol):
     """Runs a step in which every row decodes."""
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
-        """tokens, positions int64 [R], plan the backend's newest; returns logits [R, V]."""
+        """Tokens and positions are int64 [R], plan is the backend's newest. Returns logits [R, V]."""
         ...
 
 
@@ -37,31 +37,31 @@ class Decide(Protocol):
     """Decides what heads keep of a prompt."""
 
     def __call__(self, prompt_ids: Sequence[int], sums: NDArray[np.int32], recover: Recover | None) -> Decided:
-        """Sums int32 [chunks]: rows of the chunk table with its column sums; recover: None where nobody asks."""
+        """Sums, int32 [chunks], name the table rows of the prompt's column sums; recover is None if not needed."""
         ...
 
 
 class Observer(Protocol):
-    """Takes rows of prompts for which log-probabilities were asked, in place of what would compute these."""
+    """Receives the prompt rows that have log-probabilities to compute, instead of the code that computes them."""
 
     def __call__(self, sequence_id: int, start: int, hidden: torch.Tensor) -> None:
-        """Takes hidden [rows, E], valid during the call, of the tokens from `start` on; again after a preemption."""
+        """Receives hidden [rows, E] of the tokens from `start` on, valid during the call; again after a preemption."""
         ...
 
 
 NOT_FINITE = "the logits of the prompt hold NaN or infinity"
 
 LOGIT_ROWS = 32
-"""Prompt rows whose logits are computed at once: 19 MB in float32 at a vocabulary of 152,064. More are no faster."""
+"""Prompt rows per computation of logits: 19 MB in float32 at a vocabulary of 152,064. More rows are no faster."""
 
 
 class LocalRunner:
-    """Computes each step where it is called. Remembers of a sequence its parameters and tokens, for the sampler.
+    """Computes each step where it is called. Remembers each sequence's parameters and tokens, for the sampler.
 
-    decode       runs a step of decode rows alone in place of the model, as captured graphs do
-    decide       for retention; None without it
-    padded_rows  rows a step of n is run in: what is added computes token 0 and is thrown away
-    observer     sees the prompts of evaluations; None: nobody does
+    decode       runs steps that only decode, in place of the model, for example as graphs; None: the model runs them
+    decide       decides for retention; None without it
+    padded_rows  n rows -> rows that the step runs with; added rows compute token 0, and their results are not used
+    observer     receives the prompts of evaluations; None otherwise
     """
 
     def __init__(
@@ -84,8 +84,10 @@ class LocalRunner:
         self.padded_rows = padded_rows
         self.observer: Observer | None = None
         self._rows: dict[int, SampleRow] = {}
-        # Of the last step: the last row of each slice, and what its tokens are sampled by.
+        # Of the last step: the last row of each slice. Of the slices that sample: their sequences' parameters and
+        # tokens, and the sampler's rows, which differ from these where there are drafts.
         self._last_rows: list[int] = []
+        self._histories: list[SampleRow] = []
         self._sampling: list[SampleRow] = []
 
     @torch.inference_mode()
@@ -96,14 +98,15 @@ class LocalRunner:
         for sequence_id in step.ended:
             del self._rows[sequence_id]
         slices = step.slices
-        if not step.steady:
+        is_new = step.moved is None
+        if is_new:
             self._last_rows = [end - 1 for end in itertools.accumulate(piece.num_rows for piece in slices)]
         tokens, positions = self._inputs(step)
-        plan = self.attention.plan(slices, step.steady, step.ready)
-        sampling = range(len(slices)) if step.steady else [i for i, piece in enumerate(slices) if piece.samples]
+        plan = self.attention.plan(slices, step.moved, step.ready)
+        sampling = [i for i, piece in enumerate(slices) if piece.samples] if is_new else range(len(slices))
         result = Result()
-        decides = not step.steady and any(piece.decides for piece in slices)
-        scores = not step.steady and any(piece.scores for piece in slices)
+        decides = is_new and any(piece.decides for piece in slices)
+        scores = is_new and any(piece.scores for piece in slices)
         is_decode = len(sampling) == len(slices) == len(step.tokens) and not decides and not scores
         if self.decode is not None and is_decode and step.ready is None:
             logits = self.decode(tokens, positions, plan)
@@ -120,11 +123,11 @@ class LocalRunner:
         return result
 
     def check(self, live: set[int]) -> None:
-        """Proves that nothing is remembered of sequences that are not in `live`."""
+        """Proves that only sequences in `live` are remembered."""
         assert self._rows.keys() <= live, f"{len(self._rows.keys() - live)} sequences that ended are remembered"
 
     def _inputs(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions of all rows and the padding, int64 each, on the device."""
+        """Token ids and positions of all rows, padding included, int64 each, on the device."""
         rows = len(step.tokens)
         both = torch.zeros(2, self.padded_rows(rows), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         numbers = both.numpy()
@@ -141,41 +144,42 @@ class LocalRunner:
         return self.model.head(hidden)[: len(rows)]
 
     def _sample(self, step: Step, sampling: Sequence[int], logits: torch.Tensor, result: Result) -> None:
-        """Chooses the tokens; of drafts, up to the first that differs from what the row before it yields."""
-        if not step.steady:
+        """Chooses the tokens. Accepts drafts up to the first that differs from the token of the row before it."""
+        if step.moved is None:
+            self._histories = [self._rows[step.slices[index].sequence_id] for index in sampling]
             self._sampling = self._sample_rows(step, sampling)
         if step.ready is not None and (step.ready < 0).any():
-            result.token_ids = [NO_TOKEN] * len(sampling)  # of keys and values that have not arrived
+            result.token_ids = [NO_TOKEN] * len(sampling)  # the step read keys and values that did not arrive
             return
         sampled = self.sampler.sample(logits, self._sampling)
         result.token_ids = token_ids = sampled.token_ids.tolist()
         if any(sampled.logprobs):
             result.logprobs = sampled.logprobs
-        refused = set() if step.steady else _refuse(step, sampling, token_ids)
+        refused = _refuse(step, sampling, token_ids) if self._sampling is not self._histories else set()
         for row, reason in sampled.errors.items():
             if row not in refused:
                 result.errors.setdefault(sampling[row], Failure(reason))
-        for index, token_id in zip(sampling, token_ids, strict=True):
+        for history, token_id in zip(self._histories, token_ids, strict=True):
             if token_id != NO_TOKEN:
-                self._rows[step.slices[index].sequence_id].output_ids.append(token_id)
+                history.output_ids.append(token_id)
 
     def _sample_rows(self, step: Step, sampling: Sequence[int]) -> list[SampleRow]:
-        """What the tokens of the slices that sample depend on: a draft's on the drafts before it, too."""
-        found = []
+        """The sampler's row of each slice that samples. The row of a draft includes the drafts before it."""
+        found = self._histories
         drafts: list[int] = []
-        for index in sampling:
-            piece = step.slices[index]
-            row = self._rows[piece.sequence_id]
+        for place, index in enumerate(sampling):
+            piece, history = step.slices[index], self._histories[place]
             if piece.draft == NO_TOKEN:
-                drafts, row.allowed = [], piece.allowed
-                found.append(row)
-            else:
-                drafts = [*drafts, piece.draft]
-                found.append(row.after(drafts, piece.allowed))
+                drafts, history.allowed = [], piece.allowed
+                continue
+            if found is self._histories:
+                found = list(found)
+            drafts = [*drafts, piece.draft]
+            found[place] = history.after(drafts, piece.allowed)
         return found
 
     def _score(self, step: Step, hidden: torch.Tensor, result: Result) -> None:
-        """Computes what was asked for of prompts; a slice whose logits are not finite is an error."""
+        """Computes the log-probabilities of prompts. Logits that are not finite are an error of their slice."""
         for index, (piece, last) in enumerate(zip(step.slices, self._last_rows, strict=True)):
             if not piece.scores:
                 continue
@@ -193,17 +197,17 @@ class LocalRunner:
                     break
 
     def _scored(self, row: SampleRow, hidden: torch.Tensor, start: int) -> Iterator[list[dict[int, Logprob]]]:
-        """The log-probabilities that some rows of a prompt, from position `start` on, give to what follows them."""
+        """The log-probabilities that prompt rows, from position `start` on, give to the tokens that follow them."""
         for first in range(0, len(hidden), LOGIT_ROWS):
             count = min(LOGIT_ROWS, len(hidden) - first)
             targets = row.prompt_ids[start + first + 1 : start + first + count + 1]
             logits = self._logits(hidden, list(range(first, first + count)))
             yield self.sampler.prompt_logprobs(logits, targets, row.params.prompt_logprobs or 0)
-            del logits  # before the next ones are made
+            del logits  # frees the memory for the next ones
 
     def _decide(self, step: Step, plan: AttentionPlan, result: Result) -> None:
         """Decides what sequences keep of prompts that end in this step."""
-        assert self.decide is not None, "nobody decides what retention keeps"
+        assert self.decide is not None, "a prompt is to be decided on without retention"
         for index, piece in enumerate(step.slices):
             if piece.decides and index not in result.errors:
                 assert piece.profiled is not None, "a prompt is decided on that was not profiled"
@@ -213,7 +217,9 @@ class LocalRunner:
 
 
 def _refuse(step: Step, sampling: Sequence[int], token_ids: list[int]) -> set[int]:
-    """Takes back the tokens of drafts that the row before did not yield, and of drafts after these; their places."""
+    """Removes the tokens of refused drafts: those that the row before did not yield, and all after them. Returns their
+    indices in `sampling`.
+    """
     refused: set[int] = set()
     for place, index in enumerate(sampling):
         draft = step.slices[index].draft

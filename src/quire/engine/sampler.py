@@ -1,8 +1,8 @@
-"""From logits to token ids and log-probabilities; knows rows and ids, not text, stop strings or requests.
+"""Turns logits into token ids and log-probabilities. Knows rows and ids, not text, stop strings or requests.
 
-A row's token depends on its own logits, parameters, tokens and seed alone, never on the batch around it: whatever sums
-in an order runs per row on the host, over the few candidates that can matter. The one exception is softmax, whose CPU
-kernel takes each row by itself; on other devices the last bit of a sum may depend on the row's alignment.
+A row's token depends only on its own logits, parameters, tokens and seed, never on the batch. Sums whose order matters
+run per row on the host, over the few candidates that can matter. The one exception is softmax. Its CPU kernel handles
+each row separately; on other devices the last bit of a sum may depend on the row's alignment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.outputs import Logprob
 from quire.engine.params import SamplingParams
 from quire.kernels import runtime
 
-# Float32 probabilities of a row sum to 1 within 2e-6; sets of candidates hold this much more than the mass they must.
+# Float32 probabilities of a row sum to 1 within 2e-6. Sets of candidates exceed the required mass by this much.
 MASS_SLACK = 1e-5
 
 _NO_TOKEN = "no token can be chosen: the logits hold NaN or infinity, or every token is ruled out"
@@ -33,45 +33,45 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True)
 class SampleRow:
-    """One row's parameters and history. Keep one per sequence: each step tallies only what is new in `output_ids`.
+    """One row's parameters and history. Keep one per sequence: each step counts only the new tokens in `output_ids`.
 
-    `output_ids` may be the sequence's own growing list; a list that became shorter is tallied afresh.
+    `output_ids` may be the sequence's own growing list. If it becomes shorter, it is counted anew.
     """
 
     params: SamplingParams
     prompt_ids: Sequence[int]
     output_ids: list[int]
     seed: int
-    """Any integer; sequence i of a request takes `sequence_seed(seed, i)`."""
+    """Any integer. Sequence i of a request has `sequence_seed(seed, i)`."""
     allowed: NDArray[np.uint32] | None = None
-    """The tokens that may be chosen, a bit each (`Slice.allowed`); None: all."""
+    """The tokens that may be chosen, one bit each (`Slice.allowed`); None: all."""
     tally: _Tally | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def step(self) -> int:
-        """Which token of its sequence the row asks for, from 0."""
+        """Index of the row's token among the sequence's generated tokens."""
         return len(self.output_ids)
 
     @property
     def is_plain(self) -> bool:
-        """Whether its token is that of the largest logit."""
+        """Whether the row's token is the argmax of the raw logits."""
         return self.params.greedy and not self.params.needs_logits_processing and self.allowed is None
 
     def after(self, drafts: Sequence[int], allowed: NDArray[np.uint32] | None) -> SampleRow:
-        """The row of the token after some more."""
+        """The row that follows `drafts`."""
         return SampleRow(self.params, self.prompt_ids, [*self.output_ids, *drafts], self.seed, allowed)
 
 
 @dataclass(slots=True)
 class Sampled:
-    """What one step chose."""
+    """The tokens that one step chose."""
 
     token_ids: Tensor
-    """int64 [n] on the host; -1 in the rows named in `errors`."""
+    """int64 [n] on the host; -1 in the rows of `errors`."""
     logprobs: list[dict[int, Logprob] | None]
-    """Per row that asked: the chosen token first, then the best ones in order. Without text."""
+    """For each row that asked: the chosen token first, then the best ones in order. Without text."""
     errors: dict[int, str]
-    """Row to the reason why no token could be chosen; the other rows are unaffected."""
+    """Row -> reason why no token could be chosen. Other rows are unaffected."""
 
 
 def uniform(seed: int, step: int) -> float:
@@ -80,7 +80,7 @@ def uniform(seed: int, step: int) -> float:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of sequence `index` of a request: its own for the first one, unrelated ones for the others."""
+    """The seed of sequence `index` of a request: `seed` for the first sequence, unrelated seeds for the others."""
     return seed if index == 0 else _mix(_mix(seed) ^ index)
 
 
@@ -96,7 +96,7 @@ class Sampler:
     """Chooses one token per row. Holds no state between steps."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", eos_token_ids: Sequence[int] = ()) -> None:
-        """`min_tokens` rules out the `eos_token_ids`. Columns past `vocab_size` (padded heads) do not count."""
+        """`min_tokens` rules out the `eos_token_ids`. Columns from `vocab_size` on (padded heads) are ignored."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.eos_token_ids = tuple(eos_token_ids)
@@ -104,17 +104,17 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """Choose a token for each row; `logits` is left as it is.
+        """Chooses a token for each row. Does not change `logits`.
 
         logits  float32 [n, V >= vocab_size]
-        rows    n of them
+        rows    n rows
 
         Effects apply in this order: logit_bias; repetition, frequency and presence penalties; min_tokens; allowed;
-        temperature; min_p; top_k; top_p (the token that crosses p stays); one uniform number per (seed, step) through
-        the inverse of the distribution function, tokens in order of falling probability, equal ones by id.
-        Log-probabilities are those of the logits before all of it.
+        temperature; min_p; top_k; top_p (the token that crosses p stays). Then one uniform number per (seed, step) goes
+        through the inverse distribution function, with tokens in order of descending probability, equal ones by id.
+        Log-probabilities are of the logits before all these effects.
 
-        Differs from vLLM: where the k-th logit has equals, top_k keeps the lower ids, exactly k in all.
+        Differs from vLLM: if several logits equal the k-th, top_k keeps the lower ids, exactly k in all.
         """
         assert logits.dtype == torch.float32, f"logits in {logits.dtype}: rounded to 16 bits they decide ties by id"
         assert logits.dim() == 2 and len(logits) == len(rows), f"logits {tuple(logits.shape)} for {len(rows)} rows"
@@ -145,11 +145,11 @@ class Sampler:
 
     @torch.no_grad()
     def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[dict[int, Logprob]]:
-        """The log-probabilities of the tokens that really followed, and of the k best ones, for each row.
+        """The log-probabilities of each row's target, the token that really followed, and of its k best tokens.
 
         logits   float32 [n, V >= vocab_size]; row i predicts targets[i]
         targets  n token ids
-        returns  n dicts, the target first, then the best tokens in order; NaN without rank where a row has no softmax
+        returns  n dicts: the target first, then the best tokens in order; NaN without rank if a row has no softmax
         """
         targets = torch.as_tensor(targets, dtype=torch.int64).cpu()
         assert len(logits) == len(targets), f"{len(logits)} rows of logits for {len(targets)} targets"
@@ -162,7 +162,7 @@ class Sampler:
             ]
 
     def _choose(self, scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Tokens of rows that need more than an argmax of the raw logits, -1: none; overwrites scores, f32 [n, V]."""
+        """Tokens of rows that need more than an argmax of raw logits; -1: none. Overwrites scores, f32 [n, V]."""
         self._process(scores, rows)
         chosen = torch.empty(len(rows), dtype=torch.int64)
         greedy = [index for index, row in enumerate(rows) if row.params.greedy]
@@ -174,7 +174,7 @@ class Sampler:
         return chosen
 
     def _process(self, scores: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Bias, penalties, min_tokens and allowed, in place: one scatter of each effect for all rows, but the last."""
+        """Applies bias, penalties, min_tokens and allowed in place. Each but the last is one scatter for all rows."""
         flat = scores.view(-1)
         biased = [(i, *self._bias(row)) for i, row in enumerate(rows) if row.params.logit_bias]
         if biased:
@@ -197,7 +197,7 @@ class Sampler:
 
     def _flat_indices(self, ids_of_rows: Sequence[tuple[int, Ints]]) -> Tensor:
         for _, ids in ids_of_rows:
-            # An id beyond the row would silently change its neighbour.
+            # An id outside the row would silently change another row.
             assert not len(ids) or 0 <= ids.min() <= ids.max() < self.vocab_size, f"ids {ids.min()} to {ids.max()}"
         flat = np.concatenate([ids + index * self.vocab_size for index, ids in ids_of_rows])
         return torch.from_numpy(flat).to(self.device)
@@ -212,9 +212,9 @@ class Sampler:
 
 
 class _Tally:
-    """The distinct tokens a sequence has seen and how often each was generated (0: only in the prompt).
+    """The distinct tokens of a sequence, with the number of times each was generated (0: only in the prompt).
 
-    Costs O(new tokens) per step, not O(all tokens): a prompt of 30k tokens under a repetition penalty is walked once.
+    A step costs O(new tokens), not O(all tokens): with a repetition penalty, a prompt of 30k tokens is read once.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -241,7 +241,7 @@ class _Tally:
 
 
 def _penalties(row: SampleRow) -> tuple[Ints, Floats, Floats]:
-    """Ids with, for each, the repetition factor and what frequency and presence take off."""
+    """Ids; for each, the repetition factor and the sum of frequency and presence penalty."""
     params = row.params
     if row.tally is None or row.tally.num_outputs > len(row.output_ids):
         row.tally = _Tally(row.prompt_ids if params.repetition_penalty != 1.0 else ())
@@ -253,15 +253,15 @@ def _penalties(row: SampleRow) -> tuple[Ints, Floats, Floats]:
 
 
 def _draw_rows(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """One token per row drawn from the filtered softmax, -1: there is none; overwrites scores, f32 [n, V]."""
-    # The maximum goes first: divided by a small temperature, large logits lose the digits that tell them apart.
+    """Draws one token per row from the filtered softmax; -1: there is none. Overwrites scores, f32 [n, V]."""
+    # The maximum is subtracted first: large logits divided by a small temperature lose the digits that differ.
     scores.sub_(scores.amax(-1, keepdim=True))
     if any(row.params.temperature != 1.0 for row in rows):
         temperatures = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32)
         scores.div_(temperatures[:, None].to(scores.device))
     probs = torch.softmax(scores, -1)
     lanes = lane_maxima(probs)
-    # NaN, +infinity or nothing but -infinity anywhere in a row makes all of its softmax NaN.
+    # A NaN or +infinity in a row, or a row of -infinity, makes the row's whole softmax NaN.
     valid = ~np.isnan(lanes[:, 0])
     draws = [uniform(row.seed, row.step) for row in rows]
     floors = np.empty(len(rows), np.float32)
@@ -278,30 +278,30 @@ def _draw_rows(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _candidate_floor(best: Floats, params: SamplingParams, draw: float, vocab_size: int) -> float:
-    """A probability such that the tokens at or above it decide the row's draw; NaN where there is no distribution.
+    """A probability such that the tokens at or above it decide the row's draw; NaN if there is no distribution.
 
-    best  f32 [lanes], falling: `lane_maxima` of the row's probabilities
+    best  f32 [lanes], descending: `lane_maxima` of the row's probabilities
     """
-    # min_p changes the mass that top_p is a part of, so all its survivors are needed; they are few.
+    # top_p is a share of the mass that min_p leaves, so all tokens that pass min_p are needed. They are few.
     floor = float(np.float32(params.min_p) * best[0])
     if 0 < params.top_k <= len(best):
         floor = max(floor, float(best[params.top_k - 1]))
     elif params.min_p == 0 and params.top_k <= 0:
-        # Without any filter the drawn number plays the part of top_p: the token that crosses it is wanted.
+        # Without any filter, the drawn number acts like top_p: the token that crosses it is needed.
         mass = (params.top_p if params.top_p < 1 else draw) + MASS_SLACK
         crossing = int(np.searchsorted(np.cumsum(best, dtype=np.float64), mass))
-        # If the maxima do not reach the mass: all tokens below (1 - mass) / V together hold less than may be missing.
+        # If the maxima do not reach the mass: all tokens below (1 - mass) / V together hold less than 1 - mass.
         floor = float(best[crossing]) if crossing < len(best) else (1 - mass) / vocab_size
     return max(floor, float(_SMALLEST))
 
 
 def _draw(ids: Ints, probs: Floats, params: SamplingParams, draw: float) -> int:
-    """Filter the candidates and invert the distribution function at `draw`."""
+    """Filters the candidates and inverts the distribution function at `draw`."""
     order = falling(probs)
     if params.top_k > 0:
         order = order[: params.top_k]
     mass = np.cumsum(probs[order], dtype=np.float64)
-    # Without top_k and min_p the candidates are only a part of a distribution whose mass is 1.
+    # Without top_k and min_p, the candidates are part of a distribution with mass 1.
     total = float(mass[-1]) if params.top_k > 0 or params.min_p > 0 else 1.0
     if params.top_p < 1:
         mass = mass[: int(np.searchsorted(mass, params.top_p * total)) + 1]
@@ -329,7 +329,7 @@ def _logprobs(scores: Tensor, targets: Tensor, counts: Sequence[int]) -> list[di
     columns = targets[:, None].repeat(1, 1 + max(map(len, best)))
     for index, ids in enumerate(best):
         columns[index, 1 : 1 + len(ids)] = torch.from_numpy(ids)
-    # Not logsumexp: its sum runs in another order when the row is alone.
+    # Not logsumexp, which sums in another order for a single row.
     found = torch.log_softmax(scores, -1).gather(1, columns.to(scores.device)).tolist()
     entries = []
     for target, above, ids, values in zip(targets.tolist(), num_above(scores, targets), best, found, strict=True):
@@ -347,13 +347,13 @@ def _blocks(indices: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """Some rows, [len(indices), V]; the caller's memory where they lie side by side."""
+    """The rows, [len(indices), V]; a view of the caller's memory if they are contiguous."""
     first, last = indices[0], indices[-1] + 1
     return logits[first:last] if last - first == len(indices) else logits[indices]
 
 
 def _copy_rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """The rows, never the caller's memory, [len(indices), V] contiguous."""
+    """A copy of the rows, [len(indices), V], contiguous."""
     first, last = indices[0], indices[-1] + 1
     if last - first == len(indices):
         return logits[first:last].clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""How a model's makers advise to sample from it: the defaults of the server and of `quire chat`.
+"""The sampling parameters that a model's makers recommend: the defaults of the server and of `quire chat`.
 
-Knows generation_config.json, GGUF's `general.sampling` keys and what stands beside an embedded model's name. What a
-file leaves out stays out: the defaults that `transformers` would fill in are not the makers' advice.
+Sources are generation_config.json, GGUF's `general.sampling` keys, and our table of embedded models. Values that a file
+omits stay unset: the defaults that `transformers` would fill in are not the makers' advice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Fields of SamplingParams that the model's makers chose, and where they wrote them; empty if they chose none."""
+    """Fields of SamplingParams that the model's makers chose, and their source; empty if they chose none."""
 
     values: Mapping[str, float | int]
     source: str = ""
@@ -45,10 +45,10 @@ NO_DEFAULTS = SamplingDefaults({})
 
 @one_line()
 def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
-    """The advice of a model folder or .gguf file; the file itself wins over what is known of an embedded model.
+    """The defaults of a model folder or .gguf file. Values in the file win over our table of embedded models.
 
-    name  what the model was asked for by
-    Raises ModelError that names file and setting for a value that cannot be.
+    name  the name that the model was requested by
+    Raises ModelError, naming file and setting, for an invalid value.
     """
     if path.is_dir():
         file, source = path / GENERATION_CONFIG, GENERATION_CONFIG
@@ -70,7 +70,7 @@ def read_sampling_defaults(path: Path, name: str = "") -> SamplingDefaults:
 
 
 def _from_generation_config(settings: Settings) -> dict[str, float | int]:
-    """Without `do_sample` a temperature means what it says, as for vLLM; false means that the best token is taken."""
+    """If `do_sample` is absent, the temperature applies, as in vLLM. If it is false, the best token is taken."""
     found: dict[str, float | int] = {
         name: settings.number(name)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -79,7 +79,7 @@ def _from_generation_config(settings: Settings) -> dict[str, float | int]:
     if settings.values.get("top_k") is not None:
         found["top_k"] = settings.count("top_k", least=-1)
     if not settings.flag("do_sample", default=True):
-        # Whatever else narrows the choice: transformers looks at none of it then.
+        # transformers then ignores all filters.
         found = {"temperature": 0.0} | {name: found[name] for name in ("repetition_penalty",) if name in found}
     if settings.values.get("max_new_tokens") is not None:
         found["max_tokens"] = settings.count("max_new_tokens")
@@ -87,7 +87,7 @@ def _from_generation_config(settings: Settings) -> dict[str, float | int]:
 
 
 def _from_gguf(settings: Settings) -> dict[str, float | int]:
-    """llama.cpp's keys. Its penalty looks back `penalty_last_n` tokens, ours over the whole sequence."""
+    """llama.cpp's keys. Its penalty covers the last `penalty_last_n` tokens, ours the whole sequence."""
     found: dict[str, float | int] = {}
     for ours, theirs in _GGUF_NAMES.items():
         if settings.values.get(theirs) is not None:
@@ -96,7 +96,7 @@ def _from_gguf(settings: Settings) -> dict[str, float | int]:
     if "top_k" in found:
         found["top_k"] = max(0, int(found["top_k"]))
     if "temperature" in found:
-        found["temperature"] = max(0.0, found["temperature"])  # at most 0 takes the best token there
+        found["temperature"] = max(0.0, found["temperature"])  # llama.cpp takes the best token at 0 and below
     if settings.values.get("penalty_last_n") == 0:
         found.pop("repetition_penalty", None)
     return found

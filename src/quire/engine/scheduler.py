@@ -2,9 +2,9 @@
 
 waiting --admit--> running --commit--> finished
    ^                  |
-   +---- preempt -----+          youngest first; what it generated is replayed when it is admitted again
+   +---- preempt -----+          youngest first; its generated tokens are replayed after the next admission
 
-A running sequence is either active, so that each step looks at it, or in the calendar until something happens to it.
+A running sequence is either active, and every step examines it, or it rests in the calendar until its next event.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE, CacheManager
 from quire.cache.retention.decisions import Decided
 from quire.engine.calendar import Calendar, imagined_tokens
+from quire.engine.explain import explain
 from quire.engine.outputs import Logprob
 from quire.engine.request import Sequence, State
 from quire.engine.retention_report import summary_of
@@ -45,8 +46,8 @@ Logprobs = dict[int, Logprob] | None
 
 
 def _may_follow(sequence: Sequence) -> bool:
-    """Whether rows of a sequence may go through the model behind chunks that are still under way. Not where sums of
-    columns arrive: they are kept for others, and these rows would add to them.
+    """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive with
+    them: other requests will read these sums, and the rows would add to them.
     """
     path = sequence.path
     first_is_there = path.transfer is not None and path.transfer.done(0)
@@ -54,7 +55,7 @@ def _may_follow(sequence: Sequence) -> bool:
 
 
 class Sampled(NamedTuple):
-    """A token that a sequence got in this step, whether its length ends it with this one, and log-probabilities."""
+    """A token of this step, whether the sequence reaches its length with it, and its log-probabilities."""
 
     sequence: Sequence
     token_id: int
@@ -62,28 +63,27 @@ class Sampled(NamedTuple):
     logprobs: Logprobs
 
 
-@dataclass(slots=True)
-class _Work:
-    """What a step does beside the rows of the calendar: slices of active sequences, of one row and of several."""
+class _Rows(NamedTuple):
+    """Rows of an active sequence in a step, and its guide's proposal for them."""
 
-    single: list[tuple[Sequence, Slice]] = field(default_factory=list)
-    tall: list[tuple[Sequence, Slice]] = field(default_factory=list)
+    sequence: Sequence
+    start: int
+    num_rows: int
+    proposal: Proposal | None = None
 
-    def add(self, sequence: Sequence, slices: SequenceOf[Slice]) -> None:
-        """More slices of a sequence."""
-        for piece in slices:
-            (self.single if piece.num_rows == 1 else self.tall).append((sequence, piece))
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
 
-    def drop_preempted(self) -> None:
-        """A sequence may be preempted after its slice was made: its pages are gone."""
-        for found in (self.single, self.tall):
-            found[:] = [pair for pair in found if pair[0].state is State.RUNNING]
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.sequence.token_ids)
 
 
 @dataclass
 class Counters:
-    """What happened since start. A token of a sequence counts once as prefilled, cached or decoded; computing it again
-    after a preemption counts as replayed.
+    """Counts since start. A token counts once, as prefilled, cached or decoded. Computed again after a preemption, it
+    counts as replayed.
     """
 
     prefill_tokens_computed: int = 0
@@ -95,7 +95,7 @@ class Counters:
 
 
 def check_budget(token_budget: int, max_running: int) -> None:
-    """Raises ConfigError for a budget under which a full batch would never admit anyone."""
+    """Raises ConfigError for a budget under which a full batch never admits a sequence."""
     if token_budget < max_running + PAGE_TOKENS:
         raise ConfigError(
             f"scheduler.token_budget is {token_budget}; with scheduler.max_running {max_running} it must be at least"
@@ -108,9 +108,9 @@ class Scheduler:
     """First come, first served, under a budget of rows per step. Invariant: every sequence is in exactly one of
     waiting, running, neither (finished).
 
-    token_budget  rows of a step at most; decode rows come first, prefill slices take what is left, in whole chunks
-    max_running   sequences in the batch at most
-    max_queue     sequences waiting at most
+    token_budget  most rows of a step; decode rows come first, prefill slices take the rest in whole chunks
+    max_running   most sequences in the batch
+    max_queue     most sequences that wait
     """
 
     manager: CacheManager
@@ -126,8 +126,9 @@ class Scheduler:
     _admitted: int = 0
     _ended: list[int] = field(default_factory=list)
     _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
-    # Of the last step: whose slices it had, and what a steady step after it goes on from.
+    # Of the last step: whose slices it had, and what a step of the same rows after it goes on from.
     _sequences: list[Sequence] = field(default_factory=list)
+    _indices: dict[Sequence, int] = field(default_factory=dict)
     _slices: list[Slice] = field(default_factory=list)
     _positions: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _sampled: list[int] = field(default_factory=list)
@@ -153,36 +154,36 @@ class Scheduler:
         return len(self.waiting) + count <= self.max_queue
 
     def next_step(self) -> Step | Wait | None:
-        """The next step, with its cache slots taken; None if there is nothing to do. May preempt; admits what fits."""
-        work = self._decide()
-        if self.calendar or work.single or work.tall:
-            return self._compose(work)
+        """The next step, with its cache slots taken; None if there is nothing to do. Preempts and admits."""
+        rows = self._decide()
+        if self.calendar or rows:
+            return self._compose(rows)
         fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
         if not fetching:
             return None
         return self._follow_fetch(next(filter(_may_follow, fetching), fetching[0]))
 
     def _follow_fetch(self, sequence: Sequence) -> Step | Wait | None:
-        """What a sequence does whose chunks are under way, when nobody else has anything to do: once the first layer is
-        there, its next rows follow the others through the model.
+        """The step of a sequence with chunks in transfer, when no other sequence has rows. Once the first layer has
+        arrived, the rows after these chunks run layer by layer behind the transfer.
         """
         path = sequence.path
         assert path.transfer is not None
-        work = _Work()
+        rows: list[_Rows] = []
         if _may_follow(sequence):
             self.manager.assume_fetched(sequence)
-            self._add_prompt(work, sequence, self._left(0))
+            self._add_prompt(rows, sequence, self._left(0))
         if sequence.state is not State.RUNNING:  # it had no room, and begins again
             return None
-        if not work.single and not work.tall:
+        if not rows:
             return Wait(path.transfer)
-        step = self._compose(work)
+        step = self._compose(rows)
         step.ready = path.transfer.ready
         return step
 
     def commit(self, step: Step, result: Result) -> list[Sampled]:
-        """Takes the tokens of the slices that sample; seals chunks; takes refused drafts back; ends what reached its
-        length. Sequences that ended since the step was made are passed over.
+        """Appends the sampled tokens, seals chunks, takes refused drafts back, and ends sequences that reached their
+        length. Skips sequences that ended since the step was made.
         """
         sampled: list[Sampled] = []
         active: list[tuple[Sequence, Slice, int, Logprobs, Decided | None]] = []
@@ -211,13 +212,13 @@ class Scheduler:
         return sampled
 
     def advance(self, steps: int = 1, decide: Callable[[Sequence], Decided] | None = None) -> int:
-        """Takes steps without a runner, with imagined tokens: at most `steps` in which the whole batch decodes, up to
-        the next one in which anything is admitted, computed of a prompt, ended or preempted; or one of these. Returns
-        how many; 0 if there is nothing to do but wait.
+        """Takes steps without a runner, with imagined tokens. Makes the same decisions as `next_step` and `commit`.
 
-        Every decision is that of `next_step` and `commit`.
+        Takes up to `steps` steps in which the whole batch decodes, and stops before an admission, a prompt's slice, an
+        end or a preemption. If the next step has one of these, takes that step alone. Returns the number of steps; 0
+        if there is nothing to do but wait.
 
-        decide  what retention keeps of a prompt; needed where there is retention
+        decide  answers for retention what it keeps of a prompt; needed only with retention
         """
         steps = self._advance(steps, decide)
         self._is_changed = True
@@ -235,33 +236,31 @@ class Scheduler:
             done += passed
         if done:
             return done
-        work = self._decide()
-        if not (self.calendar or work.single or work.tall):
+        rows = self._decide()
+        if not (self.calendar or rows):
             return 0
         self._pass_steps(1)
-        for sequence, piece in sorted(work.single + work.tall, key=lambda each: each[0].admitted):
-            if piece.draft != NO_TOKEN:
-                continue
-            end, decided = piece.start + piece.num_rows, None
-            if piece.decides:
+        for each in sorted(rows, key=lambda each: each.sequence.admitted):
+            sequence, end, decided = each.sequence, each.end, None
+            if self.manager.last_rows(sequence, end):
                 assert decide is not None, "nobody says what retention keeps"
                 decided = decide(sequence)
-            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(piece.samples))]
-            self._commit(sequence, end, piece.num_rows, tokens, decided)
+            tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
+            self._commit(sequence, end, each.num_rows, tokens, decided)
         return 1
 
     def sequence_of(self, index: int) -> Sequence:
-        """Whose rows a slice of the last step has."""
+        """The sequence of a slice of the last step."""
         return self._sequences[index]
 
     @property
     def begun(self) -> set[int]:
-        """The ids of sequences that a runner has to know of, when it has run the last step."""
+        """Ids of the sequences that the runner remembers after the last step."""
         live = {each.sequence_id for each in (*self.running, *self.waiting) if each.is_begun}
         return live | {*self._ended}
 
     def finish(self, sequence: Sequence) -> None:
-        """Ends a sequence wherever it stands and frees what it holds; ending it twice does nothing."""
+        """Ends a sequence in any state and frees its pages. Ending it twice does nothing."""
         if sequence.state is State.RUNNING:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
@@ -272,8 +271,8 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it waits, before all others, to be computed again. So do those that wait
-        for its log-probabilities: what they hold may be what it lacks.
+        """Preempts a running sequence: it loses its pages and waits, before all others, to be computed again. So do the
+        sequences that wait for its log-probabilities, because they may hold the room that it needs.
         """
         if sequence.num_generated == 0:
             for other in sequence.request.sequences[::-1]:
@@ -282,7 +281,7 @@ class Scheduler:
         self._preempt(sequence)
 
     def check(self) -> None:
-        """Proves the invariant, and the manager's. What the calendar's sequences have computed is written down."""
+        """Proves the invariant, and the manager's. Settles the calendar's sequences first."""
         for sequence in self.calendar:
             self.calendar.settle(sequence)
         assert all(sequence.state is State.RUNNING for sequence in self.running), (
@@ -296,14 +295,14 @@ class Scheduler:
         )
         self.manager.check()
 
-    # ---- what a step does ------------------------------------------------------------------------------------------
+    # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> _Work:
-        """Makes room for the rows of active sequences, and admits. Changes everything that a step changes but what is
-        computed.
+    def _decide(self) -> list[_Rows]:
+        """Admits, preempts and takes slots: all changes of a step except the computed tokens. Returns the rows of
+        active sequences.
         """
         self._active.update(dict.fromkeys(self.calendar.due()))
-        work = _Work()
+        rows: list[_Rows] = []
         underway: set[bytes] = set()
         num_preempted, num_rows = self.counters.preemptions, 0
         prompts: list[Sequence] = []
@@ -316,13 +315,16 @@ class Scheduler:
             start = sequence.path.num_tokens
             count = min(self._slice_rows(sequence, self._left(num_rows)), 1)
             if count and self._make_room(sequence, start + 1):
-                # Drafts leave a row to every other sequence, and a chunk to prompts.
-                slices = self._row_and_drafts(sequence, self._left(num_rows) - len(self._active) - PAGE_TOKENS)
-                work.add(sequence, slices)
-                num_rows += len(slices)
+                proposal, num_rows = None, num_rows + 1
+                if sequence.guide is not None and start + 1 == len(sequence.token_ids):
+                    # Drafts leave a row to every other sequence, and a chunk to prompts.
+                    left = self._left(num_rows - 1) - len(self._active) - PAGE_TOKENS
+                    proposal = self._proposed(sequence, self._most_drafts(sequence, left))
+                    num_rows += len(proposal.drafts)
+                rows.append(_Rows(sequence, start, 1, proposal))
         for sequence in prompts:
             if sequence.state is State.RUNNING and self._ready(sequence, underway):
-                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+                num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         # A preempted sequence would be admitted straight away into the room that its own pages left.
         while self.waiting and len(self.running) < self.max_running and self.counters.preemptions == num_preempted:
             sequence = self.waiting[0]
@@ -332,14 +334,15 @@ class Scheduler:
                 break
             is_ready = not sequence.awaits_scores and sequence.path.transfer is None
             if is_ready and self._ready(sequence, underway):
-                num_rows += self._add_prompt(work, sequence, self._left(num_rows))
+                num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
         if self.counters.preemptions != num_preempted:
-            work.drop_preempted()
-        return work
+            # A sequence may be preempted after its rows got slots.
+            rows = [each for each in rows if each.sequence.state is State.RUNNING]
+        return rows
 
     def _is_fetching(self, sequence: Sequence) -> bool:
-        """Whether chunks of a sequence are under way. What has arrived is computed; if something has not, the sequence
-        begins again.
+        """Whether chunks of a sequence are in transfer. Ends a transfer that is over: its tokens count as computed, or,
+        if some did not arrive, the sequence starts again.
         """
         transfer, num_found = sequence.path.transfer, len(sequence.path.arriving) * PAGE_TOKENS
         if transfer is None:
@@ -356,17 +359,17 @@ class Scheduler:
         return False
 
     def _left(self, num_rows: int) -> int:
-        """Rows that a step with `num_rows` of active sequences has left."""
+        """Rows left in a step with `num_rows` rows of active sequences."""
         return self.token_budget - len(self.calendar) - num_rows
 
     def _decodes(self, sequence: Sequence) -> bool:
-        """Whether its next row stands first in a step: that of a new token, or of one that is replayed."""
+        """Whether its next row is a decode row: of a new token, or of a replayed one."""
         if self.manager.retainer is not None:
             return sequence.path.is_decided or sequence.num_pending == 1
         return sequence.num_pending == 1
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Admits the first sequence that waits, if there is room."""
+        """Admits the first waiting sequence if it fits."""
         admission = self.manager.admit(sequence)
         if admission is None:
             return False
@@ -383,52 +386,57 @@ class Scheduler:
                 sequence.name,
                 admission.cached_tokens,
                 len(sequence.token_ids),
-                self.manager.explain(sequence),
+                explain(self.manager, sequence),
             )
         return True
 
-    def _add_prompt(self, work: _Work, sequence: Sequence, budget: int) -> int:
-        """Adds the next slice of a prompt, in `budget` rows at most; returns its rows."""
+    def _add_prompt(self, rows: list[_Rows], sequence: Sequence, budget: int) -> int:
+        """Adds the next rows of a prompt, at most `budget`. Returns their number."""
         count = self._slice_rows(sequence, budget)
         if not count or not self._make_room(sequence, sequence.num_computed + count):
             return 0
-        piece = self._slice(sequence, sequence.num_computed, count)
-        if sequence.guide is not None and piece.samples:
-            _, allowed = self._proposed(sequence, 0)
-            piece.allowed = allowed[0]
-        work.add(sequence, [piece])
+        found = _Rows(sequence, sequence.num_computed, count)
+        if sequence.guide is not None and found.samples:
+            found = found._replace(proposal=self._proposed(sequence, 0))
+        rows.append(found)
         return count
 
-    def _row_and_drafts(self, sequence: Sequence, budget: int) -> list[Slice]:
-        """The next row of a sequence that decodes, and rows of its guide's drafts, `budget` at most."""
-        row = self._row(sequence)
-        if sequence.guide is None or not row.samples:
-            return [row]
-        self._is_changed = True
-        # The row that fills a chunk is no draft's, for the chunk is sealed. Nor is one whose looks are summed up.
+    def _most_drafts(self, sequence: Sequence, budget: int) -> int:
+        """Most drafts after the next row of a sequence, under a budget."""
+        path = sequence.path
+        if self.manager.looks(sequence, 0) is not None:
+            return 0  # the attention of a refused row could not be taken out of the column sums
+        # The row that fills a chunk is not a draft: the chunk is sealed with it.
         left = sequence.max_tokens - sequence.num_generated - 1
-        most = max(0, min(sequence.path.next_seal - row.start - 2, left, budget)) if row.profiled is None else 0
-        drafts, allowed = self._proposed(sequence, most)
-        slices = [row, *(replace(row, start=row.start + place, draft=draft) for place, draft in enumerate(drafts, 1))]
-        for piece, tokens in zip(slices, allowed, strict=True):
-            piece.allowed = tokens
-        return slices
+        return max(0, min(path.next_seal - path.num_tokens - 2, left, budget))
 
     def _proposed(self, sequence: Sequence, most: int) -> Proposal:
-        """What the guide of a sequence proposes, in `most` drafts at most; a set of tokens, or None, for each row."""
+        """The guide's proposal: at most `most` drafts; a set of allowed tokens, or None, for each row."""
         assert sequence.guide is not None
         drafts, allowed = sequence.guide.propose(sequence.token_ids, most)
         assert len(drafts) <= most, f"{len(drafts)} drafts, and {most} fit"
         assert len(allowed) in (0, len(drafts) + 1), f"{len(allowed)} sets of tokens after {len(drafts)} drafts"
         return Proposal(drafts, allowed or [None] * (len(drafts) + 1))
 
+    def _as_slices(self, rows: _Rows) -> list[Slice]:
+        """Rows as slices: a slice for each draft."""
+        sequence, start, count, proposal = rows
+        first = self._row(sequence) if count == 1 else self._slice(sequence, start, count)
+        if proposal is None:
+            return [first]
+        self._is_changed = True
+        drafts = enumerate(proposal.drafts, 1)
+        slices = [first, *(replace(first, start=start + place, draft=draft) for place, draft in drafts)]
+        for piece, tokens in zip(slices, proposal.allowed, strict=True):
+            piece.allowed = tokens
+        return slices
+
     def _row(self, sequence: Sequence) -> Slice:
-        """The next row of a sequence that decodes: the last one's object, if it moves on in the same chunks."""
+        """The next row of a sequence: the same object as last time while the sequence stays in the same chunks."""
         row, last = self._slice(sequence, sequence.path.num_tokens, 1), sequence.slice
         if last is not None and last.goes_on_as(row):
             last.start = row.start
             return last
-        self._is_changed = True
         sequence.slice = row
         return row
 
@@ -450,8 +458,8 @@ class Scheduler:
         )
 
     def _ready(self, sequence: Sequence, underway: set[bytes]) -> bool:
-        """Takes what the cache has by now of a prompt; False if its next chunk is being computed in this very step:
-        it will be there for the next.
+        """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
+        the prompt finds it in the next one.
         """
         found = self.manager.match_again(sequence)
         self._count_found(sequence, found)
@@ -468,8 +476,8 @@ class Scheduler:
         return True
 
     def _slice_rows(self, sequence: Sequence, budget: int) -> int:
-        """Rows of the sequence's next slice: all that is pending, or as many whole chunks as the budget allows, and
-        together those that retention is decided over.
+        """Rows of the sequence's next slice: all pending ones, or the whole chunks that fit the budget. The rows over
+        which retention decides stay in one slice.
         """
         start, end = sequence.num_computed, self.manager.slice_end(sequence)
         if end - start <= budget:
@@ -479,28 +487,32 @@ class Scheduler:
 
     # ---- the step as data ------------------------------------------------------------------------------------------
 
-    def _compose(self, work: _Work) -> Step:
-        """The step of all rows, those of the calendar among them."""
-        new = [sequence for sequence, _ in work.single + work.tall if not sequence.is_begun]
-        begun = [self._begin(sequence) for sequence in new]
+    def _compose(self, work: list[_Rows]) -> Step:
+        """The step of all rows, including the calendar's."""
+        begun = [self._begin(each.sequence) for each in work if not each.sequence.is_begun]
         ended, self._ended = self._ended, []
-        for sequence in self._joined:
-            if sequence in self.calendar:
-                self._row(sequence)
+        singles: list[tuple[Sequence, Slice]] = []
+        tall: list[tuple[Sequence, Slice]] = []
+        for each in work:
+            (singles if each.num_rows == 1 else tall).extend((each.sequence, piece) for piece in self._as_slices(each))
+        joined = [(sequence, self._row(sequence)) for sequence in self._joined if sequence in self.calendar]
         self._joined.clear()
-        quiet = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar]
-        if not (self._is_changed or work.tall or len(quiet) + len(work.single) != len(self._slices)):
-            self._positions = self._positions + 1
-            tokens = np.array(self._sampled, np.int64)
-            return Step(self._slices, tokens, self._positions, begun, ended, steady=True)
-        rows = quiet + work.single
+        if not (self._is_changed or tall or len(self.calendar) + len(singles) != len(self._slices)):
+            moved = self._moved(joined + singles)
+            if moved is not None:
+                self._positions = self._positions + 1
+                for piece, start in zip(self._slices, self._positions.tolist(), strict=True):
+                    piece.start = start
+                return Step(self._slices, np.array(self._sampled, np.int64), self._positions, begun, ended, moved)
+        rows = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar] + singles
         if self.manager.tree is not None:
-            # Whoever shares stands side by side, so that attention reads what they share once for all of them.
+            # Sequences that share chunks become neighbours: attention reads a shared chunk once for all of them.
             for sequence, piece in rows:
                 piece.shared = self.manager.shared(sequence)
             rows.sort(key=_shared)
-        rows += work.tall
+        rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
+        self._indices = {sequence: index for index, sequence in enumerate(self._sequences)}
         ids: list[int] = []
         positions: list[int] = []
         for sequence, piece in rows:
@@ -515,11 +527,27 @@ class Scheduler:
                 ids.extend(sequence.token_ids[start : start + piece.num_rows])
                 positions.extend(range(start, start + piece.num_rows))
         self._positions = np.array(positions, np.int64)
-        # A step goes on from one of which every row has yielded a token.
-        self._is_changed = bool(work.tall) or not all(
-            piece.samples and piece.draft == NO_TOKEN for _, piece in work.single
-        )
+        # The next step may advance this one only if every row yields a token.
+        self._is_changed = bool(tall) or not all(piece.samples and piece.draft == NO_TOKEN for _, piece in singles)
         return Step(self._slices, np.array(ids, np.int64), self._positions, begun, ended)
+
+    def _moved(self, rows: list[tuple[Sequence, Slice]]) -> list[int] | None:
+        """Replaces slices of the last step by new ones of the same sequences. Returns their indices; None if a sequence
+        was not in the last step, or now shares other chunks.
+        """
+        found: dict[int, Slice] = {}
+        for sequence, piece in rows:
+            index = self._indices.get(sequence)
+            if index is None or not piece.samples:
+                return None
+            if piece is not self._slices[index]:
+                piece.shared, before = self.manager.shared(sequence), self._slices[index].shared
+                if [number for number, _ in piece.shared] != [number for number, _ in before]:
+                    return None
+                found[index] = piece
+        if found:
+            self._slices = [found.get(index, piece) for index, piece in enumerate(self._slices)]
+        return list(found)
 
     def _quiet_row(self, sequence: Sequence) -> Slice:
         """The next row of a sequence of the calendar."""
@@ -535,10 +563,10 @@ class Scheduler:
         request = sequence.request
         return Begun(sequence.sequence_id, request.params, request.prompt_ids, sequence.seed)
 
-    # ---- what a step has computed ----------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------------
 
     def _pass_steps(self, count: int) -> None:
-        """The sequences of the calendar have taken so many steps."""
+        """Counts steps that the calendar's sequences have taken."""
         self.counters.steps += count
         self.counters.decode_tokens += count * len(self.calendar)
         self.calendar.clock += count
@@ -551,12 +579,12 @@ class Scheduler:
         tokens: Iterable[tuple[int, Logprobs]],
         decided: Decided | None = None,
     ) -> list[Sampled]:
-        """Of an active sequence the tokens before `end` are computed, the last `count` of them in this step; these are
-        sampled.
+        """Commits an active sequence: its tokens before `end` are computed, the last `count` of them in this step, and
+        `tokens` are sampled.
         """
         generated, path = sequence.num_generated, sequence.path
         if path.transfer is not None and self._is_fetching(sequence):
-            return []  # it was computed behind chunks that have not arrived
+            return []  # the rows read chunks that did not arrive
         self._count(sequence, end, count)
         if end < path.next_seal:
             path.num_tokens = end
@@ -581,10 +609,15 @@ class Scheduler:
         return sampled
 
     def _rest(self, sequence: Sequence) -> None:
-        """Puts an active sequence into the calendar if nothing but a token happens to it in the next step."""
+        """Moves an active sequence to the calendar if its next step only adds a token. Takes the next chunk now if it
+        begins in that step and fits; not with retention, whose budget counts chunks that have tokens.
+        """
         path = sequence.path
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
         if not is_decoding or sequence.guide is not None:
+            return
+        is_full = path.free_until <= path.num_tokens
+        if is_full and (path.retained is not None or not self.manager.extend(sequence, path.num_tokens + 1)):
             return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
@@ -593,8 +626,8 @@ class Scheduler:
             self.calendar.join(sequence, most)
 
     def _skip(self, limit: int) -> int:
-        """Takes decode steps of the whole batch: all at once in which nothing else happens, or one. Returns how many; 0
-        if the next step is of another kind.
+        """Takes decode steps of the whole batch: all steps without events at once, or one step with events. Returns
+        their number; 0 if the next step is not a decode step of the whole batch.
         """
         if self.waiting and len(self.running) < self.max_running and not self.manager.refuses(self.waiting[0]):
             return 0
@@ -628,7 +661,7 @@ class Scheduler:
             new = max(0, new)
             self.counters.replayed_tokens += count - new
         sequence.high_water += new
-        # Generated tokens are first computed one at a time, prompt tokens before any of them.
+        # All prompt tokens are computed before the first generated one.
         if len(sequence.token_ids) > sequence.num_prompt:
             self.counters.decode_tokens += new
         else:
@@ -642,7 +675,7 @@ class Scheduler:
             sequence.num_cached_tokens += found
 
     def _pin(self, sequence: Sequence) -> None:
-        """Keeps the prompt of a sequence that asked for it, now that it is computed."""
+        """Pins the computed prompt of a sequence whose request asked for it."""
         request = sequence.request
         seconds = request.hints.cache_pin
         if not seconds or request.num_pinned_tokens is not None:
@@ -661,7 +694,7 @@ class Scheduler:
             )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Extends the sequence, preempting the youngest others until it fits; False if it was itself the youngest."""
+        """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
         while not self.manager.extend(sequence, num_tokens):
             youngest = max(self.running, key=lambda running: running.sequence_id)
             self.preempt(youngest)
@@ -677,13 +710,13 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _restart(self, sequence: Sequence) -> None:
-        """A running sequence waits, before all others, to be admitted again."""
+        """Moves a running sequence to the head of the queue."""
         self._leave(sequence)
         sequence.state = State.WAITING
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """A running sequence gives back what it holds."""
+        """Takes a sequence out of the batch and frees its pages."""
         self.calendar.leave(sequence)
         self._active.pop(sequence, None)
         self.running.remove(sequence)

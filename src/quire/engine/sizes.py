@@ -1,5 +1,5 @@
-"""What fits, before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic on a model's shape
-alone; touches no tensor.
+"""What fits into memory, computed before anything starts: bytes of weights and cache, tokens and sequences. Arithmetic
+on a model's shape, without tensors.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from quire.options import format_bytes
 
 
 def page_counts(page_bytes: int | NDArray[np.int32], num_layers: int, num_heads: int) -> dict[int, int]:
-    """The pages of a chunk of a codec, their number by size."""
+    """The pages of one chunk of a codec: size -> number of pages."""
     sizes, counts = np.unique(np.broadcast_to(np.asarray(page_bytes), (num_layers, num_heads)), return_counts=True)
     return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an arena has room for, as `PageCounts.has_room` counts, before there is one.
+    """The capacity of an arena that does not exist yet, counted like `PageCounts.has_room`.
 
-    num_bytes      whole slabs
-    slab_bytes     of one
-    sealed         pages of a sealed chunk, their number by size
-    open           those of an open one, where these are of another codec; else empty
-    sidecar_bytes  what the first chunk of a sequence has besides
-    beside         pages that every sealed chunk has besides, their number by size
+    num_bytes      bytes of the arena, in whole slabs
+    slab_bytes     bytes of a slab
+    sealed         pages of a sealed chunk: size -> number
+    open           pages of an open chunk, if these have another codec; else empty
+    sidecar_bytes  bytes of the sidecar of a sequence's first chunk
+    beside         further pages of every chunk, such as column sums: size -> number
     """
 
     num_bytes: int
@@ -41,7 +41,7 @@ class Capacity:
     beside: Mapping[int, int] = field(default_factory=dict)
 
     def fits(self, num_sealed: int, num_open: int, num_sidecars: int) -> bool:
-        """Whether so many chunks and sidecars fit."""
+        """Whether these numbers of chunks and sidecars fit."""
         needs = {self.sidecar_bytes: num_sidecars} if self.sidecar_bytes else {}
         for pages, count in ((self.sealed, num_sealed), (self.open, num_open), (self.beside, num_sealed + num_open)):
             for size, number in pages.items():
@@ -50,14 +50,14 @@ class Capacity:
         return slabs <= self.num_bytes // self.slab_bytes
 
     def sequences(self, length: int) -> int:
-        """Sequences of `length` tokens that fit at once, each with the chunk it writes to."""
+        """Number of sequences of `length` tokens that fit at once, each with the chunk it writes to."""
         sealed, is_open = divmod(length, PAGE_TOKENS) if self.open else (-(-length // PAGE_TOKENS), 0)
         most = self.num_bytes // max(1, sealed * _bytes_of(self.sealed) + bool(is_open) * _bytes_of(self.open))
         return _largest(most, lambda count: self.fits(count * sealed, count * bool(is_open), count))
 
     @property
     def num_chunks(self) -> int:
-        """Sealed chunks that one sequence may have."""
+        """Most sealed chunks of one sequence."""
         most = self.num_bytes // _bytes_of(self.sealed)
         return _largest(most, lambda count: self.fits(count, bool(self.open), 1))
 
@@ -75,15 +75,15 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 class Sizes:
     """Bytes and counts of one model on one cache.
 
-    weight_bytes         all weights in the chosen dtype, as often as the backend holds them
-    cache_bytes          the arena, whole slabs
-    bytes_per_token      keys and values of one token in all layers and heads, sealed, page padding included
-    chunk_bytes          64 tokens of them: what is taken and given back at once
-    open_chunk_bytes     the same for the chunk a sequence writes to
-    num_chunks           sealed chunks the arena holds, beside one open one
-    max_context          tokens one sequence may have: the model's limit or the arena's, whichever is smaller
+    weight_bytes         all weights in the chosen dtype, times the number of copies that the backend holds
+    cache_bytes          the arena, in whole slabs
+    bytes_per_token      sealed keys and values of one token in all layers and heads, page padding included
+    chunk_bytes          the same for 64 tokens: the unit of allocation
+    open_chunk_bytes     the same for the chunk that a sequence writes to
+    num_chunks           sealed chunks that the arena holds, besides one open chunk
+    max_context          most tokens of one sequence: the smaller of the model's limit and the arena's
     model_context        the model's own limit
-    arena                what is counted with
+    arena                the arena's capacity, from which the other numbers follow
     available_bytes      memory of the machine that is free now, or None if it is not known
     """
 
@@ -104,17 +104,17 @@ class Sizes:
         return self.num_chunks * PAGE_TOKENS
 
     def sequences(self, length: int) -> int:
-        """Sequences of `length` tokens that fit at once."""
+        """Number of sequences of `length` tokens that fit at once."""
         return self.arena.sequences(length)
 
     @property
     def fit_the_machine(self) -> bool:
-        """Whether weights and arena fit what is free now."""
+        """Whether weights and arena fit into the memory that is free now."""
         return self.available_bytes is None or self.weight_bytes + self.cache_bytes <= self.available_bytes
 
     @property
     def fails_first(self) -> str:
-        """What runs out first as load grows, in one sentence."""
+        """The limit that growing load reaches first, in one sentence."""
         need = self.weight_bytes + self.cache_bytes
         if self.available_bytes is not None and self.weight_bytes >= self.available_bytes:
             return (

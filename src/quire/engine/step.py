@@ -1,5 +1,5 @@
-"""A step as data: what a runner computes, and what came out of it. Plain values that can be pickled: no object of the
-cache, the model or a request, so that whoever runs a step can be exchanged.
+"""A step as data: what a runner computes, and its result. Plain values that can be pickled, without objects of the
+cache, the model or a request, so that runners can be exchanged.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from quire.engine.params import SamplingParams
 
 NO_TOKEN = -1
-"""In place of a token: the row failed, or stood behind a draft that was refused."""
+"""In place of a token: the row failed, or follows a refused draft."""
 
 
 @dataclass(slots=True)
 class Slice(RowSlice):
     """Rows of one sequence in a step: tokens [start, start + num_rows).
 
-    A sequence with drafts has several slices of one row, side by side: the first one's token is certain, each other
-    one's is a draft, which counts only if the row before yields that very token.
+    A sequence with drafts has several slices of one row, next to each other. The first row's token is certain. Each
+    other row's token is a draft, which is accepted only if the row before yields this token.
 
-    sequence_id  of whom the rows are
+    sequence_id  the sequence
     samples      whether the last row yields a token
     draft        the row's token, if it is a draft; else NO_TOKEN
     decides      whether retention decides on the prompt, which ends with the last row
-    scores       whether the log-probabilities of the prompt's tokens are wanted
+    scores       whether the log-probabilities of the prompt's tokens are requested
     allowed      uint32 [ceil(vocabulary / 32)]: bit t of word w allows token 32 * w + t; None allows every token
     """
 
@@ -46,8 +46,8 @@ class Slice(RowSlice):
     allowed: NDArray[np.uint32] | None = None
 
     def goes_on_as(self, row: Slice) -> bool:
-        """Whether a row, of the same sequence in the next step, stands one slot on in the same chunks: then nothing but
-        its position is new.
+        """Whether `row`, of the same sequence in the next step, differs only by its position: one slot later in the
+        same chunks.
         """
         return (
             # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
@@ -72,7 +72,7 @@ def _look_alike(last: Profiled | None, row: Profiled | None) -> bool:
 
 
 class Begun(NamedTuple):
-    """A sequence that is in a step for the first time: all that a runner has to remember of it."""
+    """A sequence that is in a step for the first time: all that a runner must remember of it."""
 
     sequence_id: int
     params: SamplingParams
@@ -84,13 +84,14 @@ class Begun(NamedTuple):
 class Step:
     """One pass of the model. Valid until it is committed.
 
-    slices     of one row first, those that share chunks side by side; then those of several rows
+    slices     slices of one row, neighbours if they share chunks; then slices of several rows
     tokens     int64 [R], of all rows
     positions  int64 [R]
-    begun      sequences that no step before had
-    ended      sequences that no step after will have
-    steady     the rows are those of the step before, each one token on and in the same chunks
-    ready      int32 [L]: of chunks that are still under way, 1 once a layer is there, -1 if it will not be; None: all
+    begun      sequences that appear for the first time
+    ended      sequences that will not appear again
+    moved      the rows are those of the step before, each one token later. These of their slices are new, the others
+               are in the same chunks. None: other rows
+    ready      int32 [L], for chunks in transfer: 1 once a layer has arrived, -1 if it will not arrive; None: all chunks
                are there
     """
 
@@ -99,23 +100,23 @@ class Step:
     positions: NDArray[np.int64]
     begun: list[Begun] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    steady: bool = False
+    moved: list[int] | None = None
     ready: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No row can be computed before chunks have arrived that are under way."""
+    """No row can be computed before a transfer of chunks has arrived."""
 
     transfer: Transfer
 
     def sleep(self, seconds: float) -> None:
-        """Returns when more has arrived, or nothing more will; after some time at most."""
+        """Returns when more has arrived, when nothing more will, or after `seconds`."""
         self.transfer.wait(seconds)
 
 
 class Failure(NamedTuple):
-    """Why a slice failed, and whether its whole request does, for the sequences have the prompt in common."""
+    """Why a slice failed. If its prompt failed, the whole request does, because its sequences share the prompt."""
 
     reason: str
     is_of_prompt: bool = False
@@ -123,13 +124,13 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What a step yields. Slices are named by their place in the step.
+    """What a step yields. Dictionaries are keyed by the index of a slice in the step.
 
-    token_ids        of the slices that sample, in their order; NO_TOKEN where there is none
-    logprobs         of these tokens, where a sequence asked for them; empty if none did
-    errors           of slices that failed; the others are as if these were not there
-    decided          what retention keeps of the prompts that end in this step
-    prompt_logprobs  of the tokens that follow a slice's rows within the prompt
+    token_ids        tokens of the slices that sample, in order; NO_TOKEN if there is none
+    logprobs         log-probabilities of these tokens, or None; empty if no sequence asked for any
+    errors           slices that failed; they do not affect other slices
+    decided          retention's decisions on the prompts that end in this step
+    prompt_logprobs  log-probabilities of the tokens that follow a slice's rows within the prompt
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -140,10 +141,11 @@ class Result:
 
 
 class Proposal(NamedTuple):
-    """What a sequence may go on with.
+    """A guide's proposal for a sequence.
 
-    drafts   tokens that are likely to follow, at most as many as were asked for
-    allowed  of the next token, and of the one after each draft: the sets of `Slice.allowed`; empty allows every token
+    drafts   tokens that are likely to follow, at most the requested number
+    allowed  sets as in `Slice.allowed`: for the next token, then for the token after each draft; empty: every token is
+             allowed
     """
 
     drafts: list[int]
@@ -154,12 +156,12 @@ class Guide(Protocol):
     """Proposes tokens before each step of one sequence: a drafter, a grammar, or both."""
 
     def propose(self, token_ids: list[int], most: int) -> Proposal:
-        """What may follow all tokens so far, in `most` drafts at most."""
+        """The proposal after all tokens so far, with at most `most` drafts."""
         ...
 
 
 class Runner(Protocol):
-    """Computes steps, in the order in which they were made."""
+    """Computes steps in the order of their creation."""
 
     def run(self, step: Step) -> Result:
         """Computes a step."""

@@ -1,6 +1,6 @@
-"""When one output sequence ends, and how much of its text may be shown meanwhile.
+"""Decides when an output sequence ends, and how much of its text may be shown before.
 
-Knows text and token ids of one sequence; does not know detokenization, lengths or the scheduler.
+Knows text and token ids of one sequence, not detokenization, lengths or the scheduler.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Stop:
 class StopChecker:
     """The stop rules of one sequence, fed one token at a time. `keeps_stop` says whether the stop is part of the text.
 
-    Text that could be the beginning of a stop string is held back until that is decided: what was emitted never has to
-    be taken back. The first stop string to be complete ends the text (of several complete at the same character the
-    longest), so that the result does not depend on how the text was cut into tokens.
+    Text that may begin a stop string is held back until this is decided, so that emitted text is never withdrawn. The
+    first stop string to be complete ends the text; if several are complete at the same character, the longest. So the
+    result does not depend on how the text was split into tokens.
 
     Differs from vLLM: there the first entry of `stop` found in a token's text wins, which depends on token borders.
     """
@@ -42,17 +42,17 @@ class StopChecker:
         self._stopped = False
 
     def ends_at(self, token_id: int) -> bool:
-        """Whether `token_id`, pushed next, is a stop token or end of text in its place."""
+        """Whether `token_id`, if pushed next, ends the sequence as a stop token or end of text."""
         return self._num_tokens >= self._min_tokens and (token_id in self._eos_ids or token_id in self._stop_ids)
 
     def push(self, text_delta: str, token_id: int, finished_by_length: bool = False) -> tuple[str, Stop | None]:
-        """The text that may be emitted after one more token, and why the sequence ends with it (None: it goes on).
+        """The text that may be emitted after one more token, and the reason if the sequence ends with it.
 
-        text_delta          what the token added; for a stop token its own text only if `keeps_stop`
-        finished_by_length  no further token follows; a stop in this one takes precedence
+        text_delta          the text that the token added; of a stop token only if `keeps_stop`
+        finished_by_length  no further token follows; a stop in this token takes precedence
 
-        Stops count only after `min_tokens` tokens: a stop string must be completed by a later one. After a Stop nothing
-        may be pushed.
+        Stops count only after `min_tokens` tokens: a later token must complete a stop string. After a Stop nothing may
+        be pushed.
         """
         assert not self._stopped, "push after the sequence ended"
         ends_here = self.ends_at(token_id)
@@ -71,7 +71,7 @@ class StopChecker:
         return emitted, stop
 
     def flush(self) -> str:
-        """The held text, for a sequence that ends without a stop (aborted, or failed)."""
+        """The held text, for a sequence that ends without a stop (aborted or failed)."""
         held, self._held = self._held, ""
         self._stopped = True
         return held
@@ -95,10 +95,10 @@ class StopChecker:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt over a stream; `num_matched` is the longest suffix of the text that begins the string.
+    """Knuth-Morris-Pratt over a stream. `num_matched` is the length of the text's longest suffix that begins `string`.
 
-    About one comparison per character, where testing every suffix is quadratic: a long stop string of one repeated
-    letter must not slow the engine's thread.
+    Costs about one comparison per character. Testing every suffix would be quadratic: a long stop string of one
+    repeated letter would slow the engine's thread.
     """
 
     def __init__(self, string: str) -> None:
@@ -115,7 +115,7 @@ class _Matcher:
             self._fallback[i] = length
 
     def push(self, char: str) -> bool:
-        """Take one character; whether the string ends with it."""
+        """Takes one character. Returns whether it completes the string."""
         while self.num_matched and char != self.string[self.num_matched]:
             self.num_matched = self._fallback[self.num_matched - 1]
         if char == self.string[self.num_matched]:

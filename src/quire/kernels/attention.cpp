@@ -5,15 +5,14 @@
 //
 // Defined by attention.reference; tests/kernels/test_attend.py holds the two together.
 //
-// A piece is a block of query rows of one sequence and a run of its chunks; a work item is a piece and a kv head, with num_rows * G query rows.
-// Of each page the item makes two scratch panels, K transposed and V, in the shape the inner product wants, once for all its rows; scores,
-// softmax and the weighted sum are then two matrix products with 32-bit elements: float x float, or on CPUs with bf16 dot products a pair of
-// bf16 along the summed index, which is why both share one inner kernel. Rows whose chunks are split over several pieces leave (o, lse)
-// partials, merged at the end.
+// A piece is a block of query rows of one sequence and a run of its chunks. A work item is a piece and a kv head, with num_rows * G query rows.
+// The item makes two scratch panels of each page, K transposed and V, once for all its rows. Scores and the weighted sum are then two matrix products
+// with 32-bit elements: floats, or on CPUs with bf16 dot products pairs of bf16 along the summed index. So both share one inner kernel. If the chunks
+// of a row are split over several pieces, these leave partials (o, lse), which are merged at the end.
 //
-// Where sealed chunks are encoded, pages of all codecs hold keys before rotation, and they are rotated on read: by the slot they are in, for which
-// one small table serves every page, and then by the page's own angle. For few rows it is cheaper to turn these back by that angle, page by page,
-// and for very few to make no panels. Pages that hold what was kept of others have a position for every slot; such a table is made of each of them.
+// If sealed chunks are encoded, pages of all codecs hold keys before rotation. They are rotated on read: by their slot, with one small table for all
+// pages, and then by the page's own angle. For few rows it is cheaper to rotate these back by the page's angle instead; for very few, to make no
+// panels. Packed pages have a position for every slot; each of them gets its own table.
 #include <time.h>
 
 #include "encoded_rows.h"
@@ -27,14 +26,14 @@ constexpr float LN2 = 0.6931471805599453f;
 // ---- one work item --------------------------------------------------------------------------------------------------------------------
 
 constexpr int BLOCK = 48;         // rows whose scores are in the first-level cache together; a multiple of the register block and of ROWS
-constexpr int ROWS = 4;           // rows softened together: their chains of dependent steps overlap
-constexpr int TURNED_ROWS = 8;    // up to so many query rows are turned for each page
+constexpr int ROWS = 4;           // rows of one softmax: their chains of dependent instructions overlap
+constexpr int TURNED_ROWS = 8;    // most query rows that are rotated for each page
 constexpr float UNSEEN = -1e30f;  // running maximum of a row that has seen nothing; finite, so that no difference is NaN
 
-// COUNT rows of scores in base 2 -> unnormalised probabilities, running maxima and sums; factor is what was accumulated before is to be multiplied with.
-// An invisible slot has score -inf and gets probability 2^-126, which no sum notices.
-// Where the values of slot t are scale[t] times what the panel has plus offset[t], probabilities are written times the scale, and shift, a
-// running sum too, takes the offsets; then scores become probabilities as well, not scaled, if KEEP.
+// COUNT rows of scores in base 2 -> unnormalised probabilities, running maxima and sums. `factor` scales the sums so far.
+// An invisible slot has score -inf and gets probability 2^-126, which is lost in any sum.
+// If the values of slot t are scale[t] * panel + offset[t], the probabilities are written times the scale, and the running sum `shift` takes the
+// offsets. With KEEP, scores are then replaced by the probabilities without the scale.
 template <class Math, int SLOTS, bool SCALED, bool KEEP = false, int COUNT = ROWS>
 void soften(float* scores, uint32_t* probabilities, float* top, float* total, float* factor, const float* scale = nullptr,
             const float* offset = nullptr, float* shift = nullptr) {
@@ -74,8 +73,8 @@ inline Page page_of(const Plan& plan, int layer, int head, const Piece& piece, i
                        plan.positions[piece.first_row + piece.num_rows - 1] + 1);
 }
 
-// The key, rotated unless pages hold keys before rotation, and the value of one row and head into their slot. Pages of open and of staged chunks
-// are dense in the step's own format.
+// Stores the key and value of one row and head in their slot. The key is rotated unless pages hold keys before rotation. Pages of open and staged
+// chunks are dense, in the step's own format.
 template <class T>
 void write_row(const Plan& plan, int layer, int row, int head) {
     const int D = plan.D, position = plan.positions[row], slot = position % P;
@@ -96,7 +95,7 @@ void write_row(const Plan& plan, int layer, int row, int head) {
     std::memcpy(key + P * D, v, D * sizeof(T));
 }
 
-// Encodes one head of a chunk that is full; the first tokens of a sequence stay exact beside it.
+// Encodes one head of a full chunk. The first tokens of a sequence stay exact in the sidecar.
 template <class T>
 void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
     const int D = plan.D;
@@ -114,8 +113,8 @@ void seal_page(const Plan& plan, int layer, const Seal& seal, int head) {
     else encode_page(plan.heads[layer * plan.H + head], D, kind, k, v, D, sinks ? plan.sinks : 0, image);
 }
 
-// What an item keeps in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and
-// the panels of one or two pages.
+// An item's scratch in the first two cache levels: rotated queries [rows, steps], scores and probabilities of a block of rows, running sums, and the
+// panels of one or two pages.
 struct Item {
     int rows, steps, columns;      // steps: 32-bit elements of a padded query row; columns: D rounded up to VL
     uint32_t* query;
@@ -123,13 +122,13 @@ struct Item {
     uint32_t* probabilities;
     float *acc, *top, *total, *factor;
     uint32_t *keys, *values;
-    float *shift, *scale, *offset, *buffer;   // where pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
-                                              // and where 32-bit panels are made from
-    float *turned, *late;                     // of few rows, else null: queries as float32 [rows, D], see add_late
+    float *shift, *scale, *offset, *buffer;   // if pages may be encoded: running sum of offsets of each row, ranges of a page's slots,
+                                              // and the source of 32-bit panels
+    float *turned, *late;                     // for few rows, else null: queries as float32 [rows, D], see add_late
     uint32_t* own;                            // see turns_of
 };
 
-// Query rows [rows, D] of the piece, rotated to as many positions behind `origin` as they are.
+// Query rows [rows, D] of the piece, rotated by their distance from `origin`.
 template <class T>
 void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* turned) {
     const int G = plan.G, D = plan.D;
@@ -142,7 +141,7 @@ void turn_queries(const Plan& plan, const Piece& piece, int head, const T* q, in
     }
 }
 
-// Query rows of the piece as the product takes them, rotated to as many positions behind `origin` as they are.
+// Query rows of the piece in the format of the product, rotated by their distance from `origin`.
 template <class Math, class T>
 void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, int64_t q_stride, int origin, float* rotated, const Item& item) {
     const int G = plan.G, D = plan.D;
@@ -160,18 +159,18 @@ void place_queries(const Plan& plan, const Piece& piece, int head, const T* q, i
     }
 }
 
-// Where queries are turned back to for a page, if they are: keys are turned on from there.
+// The origin of a page: queries are rotated relative to it, and keys from it.
 inline int origin_of(const Page& page) { return page.positions ? 0 : page.base; }
 
-// Hides those slots of a page that its mask leaves out or that rows at, ..., at + count - 1 of the item do not see; their scores are `ld` apart.
-// Slots with positions of their own come before all rows.
+// Hides the slots of a page that its mask hides, or that rows at, ..., at + count - 1 of the item do not see. Rows of scores are `ld` apart.
+// Slots with their own positions precede all rows.
 inline void hide_unseen(const Plan& plan, const Piece& piece, const Page& page, int at, int count, float* scores, int ld) {
     if (!page.positions && (plan.positions[piece.first_row] < page.base + P - 1 || plan.window))
         for (int m = 0; m < count; m++) hide_unseen(plan, plan.positions[piece.first_row + (at + m) / plan.G], page.base, P, scores + m * ld);
     for (int m = 0; m < count && page.mask != ALL_SLOTS; m++) hide_masked(page.mask, scores + m * ld);
 }
 
-// Leaves the scores of rows at, ..., at + count - 1 of the item to chunk c of its piece, which are `ld` apart, for those that want them.
+// Stores the scores of rows at, ..., at + count - 1 of the item for chunk c of its piece, if they are kept. Rows of scores are `ld` apart.
 inline void leave_scores(const Plan& plan, const Piece& piece, int head, int c, int at, int count, const float* scores, int ld) {
     if (!plan.scored_rows) return;
     for (int m = 0; m < count; m++) {
@@ -182,12 +181,12 @@ inline void leave_scores(const Plan& plan, const Piece& piece, int head, int c, 
     }
 }
 
-// Brings near where the slots of a page stand, if they have positions of their own ...
+// Prefetches the positions of a page's slots, if they have their own ...
 inline void prefetch_positions(const Page& page) {
     for (int t = 0; page.positions && t < P; t += LINE / 4) __builtin_prefetch(page.positions + t, 0, 3);
 }
 
-// ... and, once these have come, the angles there: a page has as many lines of them as of codes, from all over the table.
+// ... and, once these are there, the angles at these positions: as many cache lines as the page has of codes, from all over the table.
 inline void prefetch_angles(const Plan& plan, const Page& page) {
     if (!page.positions || !plan.angles) return;
     for (int t = 0; t < P; t++) {
@@ -197,13 +196,13 @@ inline void prefetch_angles(const Plan& plan, const Page& page) {
 }
 
 #if defined(__AVX512BF16__)
-// Takes chunk c, a page of codes, into the running sums of COUNT rows.
+// Adds chunk c, a page of codes, to the running sums of COUNT rows.
 template <int COUNT>
 void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const Page& page, const Page& after, const Item& item) {
-    // All of the next page, evenly: a burst would be waited for.
+    // Prefetches the next page evenly, because a burst would stall.
     Prefetcher ahead = prefetch(after, plan.D, 0);
     if (after.valid) ahead.end = prefetch(after, plan.D, 1).end;
-    // Of the steps, a page has one for every block of keys, and some for its values.
+    // A page has one prefetch step per block of keys, and some for its values.
     ahead.pace = 1 + static_cast<int>((ahead.end - ahead.at) / LINE) / (plan.D / (2 * BLOCK_PAIRS) + 2);
     count_read(plan, head, plan.indices[piece.first_index + c]);
     for (int r = 0; r < COUNT; r++) store_halves(item.turned + r * plan.D, plan.D, item.query + r * item.steps);
@@ -230,8 +229,8 @@ void attend_codes(const Plan& plan, const Piece& piece, int head, int c, const P
 }
 #endif
 
-// Takes chunks c, ..., c + PAGES - 1 of the piece into the running sums. Two pages at once halve what a page costs besides its products: the
-// horizontal maxima and sums, and reading and writing acc.
+// Adds chunks c, ..., c + PAGES - 1 of the piece to the running sums. Two pages at once halve the cost besides products: horizontal maxima and sums,
+// and reading and writing acc.
 template <class Math, class T, int PAGES>
 void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int c, const Page& next, const Item& item) {
     constexpr int SLOTS = PAGES * P, psteps = P / Math::PAIR;
@@ -281,14 +280,14 @@ void attend_pages(const Plan& plan, int layer, const Piece& piece, int head, int
 #endif
 }
 
-// next: the page this thread needs after this item; its `valid` is 0 if there is none.
+// next: the page that this thread needs after this item; its `valid` is 0 if there is none.
 template <class Math, class T>
 void attend_item(const Plan& plan, int layer, const Piece& piece, int head, const T* q, int64_t q_stride, T* out, const Page& next) {
     if (plan.decode && plan.positions[piece.first_row] < piece.start + piece.num_chunks * P) write_row<T>(plan, layer, piece.first_row, head);
     const int G = plan.G, D = plan.D, H = plan.H, rows = piece.num_rows * G;
-    const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // what is softened past `rows` is ignored
+    const int padded = (rows + ROWS - 1) / ROWS * ROWS;   // results past `rows` are ignored
     const int held = padded < BLOCK ? padded : BLOCK;     // rows whose scores are held at once
-    // At once: two pages' panels and a block of scores leave the first-level cache, and encoded pages have scales of their own.
+    // Pages per pass: two panels and a block of scores exceed the first-level cache, and encoded pages have their own scales.
     const int pages = rows <= BLOCK || plan.turns ? 1 : 2;
     const int slots = pages * P, width = slots / Math::PAIR;
     const int steps = query_steps<Math>(plan), columns = (D + VL - 1) / VL * VL;

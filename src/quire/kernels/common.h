@@ -1,6 +1,6 @@
 // Vectors and number formats shared by the CPU kernels.
 //
-// The same source is compiled once per CPU level; VL follows from the instruction set, and everything else is written in vectors of VL lanes.
+// The same source is compiled once per CPU level. VL follows from the instruction set; all other code uses vectors of VL lanes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -112,7 +112,7 @@ inline float widen(bf16 x) {
     std::memcpy(&f, &u, 4);
     return f;
 }
-// The bits of the nearest finite float16, and the number that is stored as such bits.
+// The bits of the nearest finite float16, and the number with these bits.
 inline uint16_t half_bits(float x) {
     const f16 h = static_cast<f16>(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
     uint16_t bits;
@@ -148,11 +148,11 @@ inline float largest(vf x) {
 }
 #endif
 
-// 2^x for x up to 126, relative error below 2e-7, or 8e-5 where the result is kept in 16 bits; NaN gives NaN and -inf gives 2^-126 or 0.
+// 2^x for x up to 126. The relative error is below 2e-7, or 8e-5 if the result is kept in 16 bits. NaN gives NaN, -inf gives 2^-126 or 0.
 template <bool ROUGH = false>
 inline vf exp2(vf x) {
 #if defined(__AVX512DQ__)
-    // f = x - floor(x) in [0, 1), 0 for -inf; scalef takes the floor itself.
+    // f = x - floor(x) in [0, 1), 0 for -inf; scalef computes the floor itself.
     const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     vf p;
     if constexpr (ROUGH) {
@@ -191,7 +191,7 @@ inline vf silu(vf x) {
     return x < splat(-87.0f) ? splat(0.0f) : y;
 }
 
-// A buffer of the calling thread that only grows, 64-byte aligned. Holds one kernel's scratch at a time.
+// A 64-byte aligned buffer of the calling thread, which only grows. It holds the scratch of one kernel at a time.
 void* thread_scratch(size_t bytes);
 
 }  // namespace quire

@@ -10,7 +10,7 @@ namespace quire {
 
 namespace {
 
-// Below this many elements a second thread costs more than it brings: waking it takes about 5 us between two products of torch's.
+// Below this many elements a second thread costs more than it saves: waking it takes about 5 us between two products of torch.
 constexpr int64_t ELEMENTS_PER_THREAD = 8192;
 
 int64_t grain_for(int64_t rows, int64_t width) {
@@ -29,7 +29,7 @@ void norm_row(const T* x, T* residual, const T* weight, float eps, int64_t width
         if (residual) {
             v = v + load(residual + i);
             store(residual + i, v);
-            // The sum is normalised as stored, so that a 16-bit residual and its norm belong together.
+            // The sum is normalised as stored, so that a 16-bit residual and its norm agree.
             v = load(residual + i);
         }
         squares += v * v;
@@ -116,8 +116,8 @@ void argmax(const float* x, int64_t x_stride, int64_t rows, int64_t width, int64
 
 using namespace quire;
 
-// x: `rows` rows x_stride apart, each of `heads` adjacent vectors of `width`, normalised one by one. residual, dense like out, may be null: then y
-// is the norm of x alone.
+// x: `rows` rows x_stride apart, each with `heads` adjacent vectors of `width`, which are normalised separately. residual is dense like out. If it is
+// null, y is the norm of x alone.
 QUIRE_API void quire_add_norm(int kind, const void* x, int64_t x_stride, void* residual, const void* weight, float eps, int64_t rows,
                               int64_t heads, int64_t width, void* out) {
     if (kind == DENSE_BF16) add_norm<bf16>(x, x_stride, residual, weight, eps, rows, heads, width, out);

@@ -1,5 +1,5 @@
-// Structures that Python fills in. One list of fields makes both the struct and a table of these fields, so the two cannot differ;
-// kernels/runtime.py compares the table with the Python mirror of the struct before the first use.
+// Structures that Python fills in. One list of fields makes both the struct and a table of its fields, so the two cannot differ.
+// Before the first use, kernels/runtime.py compares the table with the Python mirror of the struct.
 //
 //     QUIRE_STRUCT(Seal,                    struct Seal {
 //         (int32_t, source)                     int32_t source;
@@ -29,12 +29,12 @@ struct Field {
         return table;                                                                                          \
     }
 
-// Exports the table of a struct of namespace quire; once in one source.
+// Exports the table of a struct of namespace quire. To be used once, in one source.
 #define QUIRE_EXPORT_FIELDS(name) \
     QUIRE_API const quire::Field* quire_fields_##name() { return quire::fields_of(static_cast<const quire::name*>(nullptr)); }
 
-// A macro that ends in the name of its twin goes through a list of pairs (a, b)(c, d): the twin takes the next pair. The name that is left over
-// becomes that of an empty macro.
+// A macro that expands to the name of its twin walks a list of pairs (a, b)(c, d): the twin takes the next pair. The last name becomes that of an
+// empty macro.
 #define QUIRE_MEMBER_A(type, field) type field; QUIRE_MEMBER_B
 #define QUIRE_MEMBER_B(type, field) type field; QUIRE_MEMBER_A
 #define QUIRE_MEMBER_A_END

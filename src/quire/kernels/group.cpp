@@ -35,10 +35,10 @@ void encode_rows(int D, const T* x, int64_t stride, const float* bias, uint8_t* 
             const uint16_t step_bits = half_bits((span > 0 ? span : 0.0f) * (1.0f / 15));
             std::memcpy(at + 2 * SLOTS, &step_bits, 2);
             const float step = half_value(at + 2 * SLOTS), divisor = step > 0 ? step : 1.0f;
-            // Past the group's end lies what the next one, or nobody, reads.
+            // Bytes past the group's end belong to the next group, or are not read.
             for (d = 0; d < count; d += VL) {
                 const vf scaled = (load(part + d) - low) / divisor;
-                // Adding 1.5 * 2^23 rounds to an integer, of two equally near ones to the even one.
+                // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
                 store(codes + start + d, min(max(scaled, vf{}), splat(15.0f)) + 12582912.0f - 12582912.0f);
             }
         }
@@ -61,7 +61,7 @@ void decode_rows(int D, const uint8_t* pairs, const uint8_t* ranges, const float
         const uint8_t* row = pairs + t * half;
         T *first = out + t * D, *second = first + half;
         int j = 0;
-        // No vector is of two groups where both halves are whole vectors: a group is several of them.
+        // If both halves are whole vectors, no vector spans two groups, because a group is several vectors.
         for (; half % VL == 0 && j < half; j += VL) {
             const vu both = (vu)bytes(row + j);
             const Range &lower = range[j / CHANNELS], &upper = range[(half + j) / CHANNELS];
@@ -113,7 +113,7 @@ template void decode_groups(int, const uint8_t*, const float*, bf16*, bf16*);
 
 using namespace quire;
 
-// For tests and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D]; bias [D] of the keys, or null.
+// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D]; bias [D] of the keys, or null.
 QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v, const float* bias, int64_t n, uint8_t* pages) {
     const int64_t step = static_cast<int64_t>(kind == DENSE_F32 ? 4 : 2) * 64 * D, page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) {
@@ -122,7 +122,7 @@ QUIRE_API void quire_group_encode(int D, int kind, const void* k, const void* v,
     });
 }
 
-// The other way round: float32 K and V [n, 64, D].
+// Decodes to float32 K and V [n, 64, D].
 QUIRE_API void quire_group_decode(int D, const uint8_t* pages, const float* bias, int64_t n, float* k, float* v) {
     const int64_t page_bytes = group_layout(D).page_bytes;
     parallel_for(n, 1, [&](int64_t i) { decode_groups(D, pages + i * page_bytes, bias, k + i * 64 * D, v + i * 64 * D); });

@@ -1,13 +1,13 @@
-// Products with a weight packed once: y = x W^T + b, sums in float32. Out come the rows' own numbers, or of an output head float32: logits in bf16
-// come in steps of 0.125 between 16 and 32, and ties are decided by the smaller id.
+// Products with a weight that is packed once: y = x W^T + b, sums in float32. Outputs have the format of the rows; an output head gives float32,
+// because bf16 logits between 16 and 32 have steps of 0.125, and the smaller id decides ties.
 //
 //     packed[panel, k, n] = (W[32 panel + n, 2k], W[32 panel + n, 2k + 1])        32 columns of pairs, zeros past N
 //
-// are panels of 16 bits; packed.h has those of fewer. Gated: half of a panel is 16 gates, the other half what they let through; y = silu(gate) up
-// leaves the registers.
+// are panels of 16 bits; packed.h has panels of fewer bits. Gated: half of a panel is 16 gates, the other half their ups. y = silu(gate) up is
+// computed in registers.
 //
-// A decode step is bound by these bytes, and by what each call costs besides: a panel is one contiguous stream, and a call is one loop over the
-// panels of all parts. Many rows reuse a panel from the first-level cache, BLOCK_STEPS pairs at a time. Defined by models.layers.TorchOps;
+// A decode step is bound by these bytes and by the overhead of calls. So a panel is one contiguous stream, and a call is one loop over the panels of
+// all parts. Many rows reuse a panel from the first-level cache, BLOCK_STEPS pairs at a time. Defined by models.layers.TorchOps;
 // tests/kernels/test_elementwise.py and test_packed.py hold the two together.
 #include "linear.h"
 
@@ -15,11 +15,11 @@ namespace quire {
 namespace {
 
 constexpr int MR = block_rows<PANEL / VL>();
-constexpr int SHORT_STEPS = 144;   // pairs of a panel computed while as many of the next are fetched: 2 x 18 KiB in the first-level cache
-constexpr int TALL_STEPS = 384;    // pairs of a panel that many rows pass, more than fit the first level: reading sums again costs more
+constexpr int SHORT_STEPS = 144;   // pairs of a panel to compute while as many of the next are fetched: 2 x 18 KiB in the first-level cache
+constexpr int TALL_STEPS = 384;    // pairs of a panel for many rows. More than the first level holds, because rereading sums would cost more
 constexpr int BLOCK_ROWS = 192;    // rows whose inputs stay in the second-level cache
 constexpr int WIDE_STEPS = 96;     // pairs of a panel that are widened to float32 for many rows: 24 KiB
-constexpr int WIDE_ROWS = 4 * MR;  // more rows than these are worth it
+constexpr int WIDE_ROWS = 4 * MR;  // with more rows than this, widening pays off
 
 #if defined(__AVX512BF16__)
 using MathOfBf16 = MathBf16;
@@ -27,12 +27,12 @@ using MathOfBf16 = MathBf16;
 using MathOfBf16 = MathPairs<bf16>;
 #endif
 
-// X: numbers of the rows and the bias; T: what comes out.
+// X: format of the rows and the bias; T: format of the output.
 template <class X, class T>
 struct Product {
     const X* x;
     int lda;                       // numbers from row to row
-    PackedRows packed;             // the same rows, where a part is packed
+    PackedRows packed;             // the same rows for packed parts
     int64_t rows, inputs, outputs;
     const X* bias;
     bool gated;
@@ -40,14 +40,14 @@ struct Product {
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }   // outputs of a panel
 };
 
-// One panel, where its outputs begin, and how many it has: fewer than its width at a part's end.
+// One panel, its first output, and its number of outputs: fewer than its width at a part's end.
 struct Panel {
     int64_t kind;
     const uint8_t* at;
     int64_t first, outputs;
 };
 
-// The columns of a panel that the product has, of sums [height, 32].
+// Stores the valid columns of a panel's sums [height, 32].
 template <class X, class T>
 void put_part(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const float* sums) {
     for (int r = 0; r < height; r++)
@@ -69,7 +69,7 @@ void put_rows(const float* sums, int height, const To& to) {
     }
 }
 
-// Where finished rows of a panel go.
+// The destination of a panel's finished rows.
 template <class X, class T>
 Outputs<X, T> outputs_of(const Product<X, T>& p, const Panel& panel, int64_t at) {
     return {p.out + at * p.outputs + panel.first, p.outputs, p.bias ? p.bias + panel.first : nullptr};
@@ -87,7 +87,7 @@ void put_sums(const Product<X, T>& p, const Panel& panel, int64_t at, int height
     else put_rows(sums, height, outputs_of(p, panel, at));
 }
 
-// Many rows of one panel without dot products of pairs: each number is widened once, which leaves nothing but multiply-adds.
+// Many rows of one panel without dot products of pairs: each number is widened once, so only multiply-adds remain.
 template <class Math, class X, class T>
 void wide_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height) {
     const int steps = static_cast<int>(p.inputs / 2);
@@ -111,14 +111,14 @@ void wide_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
                 store(columns + 2 * i * PANEL + n, Math::low(pair));
                 store(columns + (2 * i + 1) * PANEL + n, Math::high(pair));
             }
-        Prefetcher none{nullptr, nullptr};   // all of it is near
+        Prefetcher none{nullptr, nullptr};   // everything is in the cache
         product_rows<MathF32, PANEL / VL>(reinterpret_cast<const uint32_t*>(rows), 2 * deep, reinterpret_cast<const uint32_t*>(columns), PANEL, sums,
                                           2 * deep, height, k ? ones : nullptr, sums, none);
     }
     put_sums(p, panel, at, height, scratch);
 }
 
-// Rows [at, at + height) of one panel of pairs; next is the panel this thread reads afterwards.
+// Rows [at, at + height) of one panel of pairs; next is the panel that this thread reads afterwards.
 template <class Math, class X, class T>
 void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
     if constexpr (Math::WIDENS)
@@ -134,7 +134,7 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
     const int blocks = (steps + most - 1) / most, block = (steps + blocks - 1) / blocks;
     for (int k = 0; k < steps; k += block) {
         const int deep = steps - k < block ? steps - k : block;
-        // One pass: the stream itself, a page ahead of its use. Several: the next block, while this one is reused.
+        // With one pass, prefetch the stream itself, a page ahead. With several, prefetch the next block while this one is reused.
         const auto* here = reinterpret_cast<const uint8_t*>(columns + k * PANEL);
         const auto* after = k + deep < steps ? here + static_cast<int64_t>(deep) * PANEL * 4 : next;
         Prefetcher ahead{after, after ? after + block * PANEL * 4 : after, height <= 2 * MR ? 2 : 1, nullptr, height > 4 * MR};
@@ -153,7 +153,7 @@ void pair_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int heigh
     if (!whole) put_part(p, panel, at, height, scratch);
 }
 
-// The same of a packed panel.
+// The same for a packed panel.
 template <class X, class T>
 void packed_rows(const Product<X, T>& p, const Panel& panel, int64_t at, int height, const uint8_t* next) {
     const int planes = p.packed.planes, most = (BLOCK_ROWS + SPARE_ROWS) * planes;
@@ -171,7 +171,7 @@ void linear(const Matrix& m, const Rows& rows, T* out, const Matrix* next) {
     Product<X, T> p{static_cast<const X*>(rows.x), static_cast<int>(rows.stride), {}, rows.count, m.inputs, m.outputs, static_cast<const X*>(m.bias),
                     m.gated != 0, out};
     if (p.rows == 0) return;
-    // Panels are a microsecond's work each where rows are few: what their parts need is found once.
+    // With few rows, a panel takes about a microsecond, so the data of parts is prepared once.
     struct {
         int64_t panels, bytes;
     } runs[MOST_PARTS];
@@ -241,7 +241,7 @@ QUIRE_API void quire_pack_linear(const void* weight, int64_t N, int64_t K, int g
     });
 }
 
-// out of the kind that is asked for: that of the rows, or float32. Rows of pairs are an even number of elements apart.
+// out has the requested format: that of the rows, or float32. Rows of pairs are an even number of elements apart.
 QUIRE_API void quire_multiply(const Matrix* matrix, const Rows* rows, int out_kind, void* out) { multiply(*matrix, *rows, out_kind, out); }
 
 QUIRE_EXPORT_FIELDS(Part)

@@ -4,28 +4,28 @@
 
 namespace quire {
 
-// Outputs that are stored alike: panels of 16-bit pairs or of packed blocks.
+// Outputs that are stored in the same way: panels of 16-bit pairs or of packed blocks.
 QUIRE_STRUCT(Part,
     (const uint8_t*, panels)
     (int64_t, kind)     // of Weights
-    (int64_t, outputs)  // gated: as many as there are gates
+    (int64_t, outputs)  // gated: the number of gates
 )
 
 constexpr int MOST_PARTS = 4;
 
-// Parts one below the other, their inputs the same, MOST_PARTS of them at most; a gated one has one part.
+// Parts below each other with equal inputs, at most MOST_PARTS. A gated matrix has one part.
 QUIRE_STRUCT(Matrix,
     (const Part*, parts)
     (int64_t, num_parts)
-    (const void*, bias)  // of the rows' kind of number, gated: gates' and ups'; or null
+    (const void*, bias)  // in the rows' number format; gated: of gates, then of ups; or null
     (int64_t, outputs) (int64_t, inputs) (int64_t, gated)
 )
 
-// x [rows, inputs], numbers of one kind, rows x_stride apart -> out [rows, outputs] of out_kind: that of x, or float32. Scratch is for rows as
-// integers, and read only where a part is packed. next, if not null, is what will be multiplied with afterwards: the threads begin to fetch it when
-// they run out of panels. A call of every member where the calling thread is in a team.
+// x [rows, inputs] of one number format, rows x_stride apart -> out [rows, outputs] of out_kind: that of x, or float32. Scratch holds the rows as
+// integers and is used only if a part is packed. next, if not null, is the matrix of the following product: threads that run out of panels begin to
+// fetch it. In a team, every member must make this call.
 QUIRE_STRUCT(Rows,
-    (int64_t, kind)  // of x: DENSE_BF16, DENSE_F16 or DENSE_F32
+    (int64_t, kind)  // format of x: DENSE_BF16, DENSE_F16 or DENSE_F32
     (const void*, x)
     (int64_t, stride) (int64_t, count)
     (void*, scratch)

@@ -1,7 +1,7 @@
-// Encoding of full pages, and decoding of whole ones where nothing faster reads them. Compiled without fused multiply-adds, so that it gives
-// the bits of cache/codecs/nuq.py.
+// Encodes full pages, and decodes whole pages where nothing faster reads them. Compiled without fused multiply-adds, so that it gives the bits of
+// cache/codecs/nuq.py.
 //
-// Both work on the transposed page, channels by slots: a vector is several slots, and nothing is ever summed across it.
+// Both work on the transposed page, channels by slots: a vector holds several slots, and nothing is summed across a vector.
 #include "nuq.h"
 
 namespace quire {
@@ -37,7 +37,7 @@ void transpose_any(Kind kind, const void* x, int64_t stride, int D, int zeros, S
 inline vf blend(vi mask, vf yes, vf no) { return mask ? yes : no; }
 inline vf magnitude(vf x) { return as_float((vu)x & 0x7fffffffu); }
 
-// The channels of the largest costs of every slot, and what goes with them; of equal costs the first channel.
+// The channels with the largest costs of every slot, and their data; among equal costs the first channel.
 struct Largest {
     Slots cost[2], channel[2];
     explicit Largest() : cost{all(-1), all(-1)}, channel{all(0), all(0)} {}
@@ -51,7 +51,7 @@ struct Largest {
     }
 };
 
-// Writes slot s of every vector: missing[d] is what the codes of channel d miss.
+// Writes slot s of every vector. missing[d] is the residual of channel d's codes.
 void write_slot(const Slots& channel, const Slots* missing, uint8_t* out) {
     for (int t = 0; t < PAGE; t++) {
         const int d = static_cast<int>(channel.floats()[t]);
@@ -72,7 +72,7 @@ inline void put_codes(vi code, uint8_t* at) {
     std::memcpy(at, &narrow, VL);
 }
 
-// Packs fields of 32 codes into lines; code(field) gives them, a byte each.
+// Packs fields of 32 codes into lines; code(field) returns them, one byte each.
 template <class Code>
 void pack(int fields, int bits, const Code& code, uint8_t*& out) {
     for_parts(bits, [&](int width, int place) {
@@ -229,7 +229,7 @@ void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const voi
 
 void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v) {
     const int half = D / 2;
-    // Codes first, as numbers, then what they stand for: a code's parts come one after the other.
+    // Codes first, then their values, because the parts of a code follow each other.
     if (k) {
         std::memset(k, 0, sizeof(float) * PAGE * D);
         const uint8_t* in = page;
@@ -261,7 +261,7 @@ void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, floa
 
 using namespace quire;
 
-// For tests and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D].
+// For tests, and for pages that are encoded outside a step: n pages of one head, K and V T [n, 64, D].
 QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void* k, const void* v, int64_t n, uint8_t* pages) {
     const int64_t width = kind == DENSE_F32 ? 4 : 2, step = width * PAGE * D;
     parallel_for(n, 1, [&](int64_t i) {
@@ -270,7 +270,7 @@ QUIRE_API void quire_nuq_encode(const NuqHead* head, int D, int kind, const void
     });
 }
 
-// The other way round: float32 K and V [n, 64, D].
+// Decodes to float32 K and V [n, 64, D].
 QUIRE_API void quire_nuq_decode(const NuqHead* head, int D, const uint8_t* pages, int64_t n, float* k, float* v) {
     parallel_for(n, 1, [&](int64_t i) { decode_page(*head, D, pages + i * head->page_bytes, k + i * PAGE * D, v + i * PAGE * D); });
 }

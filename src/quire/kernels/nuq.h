@@ -5,21 +5,21 @@
 namespace quire {
 
 constexpr int PAGE = 64;          // slots
-constexpr int BOOK = 32;          // centroids of a book, of which a narrower code uses the first
+constexpr int BOOK = 32;          // centroids of a book; a narrower code uses only the first ones
 constexpr int BLOCK_PAIRS = 4;
 constexpr int SLOT_BYTES = 3 * PAGE;
 constexpr int LINE = 64;          // bytes
 
-// What the pages of one head of one layer are made with; built by attention/nuq.py, which has a mirror of it.
+// The tables for the pages of one layer and head. attention/nuq.py builds them and has a mirror of the struct.
 QUIRE_STRUCT(NuqHead,
     (const uint8_t*, order)          // [D/2] pairs of channels in the order of their codes
-    (const uint8_t*, bits)           // [D/8] of each block of four pairs
+    (const uint8_t*, bits)           // [D/8] width of each block of four pairs
     (const float*, key_edges)        // [D, 31]
     (const float*, key_books)        // [D, 32]
     (const float*, key_weight)       // [D]
     (const float*, value_edges)      // [31]
     (const float*, value_books)      // [32]
-    (const uint16_t*, key_lookup)    // bf16 [D, 32]: each channel's book, repeated until it fills the register
+    (const uint16_t*, key_lookup)    // bf16 [D, 32]: each channel's book, repeated to fill the register
     (const uint16_t*, value_lookup)  // bf16 [32]
     (int32_t, key_slots) (int32_t, value_bits) (int32_t, value_slots)  // counts
     (int32_t, at_key_slots) (int32_t, at_values) (int32_t, at_ranges) (int32_t, at_value_slots)  // bytes from the page's start
@@ -33,10 +33,10 @@ inline void for_parts(int bits, const Body& body) {
         if (bits & width) bits -= width, body(width, bits);
 }
 
-// Encodes keys and values T [64, D], rows `stride` elements apart; the first `zeros` rows as if they were zero.
+// Encodes keys and values T [64, D], rows `stride` elements apart. The first `zeros` rows count as zero.
 void encode_page(const NuqHead& head, int D, Kind kind, const void* k, const void* v, int64_t stride, int zeros, uint8_t* page);
 
-// The other way round: float32 [64, D] each, or null for one that is not wanted.
+// Decodes to float32 [64, D] each; null for an output that is not needed.
 void decode_page(const NuqHead& head, int D, const uint8_t* page, float* k, float* v);
 
 }  // namespace quire

@@ -1,17 +1,17 @@
-// Products with packed panels, and the rows they take; see packed.h. Defined by models/quants.py: tests/kernels/test_packed.py.
+// Products with packed panels, and their rows; see packed.h. Defined by models/quants.py; tests/kernels/test_packed.py holds the two together.
 #include "packed.h"
 
 namespace quire {
 namespace {
 
-// Rows that are integers.
+// Rows of integers.
 struct MathIntegers {
     using Sum = vi;
     static constexpr bool EXACT = true;
-    static constexpr int FEW = 4;                        // the most rows that codes are decoded for in registers ...
-    static constexpr int FEW_BLOCK = 4;                  // ... and how many of them at a time
+    static constexpr int FEW = 4;                        // most rows for which codes are decoded in registers ...
+    static constexpr int FEW_BLOCK = 4;                  // ... and their number at a time
     template <class P>
-    static constexpr int BLOCK = VL == 16 ? 12 : 3;      // of more rows, those that pass decoded codes together
+    static constexpr int BLOCK = VL == 16 ? 12 : 3;      // with more rows: rows per block that reads decoded codes
     template <class P>
     struct Codes {
         vu pair(const typename P::Word& word, int w, int j) const { return P::pair(word, w, j); }
@@ -19,7 +19,7 @@ struct MathIntegers {
     static vi dot(vi acc, vu a, vu b) { return dot_pairs(acc, a, b); }
 };
 
-// Rows of bfloat16 as they are.
+// Rows of bfloat16.
 #if defined(__AVX512BF16__)
 struct MathBfloats {
     using Sum = vf;
@@ -36,7 +36,7 @@ struct MathBfloats {
 };
 #endif
 
-// What a group of a row is scaled with, and the sum of its numbers, scaled.
+// The scale of a row's group, and the scaled sum of its numbers.
 struct Weighing {
     float scale, sum;
     int32_t whole;          // the sum of integers
@@ -69,14 +69,14 @@ inline typename Math::Sum nothing(const Weighing& by) {
     else return vf{};
 }
 
-// Few rows: codes go from the panel to the registers and are used there, by all rows.
+// Few rows: codes go from the panel to registers, and all rows use them there.
 template <class Math, class P, int M>
 void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, float* out, const uint8_t* next) {
     constexpr int VECTORS = PANEL / VL;
-    // Vectors of outputs at a time: as many sums as the registers hold beside words, codes and a pair of a row.
+    // Vectors of outputs at a time: as many sums as fit into registers besides words, codes and a pair of a row.
     constexpr int WIDE = VL == 16 || M == 1 ? (VECTORS < 4 ? VECTORS : 4) : 2;
     constexpr int64_t LEAD = 8192;
-    constexpr int LINES = (P::BLOCK_BYTES / P::GROUPS + 63) / 64;   // of a group, its share of what stands before them included
+    constexpr int LINES = (P::BLOCK_BYTES / P::GROUPS + 63) / 64;   // cache lines of a group, with its share of the block's head
     const typename Math::template Codes<P> codes_of{};
     const uint8_t* end = block + blocks * P::BLOCK_BYTES;
     const int64_t jump = next ? next - end : 0;
@@ -92,13 +92,13 @@ void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t
             Weighing by[M];
             for (int m = 0; m < M; m++) by[m] = weighing<Math, P>(x, at + m, k);
             for (int first = 0; first < VECTORS; first += WIDE) {
-                if constexpr (WIDE < VECTORS) asm("" : "+r"(first));   // or pairs of rows are kept for the next vectors, in memory
+                if constexpr (WIDE < VECTORS) asm("" : "+r"(first));   // otherwise pairs of rows are spilled for the next vectors
                 typename Math::Sum acc[M][WIDE];
                 for (int m = 0; m < M; m++)
                     for (int n = 0; n < WIDE; n++) acc[m][n] = nothing<Math, P>(by[m]);
 #pragma GCC unroll 8
                 for (int w = 0; w < P::WORDS; w++) {
-                    if (first == 0)   // evenly: a burst would be waited for
+                    if (first == 0)   // evenly, because a burst would stall
                         for (int i = w * LINES / P::WORDS; i < (w + 1) * LINES / P::WORDS; i++) __builtin_prefetch(ahead + 64 * i, 0, 3);
                     const uint32_t* a = pairs + k / 2 + w * P::PER_WORD;
                     typename P::Word word[WIDE];
@@ -124,17 +124,17 @@ void few_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t
         for (int n = 0; n < VECTORS; n++) store(out + m * PANEL + n * VL, y[m][n]);
 }
 
-// A block of decoded groups: pairs of codes [pairs, 32], what each group is scaled with and what it adds.
+// A block of decoded groups: pairs of codes [pairs, 32], and the scale and the addend of each group.
 struct Decoded {
     uint32_t* pairs;
     float *scales, *minima;
 };
 
-// M rows through `groups` decoded groups, added to sums [M, 32].
+// Multiplies M rows with `groups` decoded groups, and adds to sums [M, 32].
 template <class Math, class P, int M>
 void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t at, int64_t k, float* sums) {
     constexpr int VECTORS = PANEL / VL, STEPS = P::GROUP / 2;
-    const PackedRows x = rows;   // a copy: for all the compiler knows, a store to sums changes the caller's
+    const PackedRows x = rows;   // a copy, because the compiler must assume that a store to sums changes the caller's
     const int64_t lda = x.lda;
     const uint32_t *a = x.pairs + at * lda + k / 2, *columns = b.pairs;
     const float *scales = b.scales, *minima = b.minima;
@@ -143,7 +143,7 @@ void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t 
         for (int m = 0; m < M; m++)
             for (int n = 0; n < VECTORS; n++) acc[m][n] = nothing<Math, P>(weighing<Math, P>(x, at + m, k));
         for (int i = 0; i < STEPS; i++, a++, columns += PANEL) {
-            if constexpr (VL < 16) {   // sixteen registers: the sums, a pair of a row, and a column
+            if constexpr (VL < 16) {   // sixteen registers hold the sums, a pair of a row, and a column
                 for (int n = 0; n < VECTORS; n++) {
                     const vu column = *reinterpret_cast<const vu_loose*>(columns + n * VL);
                     for (int m = 0; m < M; m++) acc[m][n] = Math::dot(acc[m][n], splat(a[m * lda]), column);
@@ -167,7 +167,7 @@ void decoded_rows(const Decoded& b, int groups, const PackedRows& rows, int64_t 
     }
 }
 
-// Rows are multiplied in blocks of a few heights, the least of which that is enough is taken.
+// Blocks of rows have one of a few heights. The smallest sufficient height is taken.
 constexpr int enough(int rows) { return rows <= 4 ? rows : rows <= 6 ? 6 : rows <= 8 ? 8 : 12; }
 
 // Calls use(enough(rows)), up to MOST.
@@ -187,7 +187,7 @@ void with_rows(int rows, const Use& use) {
     }
 }
 
-// Many rows: a few groups at a time are decoded once, and all rows pass them in the first-level cache.
+// Many rows: a few groups at a time are decoded once, and all rows read them from the first-level cache.
 template <class Math, class P>
 void many_rows(const uint8_t* block, int64_t blocks, const PackedRows& x, int64_t at, int rows, float* sums, void* scratch) {
     constexpr int M = Math::template BLOCK<P>, VECTORS = PANEL / VL;
@@ -249,7 +249,7 @@ void quantize_row(const T* x, int64_t inputs, uint32_t* pairs, float* scales, in
         for (int i = 0; i < VL; i++) top = largest[i] > top ? largest[i] : top;
         int exponent = top >> 23;
         const bool finite = exponent < 255;
-        // 16 significant bits at most of what is read in 16; float32 could be rounded up to 2^15.
+        // 16-bit inputs have at most 16 significant bits. Float32 could be rounded up to 2^15.
         exponent = (exponent < 32 ? 32 : exponent) - (sizeof(T) == 4 ? 13 : 14);
         for (int plane = 0; plane < planes; plane++, exponent -= 15) {
             const int32_t up_bits = (254 - exponent) << 23, down_bits = exponent << 23;
@@ -276,7 +276,7 @@ void quantize_row(const T* x, int64_t inputs, uint32_t* pairs, float* scales, in
     }
 }
 
-// One row of bfloat16, padded with zeros, unless pairs is null, and sums of 32 of its numbers.
+// One row of bfloat16: a copy padded with zeros, unless pairs is null, and the sums of each 32 numbers.
 void take_row(const bf16* x, int64_t inputs, uint32_t* pairs, float* sums, int64_t padded) {
     for (int64_t k = 0; k < padded; k += SCALED) {
         bf16 row[SCALED] = {};
@@ -344,7 +344,7 @@ PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows
 #if defined(__AVX512BF16__)
     if (kind == DENSE_BF16) {
         const auto* from = static_cast<const bf16*>(x);
-        // Rows stay where they are if none beyond the last is read: then the last block has 4, 8 or 12 of them.
+        // Rows are not copied if none beyond the last is read: if the last block has 4, 8 or 12 rows.
         const bool whole = padded == inputs && x_stride % 2 == 0 && (rows < 4 || rows % 4 == 0);
         if (sums || !whole)
             parallel_for(rows, 1, [&](int64_t r) {
@@ -384,8 +384,8 @@ QUIRE_API int64_t quire_panel_bytes(int kind, int64_t inputs) { return panel_byt
 
 QUIRE_API int64_t quire_quantized_bytes(int kind, int64_t rows, int64_t inputs) { return quantized_bytes(kind, rows, inputs); }
 
-// Rows of a matrix in panels that is not gated: out[i] = W[index[i]], [count, K]; of pairs the number's own 16 bits, of packed blocks the kind of
-// number that is asked for. What an embedding reads.
+// Reads rows of an ungated matrix in panels, for embeddings: out[i] = W[index[i]], [count, K]. Pairs give the number's own 16 bits, packed blocks the
+// requested format.
 QUIRE_API void quire_panel_rows(int kind, const uint8_t* panels, int64_t K, const int64_t* index, int64_t count, int number, void* out) {
     parallel_for(count, count < 32 ? count : 16, [&](int64_t i) {
         const uint8_t* panel = panels + index[i] / PANEL * panel_bytes(kind, K);

@@ -1,32 +1,33 @@
-// Weights in the blocks of GGUF's types, repacked in panels of 32 outputs, and the rows they are multiplied with.
+// Weights in the blocks of GGUF's types, repacked into panels of 32 outputs; and the rows that are multiplied with them.
 //
 //     y[n] = sum over groups g of  s[g, n] * (sum over k in g of x[k] c[k, n])  +  m[g, n] * (sum over k in g of x[k])
 //
-// Codes are small integers. Where there are dot products of bfloat16, rows of it are multiplied as they are: a code is a bfloat16, and a table in a
-// register has them. Elsewhere, and for other rows, these become integers of 16 bits with a power of two for every 32 inputs, so that the inner sums
-// are exact: pairs of 16 bits are multiplied and added in one instruction on every x86, twice as many as float multiply-adds take. A number of 8
-// significant bits (bfloat16) keeps all of them if it is within 2^-7 of the largest of its 32; smaller ones are rounded to 2^-15 of that.
+// Codes are small integers. On CPUs with bfloat16 dot products, bfloat16 rows are multiplied directly; a table in a register turns codes into
+// bfloat16. Otherwise, rows become 16-bit integers with a power of two for every 32 inputs, so that the inner sums are exact: every x86 multiplies
+// and adds pairs of 16 bits in one instruction, twice as many as float multiply-adds. A number with 8 significant bits (bfloat16) is exact if it is
+// within 2^-7 of the largest of its 32 inputs. Smaller numbers are rounded to 2^-15 of the largest.
 //
-// A panel is one stream of blocks of all 32 outputs; per block
+// A panel is one stream of blocks of all 32 outputs. A block has
 //
-//     d of the outputs, float16 [32] | m, where the type has minima | of superblocks the scale bytes [groups][32] | minima's bytes | codes
+//     d of the outputs, float16 [32] | m, if the type has minima | of superblocks the scale bytes [groups][32] | minima's bytes | codes
 //
-// and the codes of a group are vectors of 32-bit words, one word an output: eight codes, of input 2p + h in bits 16 h + 4 (p % 4) of word p / 4;
-// then what 5 and 6 bits have beyond four, of input 2p + h from bit 16 h + e (p % (16 / e)) of word p / (16 / e), e bits each; 8 bits take a byte.
+// The codes of a group are vectors of 32-bit words, one word per output. A word has eight codes: that of input 2p + h is in bits 16 h + 4 (p % 4) of
+// word p / 4. Then follow the bits of 5- and 6-bit codes beyond four: those of input 2p + h, e bits, begin at bit 16 h + e (p % (16 / e)) of word
+// p / (16 / e). 8-bit codes take a byte each.
 #pragma once
 #include "product.h"
 
 namespace quire {
 
-constexpr int PANEL = 32;          // outputs of a panel: two vectors of 16, and a dozen rows in the registers, or four of 8, and three
+constexpr int PANEL = 32;          // outputs of a panel: two vectors of 16 with a dozen rows in registers, or four of 8 with three rows
 constexpr int SUMMED = 16;         // inputs whose sum a quantized row keeps
 constexpr int SCALED = 32;         // inputs that share a power of two
 
-// How a part of a matrix is stored; models/cpu_panels.py has the same numbers.
+// The format of a part of a matrix. models/cpu_panels.py has the same numbers.
 enum Weights : int32_t { PAIRS_BF16 = 0, PAIRS_F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, G4, NUM_WEIGHTS };
 
-// acc + a.low b.low + a.high b.high for pairs of int16. The barrier keeps the sum in its register: the compiler would make all products of a
-// group first.
+// acc + a.low b.low + a.high b.high for pairs of int16. The barrier keeps the sum in its register: without it the compiler would compute all products
+// of a group first.
 inline vi dot_pairs(vi acc, vu a, vu b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -53,8 +54,8 @@ typedef int16_t vpair_signed __attribute__((vector_size(VL * 4)));
 
 inline vu splat(uint32_t x) { return x - vu{}; }
 
-// One type. BITS of a code; GROUP inputs share a scale; OFFSET is what codes are less; MINS whether a group adds a minimum; BLOCK inputs share
-// float16s; BYTES whether groups have scale bytes of their own (superblocks).
+// One type. BITS: bits of a code; GROUP: inputs that share a scale; OFFSET: subtracted from codes; MINS: whether a group adds a minimum; BLOCK:
+// inputs that share float16s; BYTES: whether groups have their own scale bytes (superblocks).
 template <int BITS_, int GROUP_, int OFFSET_, bool MINS_, int BLOCK_, bool BYTES_>
 struct Packed {
     static constexpr int BITS = BITS_, GROUP = GROUP_, OFFSET = OFFSET_, BLOCK = BLOCK_;
@@ -62,7 +63,7 @@ struct Packed {
     static constexpr int GROUPS = BLOCK / GROUP;
     static constexpr int EXTRA = BITS == 8 ? 0 : BITS - 4;
     static constexpr int PER_WORD = BITS == 8 ? 2 : 4;                    // pairs of inputs in a word
-    static constexpr int WORDS = GROUP / 2 / PER_WORD;                    // of a group, the high bits apart
+    static constexpr int WORDS = GROUP / 2 / PER_WORD;                    // words of a group, without the high bits
     static constexpr int ALL_WORDS = WORDS + EXTRA * GROUP / 32;
     static constexpr int HALVES = PANEL * 2 * (MINS ? 2 : 1);             // bytes of the float16s
     static constexpr int HEADER = HALVES + (BYTES ? GROUPS * PANEL * (MINS ? 2 : 1) : 0);
@@ -90,7 +91,7 @@ struct Packed {
         else return -d * byte_values(block + HALVES + (GROUPS + group) * PANEL + lane);
     }
 
-    // A word of VL outputs, and what its codes have beyond four bits.
+    // A word of VL outputs, and the bits of its codes beyond four.
     struct Word {
         vu low, high;
     };
@@ -113,7 +114,7 @@ struct Packed {
     }
 
 #if defined(__AVX512BF16__)
-    // What each code stands for, as bfloat16, 32 of them in a vector. Four bits need no mask: every code has two entries.
+    // The value of each code, bfloat16, 32 in a vector. Four bits need no mask, because every code has two entries.
     static constexpr int TABLE = BITS == 6 ? 64 : 32;
     struct Table {
         vu at[TABLE / 32];
@@ -141,7 +142,7 @@ struct Packed {
     }
 #endif
 
-    // The code of one input of a group and one output, less the offset.
+    // The code of one input of a group for one output, minus the offset.
     static int code(const uint32_t* group, int input, int lane) {
         const int pair = input / 2, half = input % 2 * 16;
         if constexpr (BITS == 8) return static_cast<int8_t>(group[pair / 2 * PANEL + lane] >> (half + pair % 2 * 8));
@@ -152,8 +153,7 @@ struct Packed {
         }
         return found - OFFSET;
     }
-    // The codes of a group and one output, a byte each, offsets included. Of eight bytes those with even numbers, or odd ones, are brought together
-    // by one multiplication.
+    // The codes of a group for one output, one byte each, offsets included. One multiplication gathers the even, or the odd, of eight bytes.
     static void put_codes(uint32_t* group, int lane, const uint8_t* codes) {
         constexpr uint64_t even = 0x00ff00ff00ff00ffu, four = 1ull << 48 | 1ull << 36 | 1ull << 24 | 1ull << 12;
         constexpr uint64_t beyond = EXTRA == 1 ? 1ull << 48 | 1ull << 33 | 1ull << 18 | 1ull << 3 : 1ull << 48 | 1ull << 34 | 1ull << 20 | 1ull << 6;
@@ -181,7 +181,7 @@ struct Packed {
     }
 };
 
-// Calls use(Packed<...>{}) for a type that is packed.
+// Calls use(Packed<...>{}) for a packed type.
 template <class Use>
 void with_packed(int kind, const Use& use) {
     switch (kind) {
@@ -199,26 +199,26 @@ void with_packed(int kind, const Use& use) {
 
 inline bool is_packed(int kind) { return kind > PAIRS_F16; }
 
-// Rows as packed panels are multiplied with: integers, of which a row of float32 takes two, the second what the first leaves (`planes` of them follow
-// each other), or bfloat16 as it is.
+// Rows in the format for packed panels: bfloat16, or integers. A row of float32 takes two rows of integers (`planes`, consecutive): the second has
+// the remainder of the first.
 struct PackedRows {
     const uint32_t* pairs;  // pairs of 16 bits [rows * planes, inputs / 2], inputs padded
-    const float* scales;    // [rows * planes, inputs / SCALED]: NaN where an input is not finite; of bfloat16 null
-    const int32_t* sums;    // [rows * planes, inputs / SUMMED]; of bfloat16 they are floats [rows, inputs / SCALED]
+    const float* scales;    // [rows * planes, inputs / SCALED]: NaN if an input is not finite; null for bfloat16
+    const int32_t* sums;    // [rows * planes, inputs / SUMMED]; for bfloat16 floats [rows, inputs / SCALED]
     int64_t lda;            // pairs from row to row
     int64_t inputs;         // padded to whole groups
     int planes;
 };
 
 int64_t padded_inputs(int64_t inputs);
-int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // of the scratch for rows of a kind of number
-// In a loop over rows, if there is anything to do. sums: whether they are read.
+int64_t quantized_bytes(int kind, int64_t rows, int64_t inputs);                     // bytes of scratch for rows of this format
+// A shared loop over rows, unless there is nothing to do. sums: whether the sums are needed.
 PackedRows quantize_rows(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, bool sums, void* scratch);
 
-constexpr int SPARE_ROWS = 12;   // rows beyond the last that a block may read; their sums are written, and ignored
+constexpr int SPARE_ROWS = 12;   // rows beyond the last that a block may read; their sums are written and ignored
 
-// sums [(height + SPARE_ROWS) * planes, 32] of one panel and the rows from `at`; scratch: PACKED_SCRATCH bytes. next: the panel that this
-// thread reads afterwards, or null.
+// Sums [(height + SPARE_ROWS) * planes, 32] of one panel for the rows from `at` on. scratch: PACKED_SCRATCH bytes. next: the panel that this thread
+// reads afterwards, or null.
 constexpr int PACKED_SCRATCH = 256 * PANEL * 2 + 2 * 16 * PANEL * 4;
 void packed_sums(int kind, const uint8_t* panel, int64_t inputs, const PackedRows& x, int64_t at, int height, float* sums, void* scratch,
                  const uint8_t* next);

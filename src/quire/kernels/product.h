@@ -1,5 +1,5 @@
-// Small matrix products with 32-bit elements: float x float, or pairs of bf16 along the summed index on CPUs with bf16 dot products, which is why
-// both share one kernel. Attention's scores and sums and the packed linear products are made of it.
+// Small matrix products with 32-bit elements: floats, or pairs of bf16 along the summed index on CPUs with bf16 dot products. So both share one
+// kernel. Attention's scores and sums, and the linear products, are built from it.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -27,7 +27,7 @@ struct MathBf16 {
 };
 #endif
 
-// Two 16-bit numbers in 32 bits, products and sums in float32: what every CPU can do.
+// Two 16-bit numbers in 32 bits; products and sums in float32, for every CPU.
 template <class T>
 struct MathPairs {
     using Number = T;
@@ -55,23 +55,23 @@ struct MathPairs {
 };
 
 constexpr int NV = VL == 16 ? 4 : 2;                      // vectors of a column block
-constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: what the registers hold besides a row of columns
+constexpr int ACCUMULATORS = VL == 16 ? 24 : 12;          // of a register block: all registers but those for a row of columns
 
-// Rows of a register block N vectors wide. More than a dozen streams of rows are more than a core follows.
+// Rows of a register block of N vectors. A core cannot follow more than about a dozen streams of rows.
 template <int N>
 constexpr int block_rows() {
     return ACCUMULATORS / N < 12 ? ACCUMULATORS / N : 12;
 }
 
-// Brings the next page near while this one is computed, a few lines at every step of loads and products alike: a core keeps about two dozen lines
-// under way, so prefetches pay only as long as they never come in a burst nor stop. Us a layer for 32 sequences of 192 tokens, of which 114 are the
-// bytes at reading speed and 65 the arithmetic on cached pages: 289 without, 162 prefetching while panels are made, 113 like this.
+// Prefetches the next page while this one is computed, a few lines at every step of loads and products. A core keeps about two dozen lines in flight,
+// so prefetches help only if they come evenly. A layer of 32 sequences of 192 tokens takes 289 us without prefetches, 162 with prefetches while
+// panels are made, and 113 like this; reading the bytes takes 114 us, the arithmetic on cached pages 65.
 struct Prefetcher {
     const uint8_t* at;
     const uint8_t* end;
     int pace = 2;                 // lines at every step of a product
-    const uint8_t* then = nullptr;  // what is read afterwards: its first LEAD bytes follow
-    bool rows = false;            // also the rows of the next register block: a dozen streams are more than the hardware follows
+    const uint8_t* then = nullptr;  // the data to read afterwards; its first LEAD bytes are prefetched too
+    bool rows = false;            // also prefetch rows of the next register block: the hardware cannot follow a dozen streams
     static constexpr int LEAD = 4096;
     bool done() const { return at >= end && !then; }
     void step(int lines) {
@@ -80,7 +80,7 @@ struct Prefetcher {
     }
 };
 
-// Where a product's rows go: back into the float32 sums they started from ...
+// Destinations of a product's rows: the float32 sums that they started from ...
 struct Sums {
     float* c;
     int ldc;
@@ -91,7 +91,7 @@ struct Sums {
     }
 };
 
-// ... or, finished, to outputs of 16 or 32 bits; X: numbers of the bias.
+// ... or outputs of 16 or 32 bits, with a bias of type X ...
 template <class X, class T>
 struct Outputs {
     T* y;
@@ -104,7 +104,7 @@ struct Outputs {
     }
 };
 
-// ... or a gate and what it lets through, side by side, to their product.
+// ... or silu(gate) up of gates and ups in one row.
 template <class X, class T>
 struct Gated {
     T* y;
@@ -131,7 +131,7 @@ __attribute__((always_inline)) inline void product_block(const uint32_t* a, int 
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = alpha ? load(c.c + m * c.ldc + n * VL) * alpha[m] : vf{};
     const auto step = [&](int k) {
-        if constexpr (VL < 16 && M < N) {   // sixteen registers: the sums, one number of each row, and a column
+        if constexpr (VL < 16 && M < N) {   // sixteen registers hold the sums, one number of each row, and a column
             for (int n = 0; n < N; n++) {
                 const vu col = *reinterpret_cast<const vu_loose*>(b + k * ldb + n * VL);
                 for (int m = 0; m < M; m++) acc[m][n] = Math::fma(acc[m][n], a[m * lda + k], col);
@@ -152,11 +152,11 @@ __attribute__((always_inline)) inline void product_block(const uint32_t* a, int 
             step(k);
         }
     }
-#pragma GCC unroll 16   // or a `put` that is long has acc in memory
+#pragma GCC unroll 16   // otherwise a long `put` keeps acc in memory
     for (int m = 0; m < M; m++) to.put(m, acc[m]);
 }
 
-// The last rows, fewer than a register block: of all heights the one that it is, chosen here and not by a call for each.
+// The last rows, fewer than a register block. The code for their number is chosen here, not by a call for each.
 template <class Math, int N, class To, int... M>
 void product_rest(std::integer_sequence<int, M...>, const uint32_t* a, int lda, const uint32_t* b, int ldb, const Sums& c, int steps, int rows,
                   const float* alpha, const To& to, Prefetcher& ahead) {

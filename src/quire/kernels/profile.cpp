@@ -1,23 +1,23 @@
-// What the rows of prompts look at: the sum of attention in each column, while a prompt is computed, and afterwards how much of it the last rows
-// would recover of what a policy keeps.
+// Attention statistics of prompts: column sums, while a prompt is computed; and afterwards the attention of its last rows to the tokens that a policy
+// keeps.
 //
 //     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head,      sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 //
-// Or, in place of the sum, the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
+// In place of sums, peaks: the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
 //
 // Defined by attention/profile.py; tests/kernels/test_profile_kernel.py holds the two together.
 //
-// Attention leaves the lse of every row, so a probability follows from its score alone: that of a row by itself it leaves too, others are made
-// again. A work item is a chunk of a path and a kv head: one panel of keys, before which all query rows pass that see it, rotated once for all chunks.
-// Its page of sums is its own, and rows are added in order, so that sums do not depend on how many threads there are.
+// Attention leaves the lse of every row, so a probability needs only its score. For slices of one row attention leaves scores too; others are
+// computed again. A work item is a chunk of a path and a kv head: one panel of keys for all query rows that see it. Queries are rotated once for all
+// chunks. An item owns its page of sums and adds rows in order, so sums do not depend on the number of threads.
 #include "queries.h"
 
 namespace quire {
 namespace {
 
-constexpr int BLOCK = 48;         // query rows whose probabilities are added before they join the sum: a multiple of the register block
+constexpr int BLOCK = 48;         // query rows whose probabilities are summed before they join the total: a multiple of the register block
 
-// Where the rows of a product go that see all of its columns: as probabilities into sums of the columns.
+// The destination of product rows that see all columns: they are added to the column sums as probabilities.
 template <bool ROUGH>
 struct ColumnSums {
     float* sums;
@@ -29,8 +29,8 @@ struct ColumnSums {
     }
 };
 
-// What an item needs: keys [steps, P], scores of a block of rows, sums [P] of a block and of all, and what panels of encoded pages are made from, where
-// slots have positions of their own too.
+// The scratch of an item: keys [steps, P], scores of a block of rows, sums [P] of a block and of all; and for encoded pages the source of their
+// panels, and positions of slots.
 struct Scratch {
     uint32_t* keys;
     float *scores, *part, *sums, *buffer;
@@ -55,14 +55,14 @@ void make_panel(const Plan& plan, const Page& page, const Scratch& item) {
     else load_keys<Math>(page, plan.D, item.keys, P, none);
 }
 
-// Query rows of one slice and head, as the product takes them.
+// Query rows of one slice and head, in the format of the product.
 struct Rows {
     const uint32_t* query;        // [rows * G, steps]
     const float* limits;          // [rows * G]
-    int position;                 // of the first row; others follow
+    int position;                 // position of the first row; the others follow
 };
 
-// Adds the probabilities of rows [low, high) that see all of a panel to item.sums.
+// Adds the probabilities of rows [low, high), which see all of a panel, to item.sums.
 template <class Math>
 void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scratch& item) {
     const int steps = query_steps<Math>(plan);
@@ -79,8 +79,8 @@ void add_seen(const Plan& plan, const Rows& rows, int low, int high, const Scrat
     }
 }
 
-// Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order; what a row does not see of a panel from position `start` on
-// has probability 0 or 2^-126, and so has what is fewer than `far` tokens before it.
+// Calls body(row, probabilities [P]) for the query rows of rows [low, high), in order. The panel begins at position `start`. Slots that a row does
+// not see, or that are fewer than `far` tokens before it, have probability 0 or 2^-126.
 template <class Math, class Body>
 void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, const Scratch& item, const Body& body, int far = 0) {
     const int steps = query_steps<Math>(plan);
@@ -97,10 +97,10 @@ void each_row(const Plan& plan, const Rows& rows, int low, int high, int start, 
     }
 }
 
-// How many of `count` rows, at consecutive positions from `first` on, come before a position.
+// The number of rows before a position, of `count` rows at consecutive positions from `first` on.
 inline int rows_before(int first, int count, int position) { return position <= first ? 0 : position - first < count ? position - first : count; }
 
-// Rows [own, later) of a profile are in the chunk at `start`, [later, end) behind it and see some of it.
+// Rows [own, later) of a profile are in the chunk at `start`; rows [later, end) follow it and see some of it.
 struct Lookers {
     int own, later, end;
 };
@@ -110,7 +110,7 @@ inline Lookers lookers(const Plan& plan, int position, int count, int start) {
     return {rows_before(position, count, start), rows_before(position, count, start + P), end};
 }
 
-// Rotated queries and the lse of a row; once more where they are kept.
+// Stores the rotated queries and the lse of a row; a second time if they are kept.
 template <class Math, class T>
 void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T* q, int64_t q_stride) {
     const int G = plan.G, H = plan.H, D = plan.D, steps = query_steps<Math>(plan), row = profiled.row;
@@ -125,7 +125,7 @@ void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T
                    score_scale(D), rotated);
             store_query<Math>(plan, rotated, query + g * steps);
             const float lse = plan.lse[static_cast<int64_t>(row) * H * G + head * G + g];
-            limits[g] = lse > -INFINITY ? lse * LOG2E : INFINITY;   // a row that sees nothing has no probabilities
+            limits[g] = lse > -INFINITY ? lse * LOG2E : INFINITY;   // a row that sees nothing gives probabilities of zero
         }
         if (profiled.kept < 0) continue;
         const int64_t kept = ((static_cast<int64_t>(layer) * H + head) * plan.num_kept_rows + profiled.kept) * G;
@@ -134,13 +134,13 @@ void place_row(const Plan& plan, int layer, const ProfiledRow& profiled, const T
     }
 }
 
-// Computed keys of one head that the plan keeps.
+// Copies the computed keys of one head that the plan keeps.
 inline uint8_t* kept_keys(const Plan& plan, int layer, int head, int place) {
     const int64_t bytes = static_cast<int64_t>(P) * plan.D * (plan.kind == DENSE_F32 ? 4 : 2);
     return plan.kept_keys + ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_pages + place) * bytes;
 }
 
-// Notes the largest attention of a profile's last rows, all of which are behind the chunk they look at.
+// Records the largest attention of a profile's last rows. All of these follow the chunk.
 template <class Math, class T>
 void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int layer, int head, const Column& column, int start) {
     const int skipped = profile.num_rows - profile.num_peaks;
@@ -159,7 +159,7 @@ void note_peaks(const Plan& plan, const Profile& profile, const Rows& all, int l
     each_row<Math>(plan, rows, low, high, start, item, note, column.far);
 }
 
-// Adds, or notes, what a row by itself looks at of a column, from the scores that attention left.
+// Adds, or records as a peak, the attention of a slice of one row to a column, from the scores that attention left.
 template <bool ROUGH>
 void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, int head, int index, const Column& column, float* page) {
     const int position = plan.positions[profile.first_row], start = profile.start + index * P;
@@ -167,7 +167,7 @@ void add_scores(const Plan& plan, const Profile& profile, const ScoredRow& row, 
     alignas(64) float found[P] = {};
     for (int g = 0; g < plan.G; g++) {
         const float lse = plan.lse[(static_cast<int64_t>(profile.first_row) * plan.H + head) * plan.G + g];
-        if (!(lse > -INFINITY)) continue;   // a row that sees nothing has no probabilities
+        if (!(lse > -INFINITY)) continue;   // a row that sees nothing gives probabilities of zero
         const float limit = lse * LOG2E;
         const float* scores = scores_of(plan, row, head, g, index);
         for (int t = 0; t < P; t += VL) {
@@ -186,7 +186,7 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
     const int start = profile.start + (index - profile.first_column) * P, steps = query_steps<Math>(plan);
     const int64_t first = (static_cast<int64_t>(head) * plan.num_rows + profile.first_row) * plan.G;
     const Rows rows{plan.queries + first * steps, plan.limits + first, plan.positions[profile.first_row]};
-    // A head that retention needs no sums of, or that keeps nothing of the chunk.
+    // Nothing to do if retention needs no sums of this head, or the head keeps nothing of the chunk.
     if (!mask_of(plan, layer, head, column.sums) || !mask_of(plan, layer, head, column.stored)) return;
     if (const ScoredRow& row = plan.scored_rows[profile.first_row]; row.first >= 0) {
         float* page = reinterpret_cast<float*>(image_of(plan, layer, head, column.sums));
@@ -210,7 +210,7 @@ void sum_column(const Plan& plan, int layer, int index, int head) {
             make_panel<Math, T>(plan, placed_page(plan, layer, head, column.stored, start, rows.position + profile.num_rows), item);
             count_read(plan, head, column.stored);
         }
-        // With a window, rows farther on see the last slots only.
+        // With a window, later rows see only the last slots.
         const int whole = plan.window ? rows_before(rows.position, who.end, start + plan.window) : who.end;
         const int split = whole > who.later ? whole : who.later;
         add_seen<Math>(plan, rows, who.later, split, item);
@@ -231,7 +231,7 @@ void profile_layer(const Plan& plan, int layer, const T* q, int64_t q_stride) {
             const int place = static_cast<int>(i / H), head = static_cast<int>(i % H);
             std::memcpy(kept_keys(plan, layer, head, place), image_of(plan, layer, head, plan.kept_chunks[place]), sizeof(T) * P * plan.D);
         });
-    // In order of position, so that those that most rows see come first, and none that is large is waited for.
+    // In order of position: chunks that most rows see come first, so that no large item starts last.
     parallel_for(static_cast<int64_t>(plan.num_columns) * H, 1,
                  [&](int64_t i) { sum_column<Math, T>(plan, layer, static_cast<int>(i / H), static_cast<int>(i % H)); });
 }
@@ -243,14 +243,14 @@ double recover(const Plan& plan, const Profile& profile, int layer, int head, co
     const int64_t first = ((static_cast<int64_t>(layer) * plan.H + head) * plan.num_kept_rows + profile.first_kept) * plan.G;
     const Rows rows{plan.kept_queries + first * steps, plan.kept_limits + first, end - profile.num_kept};
     const Scratch item = scratch_of<Math>(plan);
-    alignas(64) float columns[P], weights[P];   // 1 for what is kept whichever row looks, and for what a row keeps
+    alignas(64) float columns[P], weights[P];   // 1 for slots kept for every row, and for slots that one row keeps
     double total = 0;
     for (int c = 0; c < profile.num_columns; c++) {
         const Column& column = plan.columns[profile.first_column + c];
         const int start = profile.start + c * P;
         const uint64_t bits = start / P < words ? kept[start / P] : 0;
         const Lookers who = lookers(plan, rows.position, profile.num_kept, start);
-        // Local tokens of the first row that looks begin before those of others.
+        // The local tokens of the first row begin earliest.
         if (!bits && rows.position + who.own - local + 1 >= start + P) continue;
         for (int t = 0; t < P; t++) columns[t] = static_cast<float>(bits >> t & 1);
         std::memset(item.sums, 0, sizeof(float) * P);

@@ -1,4 +1,4 @@
-// Query rows as the product takes them, and what they see: shared by attention and by the profile of what rows look at.
+// Query rows in the format of the product, and their visibility; shared by attention and the profile.
 #pragma once
 #include "encoded_panels.h"
 
@@ -6,10 +6,10 @@ namespace quire {
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// What scores are made with: those of base 2, so that exponentials need no factor.
+// The factor of scores: base 2, so that exponentials need no factor.
 inline float score_scale(int D) { return LOG2E / std::sqrt(static_cast<float>(D)); }
 
-// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`; without tables only the scale.
+// y = rotated x, both [D]: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), times `scale`. Without tables, only the scale.
 template <class T>
 inline void rotate(const T* x, const float* cos, const float* sin, int D, float scale, float* y) {
     const int half = D / 2;
@@ -52,21 +52,21 @@ inline void store_halves(const float* x, int D, uint32_t* out) {
     for (; j < half; j++) out[j] = round_bf16(x[j]) | static_cast<uint32_t>(round_bf16(x[half + j])) << 16;
 }
 
-// 32-bit elements of a query row, padded to what a key panel has.
+// Number of 32-bit elements of a query row, padded to that of a key panel.
 template <class Math>
 inline int query_steps(const Plan& plan) {
     constexpr int WIDTH = VL * Math::PAIR;
     return plan.turns && Math::PAIR == 2 ? plan.D / 2 : (plan.D + WIDTH - 1) / WIDTH * VL;
 }
 
-// A rotated row x [D] as the panels of the plan's pages want it; padding is left as it is.
+// A rotated row x [D] in the format that matches the panels of the plan's pages. Does not write the padding.
 template <class Math>
 inline void store_query(const Plan& plan, const float* x, uint32_t* out) {
     if (Math::PAIR == 2 && plan.turns) store_halves(x, plan.D, out);
     else store_operand<Math>(x, plan.D, out);
 }
 
-// Hides those of `slots` slots from position `start` on that a row at `position` does not see, or that are fewer than `far` before it.
+// Hides, of `slots` slots from position `start` on, those that a row at `position` does not see, or that are fewer than `far` tokens before it.
 inline void hide_unseen(const Plan& plan, int position, int start, int slots, float* scores, int far = 0) {
     int high = position + 1 - far - start;
     high = high < 0 ? 0 : high > slots ? slots : high;
@@ -76,7 +76,7 @@ inline void hide_unseen(const Plan& plan, int position, int start, int slots, fl
     for (int t = high; t < slots; t++) scores[t] = -INFINITY;
 }
 
-// Hides the slots of a page that its mask leaves out.
+// Hides the slots of a page that its mask hides.
 inline void hide_masked(uint64_t mask, float* scores) {
     if (mask == ALL_SLOTS) return;
 #if defined(__AVX512F__)
@@ -88,7 +88,7 @@ inline void hide_masked(uint64_t mask, float* scores) {
 #endif
 }
 
-// Calls body(math, number) with what the plan's format is computed in, and with a value of its type.
+// Calls body(math, number) with the arithmetic for the plan's format, and a value of its type.
 template <class Body>
 inline void by_kind(const Plan& plan, const Body& body) {
 #if defined(__AVX512BF16__)

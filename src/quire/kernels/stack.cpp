@@ -1,10 +1,9 @@
-// The layers of a gated decoder in one call, for weights in panels and rows of bf16: what models/decoder.py does layer by layer, without Python
-// between.
+// All layers of a gated decoder in one call, for weights in panels and bf16 rows. models/decoder.py does the same layer by layer from Python.
 //
 //     q, k, v = qkv(x);  x = norm(residual += o(attend(q)));  x = norm(residual += down(gated(x)))
 //
-// A decode step has seven operations a layer of 5 to 40 us each; calls from Python cost 3 to 5 us apiece, and parallel regions 1 to 2. All threads
-// run this code side by side, and share the loops inside the kernels.
+// A decode step has seven operations per layer, of 5 to 40 us each. A call from Python costs 3 to 5 us, a parallel region 1 to 2. All threads run
+// this code side by side and share the loops inside the kernels.
 #include "attention.h"
 #include "linear.h"
 
@@ -20,16 +19,16 @@ QUIRE_STRUCT(StackLayer,
     (const void*, mlp_norm) (const void*, next_norm)  // [E]
 )
 
-// Of R rows, bf16: residual and x [R, E] are updated, the others are scratch.
+// Buffers of R bf16 rows: residual and x [R, E] are updated, the others are scratch.
 QUIRE_STRUCT(StackRows,
     (void*, residual) (void*, x)
     (void*, qkv)            // [R, (H * G + 2 H) * D]
-    (void*, q) (void*, k)   // [R, H * G, D], [R, H, D]: only where they are normalised
+    (void*, q) (void*, k)   // [R, H * G, D], [R, H, D]: only if they are normalised
     (void*, attended)       // [R, H * G * D]
-    (void*, wide)           // [R, 2 F]: only where gates and what they let through are stored differently
+    (void*, wide)           // [R, 2 F]: only if gates and ups are stored differently
     (void*, inner)          // [R, F]
     (void*, out)            // [R, E]
-    (void*, integers)       // rows of a packed product: quire_quantized_bytes of the most inputs
+    (void*, integers)       // rows of a packed product: quire_quantized_bytes of the largest number of inputs
 )
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// How many threads share a loop, and the helper; see team.h.
+// The number of threads that share a loop, and the helper; see team.h.
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -21,9 +21,9 @@ namespace {
 int num_threads = 1, setting = 1;
 
 constexpr int64_t LEAST_PAUSE = 40000000, MOST_PAUSE = 16 * LEAST_PAUSE;   // ticks without a thread: 10 to 30 ms, and up to half a second
-constexpr int64_t TRIAL = MOST_PAUSE;   // ticks that it must not be late for then: one that slept has its core for a few slices on end
+constexpr int64_t TRIAL = MOST_PAUSE;   // ticks without lateness before a thread is back: a thread that slept first keeps its core for a few slices
 
-// Of the calling thread's loops: how many threads there are, how many are left out, when one more is tried, and how long the pause before that was.
+// The threads of the calling thread's loops: all, those left out, the time to try one more, and the length of the pause before that.
 struct Crew {
     int setting, threads, left_out;
     int64_t again, pause;
@@ -31,20 +31,20 @@ struct Crew {
 thread_local Crew crew{};
 
 #if defined(__linux__)
-constexpr int64_t TURN = 1500000;              // ticks that the helper works for, about half a millisecond
-constexpr int64_t IDLE = TURN / 4;             // and of waiting for the next region, after which its turn ends early
-constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds that it sleeps then, and at most, where it is interrupted nevertheless
+constexpr int64_t TURN = 1500000;              // ticks of a helper's turn, about half a millisecond
+constexpr int64_t IDLE = TURN / 4;             // ticks without a region after which its turn ends early
+constexpr long NAP = 500000, LONG_NAP = 16 * NAP;   // nanoseconds of sleep after a turn; at most, if it is interrupted nevertheless
 
 struct Help {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t asked = PTHREAD_COND_INITIALIZER;
-    bool started = false;             // whether the thread is there
-    void (*run)(void*) = nullptr;     // null: nobody needs help
-    void *data = nullptr, *inside = nullptr;   // what run is given; that of the run the thread is in
-    cpu_set_t cores{};                // all that the caller may use but the one it runs on
+    bool started = false;             // whether the thread exists
+    void (*run)(void*) = nullptr;     // null: no caller needs help
+    void *data = nullptr, *inside = nullptr;   // argument of run; argument of the run that the thread is in
+    cpu_set_t cores{};                // the caller's cores without the one it runs on
 } help;
 
-// Takes what is to be done, if there is anything.
+// Runs the current work once, if there is any.
 void help_once(int64_t until) {
     pthread_mutex_lock(&help.lock);
     void (*const run)(void*) = help.run;
@@ -71,18 +71,18 @@ void* help_out(void*) {
             if (!__atomic_load_n(&help.run, __ATOMIC_RELAXED)) Team::rest(0);
             else help_once(until), last = ticks();
         }
-        // Its caller waited for it then. How large its share of the core is depends on who else has a claim to it.
+        // If it was interrupted, its caller waited for it, so it takes less of the core. Its share depends on the core's other users.
         if (was_preempted()) nap.tv_nsec = 2 * nap.tv_nsec < LONG_NAP ? 2 * nap.tv_nsec : LONG_NAP;
         else if (nap.tv_nsec > NAP) nap.tv_nsec -= nap.tv_nsec / 8;
     }
 }
 
 bool start_helper() {
-    // A forked process has no such thread, nor does anyone there hold its lock.
+    // In a forked process this thread does not exist, and its lock is free.
     static bool is_told_of_forks = false;
     if (!is_told_of_forks && pthread_atfork(nullptr, nullptr, [] { new (&help) Help; }) != 0) return false;
     is_told_of_forks = true;
-    // No signal of the process is this thread's.
+    // This thread takes no signals of the process.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -125,7 +125,7 @@ bool helper_enters(int64_t loop) {
         const int64_t now = static_cast<int64_t>(state >> 16);
         if (now > loop) return false;
         if (ticks() > member.until) member.role = Role::DONE;
-        // One more whom the others wait for, unless all have come, or have not come so far.
+        // Joins as one more thread to wait for, unless all have reached the loop's end, or none has reached the loop.
         else if (now < loop || (state & 0xffff) == 0) Team::rest(0);
         else if (__atomic_compare_exchange_n(&team.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return true;
     }
@@ -178,7 +178,7 @@ void Team::rest(int spins) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    // On a busy machine the thread waited for may need this core; not so a helper's, which would lose what is left of its slice for nothing.
+    // On a busy machine, the awaited thread may need this core. A helper does not yield: it would lose the rest of its slice for nothing.
     if (spins >= 1000 && member.role == Role::BASE) sched_yield();
 }
 
@@ -201,7 +201,7 @@ void* thread_scratch(size_t bytes) {
 
 using namespace quire;
 
-// Threads that the calling thread's loops do without at the moment.
+// Number of threads that the calling thread's loops currently leave out.
 QUIRE_API int quire_left_out() { return crew.setting == __atomic_load_n(&setting, __ATOMIC_ACQUIRE) ? crew.left_out : 0; }
 
 // parallel, team_size: addresses of GOMP_parallel and omp_get_num_threads, or null for one thread.

@@ -1,15 +1,16 @@
-// Loops whose items several threads share.
+// Loops with items that several threads share.
 //
-// No OpenMP is linked: the process already holds torch's pool of threads, and a second pool would fight it for the cores. The loader passes
-// torch's own GOMP_parallel in as a function pointer.
+// No OpenMP is linked: the process already has torch's thread pool, and a second pool would compete with it for the cores. The loader passes torch's
+// own GOMP_parallel in as a function pointer.
 //
-// A loop ends when all its items are done, so a thread whose core another program holds makes the others wait, a few milliseconds at a time, where
-// a whole decode step takes no longer. After a wait like that there is one thread fewer for a while: a long wait, and one of the threads lost its
-// core meanwhile, as the system counts (Linux). Two threads that share a core wait for each other in turns, for shorter times but always.
+// A loop ends when all its items are done. If another program takes the core of one thread, the others wait for it, several milliseconds at a time:
+// as long as a whole decode step. After a long wait during which a thread lost its core, as the system counts (Linux), the loops use one thread fewer
+// for a while. Two threads that share a core wait for each other in turns, for shorter times but always.
 //
-// A caller that is left alone then has a helper, a thread of ours that is asleep otherwise. It works in short turns on what the other program leaves
-// of its core: who sleeps in between and takes less than its share is hardly ever interrupted, so its items come in time. It comes into a loop under
-// way, and leaves when there are no more items or its turn is over; only that loop waits for it, and the end of the region while it is inside.
+// A caller that is then alone gets a helper, a thread of ours that otherwise sleeps. It works in short turns, in the time that the other program
+// leaves on the helper's core. A thread that sleeps in between and takes less than its share is rarely interrupted, so its items are done in time.
+// The helper joins a running loop. It leaves when there are no more items or its turn is over. Only that loop waits for it, and the end of the region
+// while it is inside.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,11 +20,11 @@
 
 namespace quire {
 
-// GOMP_parallel of the runtime torch uses, or null: then every loop runs on the calling thread.
+// GOMP_parallel of torch's runtime. If null, every loop runs on the calling thread.
 extern void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned);
 extern int (*omp_team_size)();
 
-// Time that passes alike on all cores, a few of these a nanosecond.
+// A clock that all cores share; a few ticks per nanosecond.
 inline int64_t ticks() {
 #if defined(__x86_64__)
     return static_cast<int64_t>(__builtin_ia32_rdtsc());
@@ -34,27 +35,27 @@ inline int64_t ticks() {
 #endif
 }
 
-constexpr int64_t USUAL = 50000;   // ticks, 10 to 30 us, that a thread waits for others at the end of any loop
+constexpr int64_t USUAL = 50000;   // ticks, 10 to 30 us, that a thread ordinarily waits for others at the end of a loop
 
-// Threads for the calling thread's next loop; then, how many there were, and whether one was late.
+// The number of threads for the calling thread's next loop; and the report after it: the number used, and whether one was late.
 int crew_size();
 void crew_went(int threads, bool late);
 
-// Whether the caller is alone because all others were late; asked after crew_size().
+// Whether the caller is alone because all other threads were late. To be called after crew_size().
 bool crew_is_short();
 
-// Whether the calling thread lost its core to another one since it was last asked.
+// Whether the calling thread lost its core to another thread since the last call.
 bool was_preempted();
 
-// Threads that run the same code side by side and share its loops: a whole stack of layers in one parallel region. Entering and leaving one
-// costs a microsecond or two, and a decode step has more than two hundred loops.
+// Threads that run the same code side by side and share its loops, such as a whole stack of layers in one parallel region. Entering and leaving a
+// region costs 1 to 2 us, and a decode step has more than two hundred loops.
 struct Team {
     int base;                        // members from the beginning to the end
-    bool helped;                     // whether one more may come
-    int64_t late;                    // ticks of all longer waits
-    alignas(64) uint64_t state;      // the loop under way, and in the low 16 bits how many of its members have not come to its end
-    alignas(64) int64_t over;        // loops that are: what members who wait look at, beside what those who come write
-    alignas(64) int64_t taken[64];   // items of each loop handed out beyond the first of each base member; used in turn
+    bool helped;                     // whether a helper may join
+    int64_t late;                    // ticks of all long waits
+    alignas(64) uint64_t state;      // the current loop; in the low 16 bits the number of its members that have not reached its end
+    alignas(64) int64_t over;        // number of ended loops. Waiting members read it; it is separate from what arriving members write
+    alignas(64) int64_t taken[64];   // items of each loop handed out after the first of each base member; a ring
 
     // To be called by every base member, with the same number.
     void open(int members) {
@@ -63,8 +64,8 @@ struct Team {
         __atomic_compare_exchange_n(&state, &none, static_cast<uint64_t>(members), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
     }
 
-    // The calling thread has come to the end of its loop. Whoever comes last clears the counter that is two loops ahead: no one can be there yet,
-    // and no one is where it was. Returns the loop, or -1 if it is over.
+    // Reports that the calling thread has reached the end of its loop. The last thread clears the counter of two loops ahead: no thread can be there
+    // yet, and none is still in the loop that used it before. Returns the loop, or -1 if it is over.
     int64_t arrive() {
         const uint64_t left = __atomic_sub_fetch(&state, 1, __ATOMIC_ACQ_REL);
         const int64_t now = static_cast<int64_t>(left >> 16);
@@ -75,7 +76,7 @@ struct Team {
         return -1;
     }
 
-    // The same, and until all have come.
+    // Arrives, and waits until all have.
     void wait() {
         const int64_t now = arrive();
         if (now < 0) return;
@@ -87,11 +88,11 @@ struct Team {
     static void rest(int spins);
 };
 
-// A helper comes into one loop after the other until its turn is over, and then passes the others by.
+// A helper enters one loop after the other until its turn is over, and then skips the rest.
 enum class Role : char { BASE, HELPER, DONE };
 
-// The calling thread's place in a team, if it is in one, how many loops it has begun there, and when it was done in its last parallel region. A
-// helper's turn lasts until then.
+// The calling thread's team, if any; its number there; the number of loops it has begun there; the end of its last parallel region; and the end of a
+// helper's turn.
 struct Member {
     Team* team;
     int id;
@@ -100,16 +101,16 @@ struct Member {
 };
 extern thread_local Member member;
 
-// Whether the calling helper takes part in a loop: not if the loop or its own turn is over.
+// Whether the calling helper takes part in a loop. It does not if the loop or its own turn is over.
 bool helper_enters(int64_t loop);
 
-// Lends the helper to the calling thread until it says that its last loop is over: run(data) is called on it any number of times meanwhile. False if
-// there is none, as when another thread has it.
+// Lends the helper to the calling thread until end_help. Meanwhile the helper calls run(data) any number of times. Returns false if there is no
+// helper, for example because another thread has it.
 bool ask_for_help(void (*run)(void*), void* data);
 void end_help(void* data);
 
-// Runs run(data) on threads of the pool, the calling one among them. late, preempted: what these leave there, ticks of long waits inside, and
-// whether one lost its core. What is waited for in a prompt of half a second is no reason for doing the next one alone.
+// Runs run(data) on threads of the pool, including the caller. They write `late`, the ticks of long waits inside, and `preempted`, whether one lost
+// its core. Waits count only from an eighth of the time on: a short wait in a prompt of half a second is no reason to compute the next one alone.
 inline void run_parallel(void (*run)(void*), void* data, int threads, const int64_t& late, const int& preempted) {
     const int64_t began = ticks();
     gomp_parallel(run, data, static_cast<unsigned>(threads), 0);
@@ -123,8 +124,8 @@ inline void leave_region(int& preempted) {
     member = {nullptr, 0, Role::BASE, 0, ticks(), 0};
 }
 
-// Runs work() on every thread of a team; loops inside it are shared. A helper may call it again and again from its beginning: between loops it
-// computes from what the region does not change.
+// Runs work() on every thread of a team, which shares its loops. A helper may call it repeatedly from the start: code between loops must only read
+// data that the region does not change.
 template <class Work>
 inline void run_team(const Work& work) {
     struct Task {
@@ -138,7 +139,7 @@ inline void run_team(const Work& work) {
             leave_region(t.preempted);
         }
         static void join_others(void* p) {
-            // Every member finds the same size; the runtime may have given fewer threads than were asked for.
+            // Every member finds the same size. The runtime may give fewer threads than requested.
             static_cast<Task*>(p)->team.open(omp_team_size());
             join(p);
         }
@@ -159,11 +160,11 @@ inline void run_team(const Work& work) {
     if (lent) end_help(&task);
 }
 
-// Hands out the items 0, ..., count - 1 of one loop to the calling thread and those beside it: next() gives one, or a number past the end.
+// Hands out the items 0, ..., count - 1 of one loop to the threads that share it. next() returns an item, or a number past the end.
 struct Items {
     int64_t* taken;
-    int64_t first, step;   // an item that is the calling thread's own, or -1, and how many of them there are
-    int64_t until;         // if not 0, there are no more after that
+    int64_t first, step;   // the calling thread's own first item, or -1; and the number of such items
+    int64_t until;         // if not 0, no more items are handed out after this time
     int64_t next() {
         const int64_t own = first;
         first = -1;
@@ -173,16 +174,16 @@ struct Items {
     }
 };
 
-// Threads that share the loops of the calling thread, a helper among them: its team's, or as many as the pool may give.
+// The number of threads that share the calling thread's loops, helper included: its team's, or the most that the pool gives.
 inline int sharing_threads() {
     if (member.team) return member.team->base + member.team->helped;
     const int threads = crew_size();
     return threads + (threads == 1 && crew_is_short());
 }
 
-// Runs share(items) on the pool, or on the team the thread is in; each takes items until there are no more.
-// In a team every member must come here with the same count: it may depend on the data and on sharing_threads(), never on what another engine may
-// change meanwhile, nor on what the region's loops compute.
+// Runs share(items) on the pool, or on the calling thread's team. Each thread takes items until there are no more.
+// In a team, every member must call this with the same count. The count may depend on the data and on sharing_threads(), but not on anything that
+// another engine may change meanwhile or that the region's loops compute.
 template <class Share>
 inline void share_items(int64_t count, const Share& share) {
     if (count <= 0) return;
@@ -225,7 +226,7 @@ inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
     });
 }
 
-// Runs body(i, then) for every i in [0, count); `then` is the item the same thread does next, or -1.
+// Runs body(i, then) for every i in [0, count); `then` is the same thread's next item, or -1.
 template <class Body>
 inline void parallel_pairs(int64_t count, const Body& body) {
     share_items(count, [&](Items items) {

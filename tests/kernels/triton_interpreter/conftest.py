@@ -1,8 +1,7 @@
-"""Collected only where TRITON_INTERPRET=1 stood before anything imported triton, as tests/conftest.py has it.
+"""Collected only if TRITON_INTERPRET=1 was set before triton was imported, as tests/conftest.py does.
 
-The interpreter keeps bfloat16 as 16-bit integers: it cuts float32 off where a GPU rounds to nearest, and its dot
-multiplies the integers.
-Both are put right here.
+The interpreter stores bfloat16 as 16-bit integers. It truncates float32 where a GPU rounds to nearest, and its dot
+product multiplies the integers. Both are corrected here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Triton's interpreter without what makes it slow for kernels of many small operations: three times as fast.
+"""Makes Triton's interpreter three times as fast for kernels of many small operations.
 
-As it comes, it replaces the functions of `triton.language` anew for each call of a device function, which takes 5 ms.
-It makes types, shapes and tables of types anew for each operation. It computes integer operations again in 64 bits to
-see whether they overflow, which a quick run leaves out. What is computed stays as it is.
+Originally, it replaces the functions of `triton.language` again for each call of a device function, which takes 5
+ms. It makes types, shapes and tables of types again for each operation. It repeats integer operations in 64 bits to
+detect overflow, which a quick run leaves out. Results do not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention kernels against the reference, over few and odd shapes: the interpreter is slow."""
+"""The attention kernels compared with the reference over few, odd shapes, because the interpreter is slow."""
 
 from __future__ import annotations
 

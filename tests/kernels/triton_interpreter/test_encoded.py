@@ -1,4 +1,4 @@
-"""Encoded pages in the interpreter: attended like the reference, and written bit for bit as it writes them."""
+"""Encoded pages in the interpreter: attention equals the reference's, and encoded bytes equal its bytes."""
 
 from __future__ import annotations
 

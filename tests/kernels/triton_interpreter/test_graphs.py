@@ -1,9 +1,7 @@
-"""Decode graphs on a machine without a GPU: a graph is stood in for by running again what was captured, with the
-captured arguments.
+"""Decode graphs without a GPU: a stand-in for a graph runs the captured calls again with the captured arguments.
 
-That is what a graph does with addresses: the plan object of the capture, its grid and its views are used for every
-later step, and only
-the contents of the static buffers are new.
+This is what a graph does with addresses: every later step uses the plan object of the capture, its grid and its
+views. Only the contents of the static buffers are new.
 """
 
 from __future__ import annotations

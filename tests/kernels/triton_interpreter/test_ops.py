@@ -1,4 +1,4 @@
-"""The element-wise kernels and the one-row product against the plainest implementation."""
+"""The element-wise kernels and the one-row product, compared with the plainest implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with packed blocks against the same weights in float32, and rows of them to the bit."""
+"""Products with packed blocks compared with the same weights in float32; rows of them are equal to the bit."""
 
 from __future__ import annotations
 

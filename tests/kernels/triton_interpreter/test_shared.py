@@ -1,4 +1,4 @@
-"""The two phases over what rows share, in the interpreter: any tree, any step, every shared page read once."""
+"""The two phases over shared chunks in the interpreter: for any tree and step, every shared page is read once."""
 
 from __future__ import annotations
 

@@ -2,24 +2,22 @@
 
     o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
 
-A program computes one piece (see `layout`) for one kv head: its rows x G queries are one tile of the tensor cores, and
-each page of its run of chunks is read once for all of them. A step is one launch of the tall pieces, then one of the
-short ones:
+A program computes one piece (see `layout`) for one kv head. The piece's rows x G queries are one tensor-core tile, and
+each page of its run of chunks is read once for the whole tile. A step launches the tall pieces, then the short ones:
 
-chunk-first     the rows of several sequences over a run of chunks that they share. Leaves partials, (o, lse) of each
-                row, and merges nothing.
-sequence-first  the rows of one sequence over chunks of its own. Begins with the sums that the first phase left for its
-                row, if it left any, and writes the output. Where a block of rows is split over several pieces, each
-                leaves partials, and whichever arrives last merges them all: nobody waits, and there is no third launch.
+chunk-first     the rows of several sequences over a run of chunks that they share. The piece leaves partials, (o, lse)
+                of each row, and merges nothing.
+sequence-first  the rows of one sequence over its own chunks. The piece starts from the partials that the first phase
+                left for its row, if any, and writes the output. If a block of rows is split over several pieces, each
+                leaves partials, and the last one to arrive merges them: no program waits, and there is no third launch.
 
-In a decode step (APPEND) the program that holds a row's open chunk also rotates and stores the row's new key and value
-and takes them from registers, so there is no launch for the write either, and nothing is read back that was just
-written.
+In a decode step (APPEND) the program that reads a row's open chunk also rotates and stores the row's new key and value
+and attends to them from registers. So there is no separate launch for the write, and the new token is not read back.
 
-With retention a head may lack pages, or see some slots of one alone: a mask of 64 bits for each page says which. What
-it leaves out is neither loaded nor seen.
+With retention, a head may lack pages or see only some slots of a page. A mask of 64 bits per page says which slots are
+visible. Hidden slots are neither loaded nor seen.
 
-Reads dense pages only; where sealed chunks are encoded, `kernels.encoded` does the same with them.
+This kernel reads dense pages only. If sealed chunks are encoded, `kernels.encoded` takes its place.
 
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
@@ -45,7 +43,7 @@ def load_rotated(
     own = tl.load(x + offset[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROTATE:
         first = d < HALF
-        # The other half of the row comes through the cache: cheaper to say and to run than a shuffle between threads.
+        # The other half of the row comes through the cache: simpler and faster than a shuffle between threads.
         twin = tl.load(x + offset[:, None] + tl.where(first, d + HALF, d - HALF)[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
@@ -61,14 +59,14 @@ def is_seen(
     mask,   # i64
     slots,  # i32, of any shape, below 64
 ):  # fmt: skip
-    """Which slots a page's mask leaves, i1: in words of 32 bits, as the tile's other numbers."""
+    """Whether a page's mask shows the slots, i1. Computed in 32-bit words, like the tile's other numbers."""
     word = tl.where(slots < 32, mask.to(tl.int32), (mask >> 32).to(tl.int32))
     return (word >> (slots & 31) & 1) != 0
 
 
 @triton.jit
 def piece_of(pieces, indices, entries):
-    """The fields of this program's piece, in the order of `attend`'s `pieces`; its lists as pointers."""
+    """The fields of this program's piece, in the order of `attend`'s `pieces`; lists are pointers."""
     piece = pieces + tl.program_id(1).to(tl.int64) * 12
     first_row, num_rows = tl.load(piece), tl.load(piece + 1)
     chunk_ids, num_chunks, start = indices + tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
@@ -86,19 +84,19 @@ def attend(
     out,            # [R, H * G, D], dense
     arena,          # the arena as page elements; a page starts at id * UNIT, so every row of it is 16-byte aligned
     table,          # i32 [C, L, H] page ids
-    masks,          # i64 [C, L, H], slots of pages that are seen, 0 where there is no page; or None: all are
+    masks,          # i64 [C, L, H], visible slots of each page, 0 where there is no page; or None: all are visible
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     positions,      # i32 [R]
     indices,        # i32, chunk ids
     pieces,         # i32 [n, 12]: first row, rows, first index, chunks, position of the first slot; first partial slot
-                    # (row i takes slot + i), or -1: writes the output; first entry and number of partials to begin
-                    # with; first entry and number of the block's parts (0: nobody merges them here); two unused
+                    # (row i takes slot + i), or -1: writes the output; first entry and number of partials to start
+                    # from; first entry and number of the block's parts (0: not merged in this launch); two unused
     entries,        # i32, slots of partials: row i takes entry + i
     partial_o,      # f32 [slots, H, G, D]
     partial_lse,    # f32 [slots, H, G], base 2
     arrivals,       # i32 [slots, H], zero between launches
-    lse,            # f32 [R, H, G], base 2, of all a row sees; or None: nobody asks
-    reads,          # i32 [C, H], or None: one is added for every page read
+    lse,            # f32 [R, H, G], base 2, over all tokens that a row sees; or None: not needed
+    reads,          # i32 [C, H], or None: every page read adds 1
     layer, q_stride, k_stride, v_stride,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr,      # D rounded up to a power of two
@@ -107,7 +105,7 @@ def attend(
     SCALE: tl.constexpr,   # log2(e) / sqrt(D)
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
     ROTATE: tl.constexpr, APPEND: tl.constexpr,
-    SEEDED: tl.constexpr,  # pieces may begin with partials
+    SEEDED: tl.constexpr,  # pieces may start from partials
 ):  # fmt: skip
     """Grid [H, n]: heads vary fastest, so that the no-op pieces of a padded plan come last."""
     head = tl.program_id(0)
@@ -133,8 +131,8 @@ def attend(
     last_chunk = tl.maximum(num_chunks - 1, 0)
 
     if APPEND:
-        # One row a piece. Stored tokens stand before its position; the new one joins from registers where the open
-        # chunk is read.
+        # A piece has one row. Stored tokens precede its position. The program that reads the open chunk adds the new
+        # token from registers.
         end = tl.load(positions + first_row)
         single = tl.arange(0, 1)
         holds = single + start + num_chunks * P > end
@@ -171,7 +169,7 @@ def attend(
         else:
             top, total, acc = seed_top, seed_total, seed_acc
 
-    # Page ids run one chunk ahead and chunk ids two, so that no load of keys waits for the two lookups before it.
+    # Page ids are loaded one chunk ahead and chunk ids two, so that no load of keys waits for these two lookups.
     page = tl.load(entry + tl.load(chunk_ids).to(tl.int64) * (L * H))
     if masks is not None:
         mask_entry = masks + layer.to(tl.int64) * H + head
@@ -188,7 +186,7 @@ def attend(
             mask = tl.load(mask_entry + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
         at = start + i * P + slots
-        # Slots at `end` and beyond are unwritten: neither worth their bytes nor safe to multiply by zero.
+        # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
         written = at < end
         if masks is not None:
             written &= seen
@@ -220,24 +218,24 @@ def attend(
 def leave(
     out, first_row, num_rows,
     slot,               # first partial slot, or -1: writes the output
-    parts, num_parts,   # entries of the block's parts; 0: nobody merges them here
+    parts, num_parts,   # entries of the block's parts; 0: not merged in this launch
     top, total, acc,    # maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over what the piece read
     partial_o, partial_lse, arrivals,
     row_lse,            # f32 [R, H, G], or None
     head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What a piece leaves: its rows of the output, and their lse if it is asked for, or partials; where it is the last
-    of its block's parts to arrive, also the output of them all.
+    """Stores a piece's result: its rows of the output, and of `row_lse` if given; or partials. The last part of a block
+    to arrive also merges all parts and stores the block's output.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     in_row = d < D
     valid = m < num_rows * G
     saw = total > 0
-    # Where a row saw nothing, its sum stayed zero.
+    # A row that saw nothing has a zero sum.
     o = acc / tl.where(saw, total, 1.0)[:, None]
-    # From the first row's first head; of the output and of partials alike.
+    # Offsets from the first row's first head, for the output and for partials.
     heads = m // G * (H * G) + m % G
     channels = heads[:, None] * D + d[None, :]
     mask = valid[:, None] & in_row[None, :]
@@ -252,8 +250,8 @@ def leave(
         tl.store(partial_o + first_head * D + channels, o, mask=mask)
         tl.store(partial_lse + first_head + heads, lse, mask=valid)
         if num_parts > 0:
-            # The block's first slot counts who has arrived. The barrier puts every thread's stores before the one
-            # thread's release; its acquire covers the loads below.
+            # The block's first slot counts arrivals. The barrier orders every thread's stores before the one thread's
+            # release; its acquire covers the loads below.
             arrival = arrivals + tl.load(parts).to(tl.int64) * H + head
             tl.debug_barrier()
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
@@ -270,9 +268,7 @@ def leave(
 
 @triton.jit
 def lse_of(top, total):
-    """The logarithm, base 2, of the sum of exponentials, from their maximum and the sum relative to it; -inf over
-    nothing.
-    """
+    """The log-sum-exp, base 2, from the maximum score and the sum relative to it; -inf over no tokens."""
     saw = total > 0
     return tl.where(saw, top + tl.log2(tl.where(saw, total, 1.0)), float("-inf"))
 
@@ -283,7 +279,7 @@ def sum_partials(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile's maximum f32 [ROWS], sum [ROWS] and weighted sum [ROWS, DP] over partials, in the order of the entries;
-    -inf and zeros over none. Reads past the first-level cache, which may hold an earlier launch.
+    -inf and zeros over none. Bypasses the first-level cache, which may hold the data of an earlier launch.
     """
     m = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -294,7 +290,7 @@ def sum_partials(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
-    # A decode tile has registers to spare: unrolled, the loads of four parts are under way at once.
+    # A decode tile has registers to spare. Unrolled, the loads of four parts are in flight at once.
     UNROLL: tl.constexpr = 4 if ROWS * DP <= 2048 else 1
     for i in tl.range(0, count, loop_unroll_factor=UNROLL):
         first = (tl.load(entries + i, cache_modifier=".cg").to(tl.int64) * H + head) * G
@@ -306,7 +302,7 @@ def sum_partials(
 
 @triton.jit
 def join(top, total, acc, other_top, other_total, other_acc):
-    """Maximum, sum and weighted sum over two sets of tokens, from those over each."""
+    """Maximum, sum and weighted sum over the union of two sets of tokens, from those over each set."""
     peak = tl.maximum(top, other_top)
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     factor = tl.exp2(top - safe)

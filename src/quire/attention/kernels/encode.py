@@ -1,8 +1,8 @@
-"""Full dense pages into encoded ones: what `NuqCodec.encode` and `GroupCodec.encode` define, bit for bit.
+"""Encodes full dense pages, bit for bit as `NuqCodec.encode` and `GroupCodec.encode` define it.
 
-A program encodes one page, a thread a token slot: sums run over the channels in their order, as the definition has
-them, so the channels are a loop, and nothing is exchanged but bits of neighbouring slots on their way into a word.
-Products and sums must not be fused: launch with enable_fp_fusion=False.
+A program encodes one page, and a thread one token slot. The channels are a loop, because the definition sums over them
+in order. Threads exchange nothing but the bits of neighbouring slots that share a word. Products and sums must not be
+fused: launch with enable_fp_fusion=False.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -28,7 +28,7 @@ REACH: tl.constexpr = tl.constexpr(1.0 / 256.0)
 
 FIT_ROUNDS: tl.constexpr = tl.constexpr(2)
 STEP: tl.constexpr = tl.constexpr(1.0 / 15.0)
-"""Of the range of a group, a code's step."""
+"""A code's step, as a fraction of its group's range."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def half_of(x):
 
 @triton.jit
 def codes_of(x, edges, num_edges, s, z):
-    """How many of the edges * s + z each x exceeds, i32 [P]. x, s and z are f32 [P], s not negative, edges rise."""
+    """The number of edges * s + z that each x exceeds, i32 [P]. x, s and z are f32 [P], s >= 0, edges ascend."""
     code = tl.zeros_like(x).to(tl.int32)
     for power in tl.static_range(4, -1, -1):
         at = code + (1 << power) - 1
@@ -55,8 +55,8 @@ def source_of(
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Where the dense page of a seal begins, in elements; the id of the page to write; and the tokens that stay exact,
-    which this puts into the sidecar.
+    """The offset of a seal's dense page, in elements; the id of the page to write; and the number of exact tokens,
+    which this copies into the sidecar.
     """
     seal = seals + tl.program_id(1) * 2
     source, sealed = tl.load(seal).to(tl.int64), tl.load(seal + 1).to(tl.int64)
@@ -106,7 +106,7 @@ def encode_nuq(
     of_head = heads + layer_head * HEAD_INTS
     of_pair = pairs + layer_head * (4 * HP)
 
-    # Keys. Of the costliest channels so far: cost, channel, what is missing.
+    # Keys. The two costliest channels so far: cost, channel, residual.
     cost_0 = tl.full((P,), -1.0, tl.float32)
     cost_1 = cost_0
     channel_0 = tl.zeros((P,), tl.int32)
@@ -138,7 +138,7 @@ def encode_nuq(
                 cost_0 = tl.where(wins, cost, cost_0)
                 channel_0 = tl.where(wins, channel, channel_0)
                 missing_0 = tl.where(wins, missing, missing_0)
-                # Quarter r of the page into bits r * width of its lane.
+                # Quarter r of the page goes to the bits from r * width of its lane.
                 upper = tl.reshape(code >> has_one, (4, P // 4))
                 lowest = tl.reshape(code & 1, (4, P // 4))
                 fours |= tl.sum((upper & 15) << (quarter * 4)[:, None], 0) << 16 * side
@@ -153,7 +153,7 @@ def encode_nuq(
     at_slots, num_slots = tl.load(of_head + AT_KEY_SLOTS), tl.load(of_head + KEY_SLOTS)
     store_slots(octets, halves, page, at_slots, num_slots, channel_0, missing_0, channel_1, missing_1, P)
 
-    # Values, from here on: which channels are apart, and the range of the others.
+    # Values: first the channels that get slots, then the range of the others.
     of_values = dense + P * D + slot * D
     count = tl.load(of_head + VALUE_SLOTS)
     total = tl.zeros((P,), tl.float32)
@@ -213,7 +213,7 @@ def encode_nuq(
         x = tl.where(encoded, tl.load(arena + of_values + c).to(tl.float32), 0.0)
         beyond = tl.where((channel_0 == c) | (channel_1 == c), tl.maximum(beyond, tl.abs(x - z)), beyond)
     s = tl.maximum(s, beyond * REACH)
-    # Never minus zero: which of two zeros is the larger is nobody's promise.
+    # Adding zero removes minus zero, whose order relative to zero is not defined.
     half_s, half_z = half_of(s + 0.0), half_of(z + 0.0)
     ranges = halves + page * 64 + tl.load(of_head + AT_RANGES) // 2 + slot
     tl.store(ranges, half_s)
@@ -244,8 +244,8 @@ def encode_nuq(
 
 @triton.jit
 def store_values(base, at, code, WIDTH: tl.constexpr, wanted, P: tl.constexpr):
-    """Stores the part of WIDTH bits of one channel's codes, i32 [P]: slots 2f and 2f + 1 share a word, the fields f of
-    one line follow each other in it, lines are 16 words apart.
+    """Stores WIDTH bits of each of one channel's codes, i32 [P]. Slots 2f and 2f + 1 share a word. The fields f of one
+    line are consecutive in it. Lines are 16 words apart.
     """
     FIELDS: tl.constexpr = 16 // WIDTH
     LINES: tl.constexpr = P // 2 // FIELDS
@@ -260,7 +260,7 @@ def store_values(base, at, code, WIDTH: tl.constexpr, wanted, P: tl.constexpr):
 def store_slots(
     octets, halves, page, at_slots, count, channel_0, missing_0, channel_1, missing_1, P: tl.constexpr
 ):  # fmt: skip
-    """The first `count` of two slots of every vector."""
+    """Stores the first `count` of two slots of every vector: channel and residual."""
     slot = tl.arange(0, P)
     at = page * 128 + at_slots
     tl.store(octets + at + slot, channel_0.to(tl.uint8), mask=(slot < P) & (count > 0))
@@ -273,12 +273,12 @@ def store_slots(
 @triton.jit(do_not_specialize=["first_layer", "staged"])
 def encode_groups(
     arena, halves, octets, table, seals, staged,
-    key_bias,                       # f32 [L, H, D], what keys are stored less, or None
+    key_bias,                       # f32 [L, H, D], subtracted from keys before they are stored; or None
     first_layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    """Grid [H, seals, layers]. Two codes make a byte, of channels D / 2 apart: their groups may differ."""
+    """Grid [H, seals, layers]. A byte holds the codes of two channels D / 2 apart, whose groups may differ."""
     HALF: tl.constexpr = D // 2
     GROUPS: tl.constexpr = (D + 63) // 64
     head = tl.program_id(0)
@@ -301,7 +301,7 @@ def encode_groups(
             half_step = half_of(tl.maximum(high - half_low.to(tl.float32), 0.0) * STEP + 0.0)
             tl.store(ranges + group * (2 * P), half_low)
             tl.store(ranges + group * (2 * P) + P, half_step)
-        # What was stored is this program's own: a barrier makes it everyone's.
+        # The barrier makes the ranges visible to all threads of the program.
         tl.debug_barrier()
         to = octets + page * 128 + side * P * HALF + slot * HALF
         for c in range(HALF):
@@ -312,7 +312,7 @@ def encode_groups(
 
 @triton.jit
 def less_bias(source, bias, c):
-    """One channel of all slots, f32 [P], less its bias, where there is one."""
+    """One channel of all slots, f32 [P], minus its bias if there is one."""
     x = tl.load(source + c).to(tl.float32)
     if bias is not None:
         x -= tl.load(bias + c)
@@ -321,9 +321,9 @@ def less_bias(source, bias, c):
 
 @triton.jit
 def group_codes(x, ranges, P: tl.constexpr):
-    """The codes of one channel in the range that its group has, i32 [P]: the nearest, of two the even one."""
+    """The codes of one channel in its group's range, i32 [P]: the nearest, ties to even."""
     low, step = tl.load(ranges).to(tl.float32), tl.load(ranges + P).to(tl.float32)
     scaled = tl.div_rn(x - low, tl.where(step > 0, step, 1.0))
     scaled = tl.minimum(tl.maximum(scaled, 0.0), 15.0)
-    # Adding 2^23 leaves no bits for what is behind the point.
+    # Adding 2^23 leaves no bits for a fraction, so the sum rounds.
     return (scaled + 8388608.0).to(tl.int32) - 8388608

@@ -1,19 +1,19 @@
-"""Attention where sealed chunks are encoded: codes become tiles in registers, one page at a time (see `tiles`).
+"""Attention over encoded sealed chunks: codes are decoded into tiles in registers, one page at a time (see `tiles`).
 
-A piece (see `layout`) reads a run of encoded chunks, then the chunks that its rows write themselves, which are dense:
-the rows' own chunk, and with non-strict prefill those of their slice before it. Everything else is as in `attend`: the
-same pieces, partials and phases.
+A piece (see `layout`) reads a run of encoded chunks. Then it reads the chunks that its rows write, which are dense: the
+rows' own chunk and, with non-strict prefill, earlier chunks of their slice. Pieces, partials and phases are those of
+`attend`.
 
 No page holds rotated keys. Key j = p0 + t, in slot t of a page that starts at position p0, meets query i as
 
     <R(i) q, R(j) k> = <R(i - p0) q, R(t) k>
 
-so the angles that keys turn by are the same 64 for every page and stay in registers, and what changes from page to
-page turns the few query rows. Sinks lie apart and are one small dense tile.
+So keys rotate by the same 64 angles in every page, which stay in registers. Only the few query rows rotate by an angle
+that depends on the page. Sinks are in a sidecar and make one small dense tile.
 
-With retention a head may lack pages, or see some slots of one alone, and what is in a page may come from anywhere in
-the sequence: such a page has a position for each slot, p0 is 0 then, and every key has an angle of its own. Steps that
-read through masks load angles for every page.
+With retention, a head may lack pages or see only some slots of a page, and a page's tokens may come from anywhere in
+the sequence. Such a page has a position for each slot; then p0 is 0, and every key has its own angle. Steps that read
+through masks load angles for every page.
 
 Defined by attention.reference; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
@@ -24,11 +24,11 @@ import triton.language as tl
 
 from quire.attention.kernels.attend import is_seen, join, leave, load_rotated, piece_of, sum_partials
 from quire.attention.kernels.tiles import (
-    dealt,
-    gathered,
+    deinterleaved,
     group_keys,
     group_values,
     in_value_order,
+    interleaved,
     nuq_keys,
     nuq_values,
 )
@@ -40,7 +40,7 @@ NUQ: tl.constexpr = tl.constexpr(3)
 KEY_SLOTS, AT_KEY_SLOTS, AT_VALUES, AT_RANGES, VALUE_SLOTS, AT_VALUE_SLOTS, VALUE_BITS, END = (
     tl.constexpr(column) for column in range(8)
 )
-"""Columns of `heads`: how many slots there are, and where parts of a page begin and the last ends, in bytes."""
+"""Columns of `heads`: numbers of slots, offsets of a page's parts and its end in bytes, and the bits of a value."""
 
 HEAD_INTS: tl.constexpr = tl.constexpr(8)
 
@@ -57,10 +57,10 @@ def turns_of(
     slot_positions, bases,  # as of `attend_encoded`
     chunk,  # i64
     layer_head,
-    start,  # where the chunk's place in its path says that it begins
+    start,  # first position of the chunk by its index in the path
     ROW: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """From where a page's keys are turned, and by how much, i32 and i32 [P]: their sum is where slots stand."""
+    """The base position of a page's keys, i32, and the slots' offsets from it, i32 [P]. Their sum is the position."""
     slots = tl.arange(0, P)
     base = tl.load(bases + chunk)
     own = tl.load(slot_positions + chunk * ROW + layer_head).to(tl.int64)
@@ -71,7 +71,7 @@ def turns_of(
 
 @triton.jit
 def weigh(top, total, score):
-    """The maximum and the sum over some tokens more, their weights, and the factor of what was summed before."""
+    """Extends maximum and sum by more tokens. Also returns their weights, and the factor for earlier sums."""
     peak = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.exp2(score - safe[:, None])
@@ -81,7 +81,7 @@ def weigh(top, total, score):
 
 @triton.jit
 def attend_dense(top, total, acc, query, keys, values, visible):
-    """The sums over a tile of rotated keys [T, DP] and its values more."""
+    """Extends the sums by a tile of rotated keys [T, DP] and its values."""
     score = tl.where(visible, tl.dot(query, keys.T, input_precision="ieee"), float("-inf"))
     top, total, weight, factor = weigh(top, total, score)
     acc = tl.dot(weight.to(values.dtype), values, acc * factor[:, None], input_precision="ieee")
@@ -91,12 +91,12 @@ def attend_dense(top, total, acc, query, keys, values, visible):
 @triton.jit
 def attend_sinks(
     top, total, acc, query, position,
-    rows,       # a head's rows of a sidecar
-    num_exact,  # of them that count
-    mask,       # i64, slots of the page beside it that are seen
+    rows,       # one head's rows of a sidecar
+    num_exact,  # number of rows in use
+    mask,       # i64, visible slots of the sidecar's page
     cos, sin, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The sums over the first tokens of a sequence more, from their sidecar."""
+    """Extends the sums by the first tokens of a sequence, from their sidecar."""
     SP: tl.constexpr = triton.next_power_of_2(max(16, SINKS))
     sink = tl.arange(0, SP)
     exact = (sink < num_exact) & is_seen(mask, sink)
@@ -117,35 +117,34 @@ def attend_encoded(
     arena,          # the arena as elements of dense pages; a page starts at id * UNIT
     words, halves, octets,  # the same as i32, f16, u8
     table,          # i32 [C, L, H] page ids
-    masks,          # i64 [C, L, H], slots of pages that are seen, 0 where there is no page; or None: all are
-    slot_positions, # i32 [C, L, H] page ids, of i32 [P]: where the slots of a page stand; -1: one after the other. None
-                    # likewise, as the next
-    bases,          # i32 [C], position of a chunk's first slot if that does not follow from its place, else -1
+    masks,          # i64 [C, L, H], visible slots of each page, 0 where there is no page; or None: all are visible
+    slot_positions, # i32 [C, L, H] ids of pages i32 [P] with the positions of slots; -1: consecutive; None if masks are
+    bases,          # i32 [C], position of a chunk's first slot if its index in the path does not give it, else -1; None
+                    # likewise
     sidecars,       # i32 [C] page ids, -1 where there is none; SINKS only
     cos, sin,       # f32 [positions, D / 2]; ROTATE only
     turns,          # f32 [2, D / 2, P]: cosines and sines of the first P positions; ROTATE only
-    heads,          # i32 [L, H, HEAD_INTS], where and how many parts a page has; NUQ only, as the next three; of group
-                    # codes key_books is f32 [L, H, 2, HP], what keys are stored less, or None
-    pairs,          # i32 [L, H, 4, HP]: pair, and where its parts begin
-    key_books,      # f32 [L, H, 2, HP, 32]
+    heads,          # i32 [L, H, HEAD_INTS], the layout of a page; NUQ only, as the next three
+    pairs,          # i32 [L, H, 4, HP]: pair, and offsets of its parts
+    key_books,      # f32 [L, H, 2, HP, 32]; of group codes f32 [L, H, 2, HP], the bias subtracted from keys, or None
     value_books,    # f32 [L, H, 32]
     positions,      # i32 [R]
     indices,        # i32, chunk ids
-    pieces,         # i32 [n, 12]: as of `attend`; the chunks are encoded ones, and the last two say where the ids of
-                    # dense chunks stand that follow, and how many there are
+    pieces,         # i32 [n, 12]: as of `attend`; its chunks are encoded, and the last two columns are first index and
+                    # number of the dense chunks that follow them
     entries, partial_o, partial_lse, arrivals, lse,  # as of `attend`
-    reads,          # i32 [C, H], or None: one is added for every page read
+    reads,          # i32 [C, H], or None: every page read adds 1
     staged,         # page id of the first staged page
     layer, q_stride, k_stride, v_stride,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     DP: tl.constexpr,      # D rounded up to a power of two
-    HP: tl.constexpr,      # D / 2 rounded up to one, >= 16
+    HP: tl.constexpr,      # D / 2 rounded up to a power of two, >= 16
     ROWS: tl.constexpr,    # tile of query rows x G, a power of two, >= 16 for the tensor cores
     UNIT: tl.constexpr,    # elements in 128 bytes
     PAGE: tl.constexpr,    # units of a dense page
     SCALE: tl.constexpr,   # log2(e) / sqrt(D)
     WINDOW: tl.constexpr,  # positions a row sees; 0 sees all
-    SINKS: tl.constexpr,   # tokens that are exact
+    SINKS: tl.constexpr,   # number of exact tokens
     KIND: tl.constexpr,    # kernel id of the codec
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr,  # see `nuq_keys`
     MOST_KEY_SLOTS: tl.constexpr, MOST_VALUE_SLOTS: tl.constexpr,
@@ -153,7 +152,7 @@ def attend_encoded(
 ):  # fmt: skip
     """Grid [H, n]."""
     HALF: tl.constexpr = D // 2
-    DEALT: tl.constexpr = max(1, DP // 32)
+    NUM_RUNS: tl.constexpr = max(1, DP // 32)
     TYPE: tl.constexpr = q.dtype.element_ty
     head = tl.program_id(0)
     first_row, num_rows, chunk_ids, num_chunks, start, slot, seeds, num_seeds, parts, num_parts, own_ids, num_own = (
@@ -177,13 +176,13 @@ def attend_encoded(
     layer_head = layer.to(tl.int64) * H + head
     entry = table + layer_head
 
-    # Where nothing is written yet. A row to append has none of the tokens from its own on.
+    # The first unwritten position. With APPEND that is the row's own.
     end = tl.load(positions + first_row) if APPEND else tl.load(positions + first_row + num_rows - 1) + 1
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DP), tl.float32)
 
-    # What is the same for all encoded pages.
+    # Data that all encoded pages share.
     order = pair
     if KIND == NUQ:
         of_pair = pairs + layer_head * (4 * HP) + pair
@@ -208,7 +207,7 @@ def attend_encoded(
         turn = turns + order[:, None] * P + slots[None, :]
     first_chunk = tl.load(chunk_ids, mask=num_chunks > 0, other=0).to(tl.int64)
     if SINKS:
-        # The first tokens of all, which only a piece that begins there has.
+        # Sinks: only the piece that begins with the sequence's first chunk has them.
         side = tl.load(sidecars + first_chunk, mask=num_chunks > 0, other=-1).to(tl.int64)
         num_exact = tl.where(side >= 0, SINKS, 0)
 
@@ -229,7 +228,7 @@ def attend_encoded(
             seen = next_seen
             next_seen = tl.load(masks + layer_head + ahead.to(tl.int64) * (L * H))
         ahead = tl.load(chunk_ids + tl.minimum(i + 2, last_chunk))
-        # A head that has no page here, whose id may be anything.
+        # If the head has no page here, the mask is 0 and the page id is arbitrary.
         if seen != 0 if masks is not None else True:
             page_start = start + i * P
             if KIND == NUQ:
@@ -252,7 +251,7 @@ def attend_encoded(
                     slot_cos = tl.load(turn, mask=is_pair[:, None], other=0.0)
                     slot_sin = tl.load(turn + HALF * P, mask=is_pair[:, None], other=0.0)
                 first, second = turned(first, second, slot_cos, slot_sin)
-                # All rows of a decode piece are at one position.
+                # All rows of a decode piece have the same position.
                 past = (tl.full((1,), 0, tl.int32) + end if APPEND else position) - base
                 angle = tl.maximum(past, 0)[:, None] * HALF + order[None, :]
                 query_cos = tl.load(cos + angle, mask=is_pair[None, :], other=0.0)
@@ -260,7 +259,7 @@ def attend_encoded(
                 first_q, second_q = turned(first_query, second_query, query_cos, query_sin)
             first, second, token = first.to(TYPE), second.to(TYPE), slots
             if KIND == NUQ:
-                first, second = dealt(first, HP, 2), dealt(second, HP, 2)
+                first, second = interleaved(first, HP, 2), interleaved(second, HP, 2)
                 token = slots % 2 * (P // 2) + slots // 2
             score = tl.dot(first_q.to(TYPE), first, input_precision="ieee")
             score = tl.dot(second_q.to(TYPE), second, score, input_precision="ieee")
@@ -278,16 +277,16 @@ def attend_encoded(
                     D, DP, P, VALUE_PARTS, MOST_VALUE_SLOTS,
                 )  # fmt: skip
                 even_weight, odd_weight = in_value_order(weight, ROWS, P)
-                acc = tl.dot(even_weight, dealt(even.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
-                acc = tl.dot(odd_weight, dealt(odd.to(TYPE), P // 2, DEALT), acc, input_precision="ieee")
+                acc = tl.dot(even_weight, interleaved(even.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
+                acc = tl.dot(odd_weight, interleaved(odd.to(TYPE), P // 2, NUM_RUNS), acc, input_precision="ieee")
             else:
                 values = group_values(halves, octets, current, D, HALF, DP, P)
                 acc = tl.dot(weight, values.to(TYPE), acc, input_precision="ieee")
     if KIND == NUQ:
-        acc = gathered(acc, ROWS, DEALT)
+        acc = deinterleaved(acc, ROWS, NUM_RUNS)
 
     if APPEND:
-        # The piece that has its row's own chunk has the new token.
+        # The piece with its row's own chunk adds the new token.
         single = tl.arange(0, 1)
         holds = single < num_own
         here = (single + first_row).to(tl.int64)
@@ -325,7 +324,7 @@ def attend_encoded(
             tl.atomic_add(reads + tl.maximum(chunk, 0) * H + head, 1, mask=chunk >= 0)
         source = dense_page(entry, chunk, head, staged, chunk == chunk, L * H, H, PAGE) * UNIT + slots * D
         at = own_start + i * P + slots
-        # Slots at `end` and beyond are unwritten: neither worth their bytes nor safe to multiply by zero.
+        # Slots from `end` on are unwritten: loading them is wasted, and multiplying them by zero may give NaN.
         written = at < end
         own_keys = load_rotated(arena, source, written, cos, sin, at, D, DP, ROTATE).to(TYPE)
         own_values = load_rotated(arena, source + P * D, written, cos, sin, at, D, DP, False).to(TYPE)

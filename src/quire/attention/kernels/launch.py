@@ -1,4 +1,4 @@
-"""How the attention kernels are launched: tiles, warps and stages for each kind of block."""
+"""Launch parameters of the attention kernels: tile, warps and stages for each kind of block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the attention kernel is launched for one kind of block."""
+    """Launch parameters for one kind of block. `rows` is the tile's height: query rows x G."""
 
     rows: int
     warps: int
@@ -25,16 +25,15 @@ def launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch
     """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
-        # Float32 products run outside the tensor cores, their operands in registers: a larger tile spills.
+        # Float32 products run outside the tensor cores with operands in registers. A larger tile spills.
         return Launch(max(16, least), 8, 2), Launch(max(16, least), 8, 2)
     return Launch(max(16, least), 4, 3), Launch(max(128 if head_dim > 32 else 64, least), 8 if head_dim > 32 else 4, 3)
 
 
 def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tuple[Launch, Launch]:
-    """The same for encoded pages, whose tiles of keys and values are made in registers: eight warps share what four of
-    them would spill.
+    """The launches for encoded pages. These are decoded in registers: eight warps hold tiles that four would spill.
 
-    No tile is taller than a page where its rows may be of one sequence: rows of two chunks do not see the same.
+    A tile with rows of one sequence must not be taller than a page, because rows of two chunks see different sources.
     """
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
@@ -43,15 +42,13 @@ def encoded_launches(dtype: torch.dtype, group_size: int, head_dim: int) -> tupl
 
 
 def common_launch(tall: Launch, group_size: int, num_rows: int, warps: int = 4) -> Launch:
-    """How the shared runs of a decode step of so many rows are launched: in tiles no taller than the step is."""
+    """The launch of a decode step's shared runs. Its tile is no taller than the step has rows x G."""
     rows = max(16, triton.next_power_of_2(num_rows * group_size))
     return tall if rows >= tall.rows else Launch(rows, warps, tall.stages)
 
 
 def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch:
-    """How the rows of a slice pass before a page of keys: in tiles of rows x G, whose products are half of what
-    attention makes of them.
-    """
+    """The launch that profiles a slice of many rows against pages of keys: half the products of attention."""
     least = max(16, triton.next_power_of_2(group_size))
     if dtype == torch.float32:
         return Launch(least, 8, 2)
@@ -59,5 +56,5 @@ def profile_launch(dtype: torch.dtype, group_size: int, head_dim: int) -> Launch
 
 
 def single_profile_launch(dtype: torch.dtype, group_size: int) -> Launch:
-    """The same for slices of one row: nothing but reading keys, and making them where they are encoded."""
+    """The launch that profiles slices of one row. It does little but read keys, and decode them if encoded."""
     return Launch(max(16, triton.next_power_of_2(group_size)), 8 if dtype == torch.float32 else 4, 2)

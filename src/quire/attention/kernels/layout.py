@@ -1,14 +1,13 @@
-"""The layout of a step for a GPU: query rows and chunks cut into near-equal pieces, all in numpy. Knows neither torch
-nor Triton.
+"""The layout of a step for a GPU: query rows and chunks cut into near-equal pieces, in numpy. Knows neither torch nor
+Triton.
 
     slices                      blocks                                  pieces
     [rows | path of chunks]  -> [rows of one tile | its chunks]      -> [the block's rows | a run of its chunks]
-    [rows that share chunks] -> [rows of one tile | what they share] -> the same
+    [rows that share chunks] -> [rows of one tile | shared chunks]   -> the same
 
-Differs from `plan.lay_out`, which is for a few threads: no step is too small to split, and there are two launches, each
-with tiles of its own. The tall pieces come first: blocks of many rows of one sequence (prefill), and runs that several
-rows share, with all their rows (chunk-first). The short pieces then read what is left of each row (sequence-first) and
-merge what was shared.
+`plan.lay_out` is for a few threads. Here no step is too small to split, and there are two launches, each with its own
+tiles. The tall pieces come first: blocks of many rows of one sequence (prefill), and shared runs with all their rows
+(chunk-first). The short pieces then read the rest of each row's path (sequence-first) and merge the shared partials.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ if TYPE_CHECKING:
 
 PIECE_INTS = 12
 """Columns of a piece: first row, rows, first index, chunks, position of the first slot, first partial slot or -1, first
-entry and number of the partials it begins with, first entry and number of its block's parts, first index and number of
-the chunks of its rows that follow; see `kernels.attend`. Only where sealed chunks are encoded are the last two used."""
+entry and number of the partials it starts from, first entry and number of its block's parts, first index and number of
+the chunks that its rows write; see `kernels.attend`. The last two are used only if sealed chunks are encoded."""
 
 MAX_PARTIALS = 2048
-"""Partial rows of a step: 33 MB for 32 query heads of size 128. What would need more is split less and shared less."""
+"""Most partial rows of a step: 33 MB for 32 query heads of size 128. At this limit the step splits and shares less."""
 
 MIN_SHARE = 2
-"""Chunks of an even share at least: two are under way at once, so a piece of one would take as long."""
+"""Least chunks of an even share. Two chunks are in flight at once, so a piece of one chunk would take as long."""
 
 MIN_COMMON_SHARE = 4
-"""The same where rows share: a part leaves a partial for each of them, for 32 rows of 4 query heads the bytes of 4
-chunks."""
+"""Least chunks of an even share in shared runs. Each part leaves a partial for every row: for 32 rows of 4 query heads,
+the bytes of 4 chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How the two kinds of blocks are cut.
 
-    short, tall   query rows x G of a block at most
-    workers       pieces that the machine works on at once, over all kv heads
-    tall_workers  the same of what is shared, whose tiles are the largest
-    min_saved     chunks that a step must not read again, or sharing is not worth its launch
+    short, tall   most query rows x G of a block
+    workers       pieces that the machine computes at once, over all kv heads
+    tall_workers  the same for shared runs, which have the largest tiles
+    min_saved     chunk reads that sharing must save in a step to be worth its launch
     """
 
     group_size: int
@@ -63,34 +62,34 @@ class Tiles:
 
     @property
     def short_rows(self) -> int:
-        """Query rows of a short block at most."""
+        """Most query rows of a short block."""
         return max(1, self.short // self.group_size)
 
     @property
     def tall_rows(self) -> int:
-        """Query rows of a tall block at most: a power of two, so that blocks end on chunk boundaries."""
+        """Most query rows of a tall block: a power of two, so that blocks end on chunk boundaries."""
         return 1 << (max(1, self.tall // self.group_size).bit_length() - 1)
 
     @property
     def budget(self) -> int:
-        """Pieces of one kv head that keep the machine busy; splitting stops there."""
+        """Pieces per kv head that keep the machine busy. Splitting stops there."""
         return max(1, -(-self.workers // self.num_heads))
 
     @property
     def common_budget(self) -> int:
-        """The same for tall pieces of what is shared."""
+        """The budget for pieces of shared runs."""
         return max(1, -(-self.tall_workers // self.num_heads))
 
     def max_short(self, num_blocks: int) -> int:
-        """No layout of so many blocks has more pieces (`_num_parts` shows why)."""
+        """An upper bound on the pieces of a layout of `num_blocks` blocks (`_num_parts` shows why)."""
         return num_blocks + self.budget
 
     def max_runs(self, num_rows: int) -> int:
-        """Shared runs that a decode step of so many rows takes at most: programs that have none cost time too."""
+        """Most shared runs of a decode step. Limited, because in a padded plan idle programs cost time too."""
         return max(self.common_budget, num_rows // 4) if num_rows > 1 else 0
 
     def max_common(self, num_rows: int) -> int:
-        """No decode step of so many rows has more pieces of shared runs."""
+        """An upper bound on the pieces of shared runs in a decode step of `num_rows` rows."""
         return self.max_runs(num_rows) + self.common_budget if num_rows > 1 else 0
 
 
@@ -100,17 +99,17 @@ class TileLayout:
 
     positions     [R] of the query rows
     write_chunk   [R] chunk that takes each row's key and value
-    indices       chunk ids: the paths of the slices one after the other; then, where sealed chunks are encoded, those
-                  that the rows of each slice write
+    indices       chunk ids: the paths of all slices, concatenated; if sealed chunks are encoded, then the chunks that
+                  the rows of each slice write
     short, tall   [n, PIECE_INTS] pieces, longest first
     entries       partial slots to merge, at most MAX_PARTIALS: of shared runs, row by row; of parts, block by block
-    num_partials  slots used
-    num_common    tall pieces of shared runs
+    num_partials  number of used slots
+    num_common    number of tall pieces that are shared runs
     is_decode     every slice has one row
     seals         as of `plan.Layout`
     num_staged    as of `plan.Layout`
-    own           where sealed chunks are encoded, of each slice the chunks that its rows write, as of `plan.Sources`;
-                  else nothing
+    own           if sealed chunks are encoded, for each slice the chunks that its rows write, as of `plan.Sources`;
+                  else empty
     """
 
     positions: NDArray[np.int32]
@@ -138,19 +137,19 @@ def lay_out(
 ) -> TileLayout:
     """Cuts a step into pieces of at most 1.5 x an even share of the chunks to be read.
 
-    common_rows  query rows of a tile of what is shared, where that is not `tiles.tall_rows`
-    encodes      see `plan.Sources`; then no block has rows of two chunks, which do not see the same
+    common_rows  query rows of a shared run's tile, if not `tiles.tall_rows`
+    encodes      see `plan.Sources`. If true, no block has rows of two chunks, because these see different sources
     strict       as of `plan.lay_out`
     """
     starts = np.array([piece.start for piece in slices], np.int64)
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     ends = starts + counts
-    # Chunks that retention has taken out of a path stood before its last one.
+    # Retention removes chunks of a path only before its last one.
     gone = np.array([piece.num_gone for piece in slices], np.int64)
     lengths = -(-ends // PAGE_TOKENS) - gone
     paths = np.cumsum(lengths) - lengths
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
-    # Where the ids of the chunks that a slice writes stand, of the first of them: in its path, or apart.
+    # Index of the first chunk that each slice writes: inside its path, or in the lists that follow the paths.
     own = paths + starts // PAGE_TOKENS - gone
     sources = Sources(encodes)
     apart: list[NDArray[np.int32]] = []
@@ -162,7 +161,7 @@ def lay_out(
     indices = np.concatenate(ids, dtype=np.int32) if ids else np.empty(0, np.int32)
     is_decode = bool((counts == 1).all())
     if is_decode:
-        # `_blocks` less what does not differ: a decode step waits for its plan.
+        # A shorter `_blocks` for slices of one row, because a decode step waits for its plan.
         positions, write_chunk = starts, indices[own]
         low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
         num_own = np.full_like(starts, int(encodes))
@@ -178,13 +177,13 @@ def lay_out(
         blocks[:, 3] -= gone[owner]
         blocks[:, 4] += gone[owner]
         if encodes:
-            # Of its slice's chunks a block has those up to its own, or that alone.
+            # A block reads its own chunk as written; if not strict, also its slice's chunks before that.
             last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS
             num_own = np.ones_like(last) if strict else np.minimum(last + 1, blocks[:, 3])
             blocks[:, 5], blocks[:, 6] = own[owner] + last + 1 - num_own, num_own
 
     common = _common_blocks(slices, tiles, common_rows or tiles.tall_rows, paths) if window is None else _NO_BLOCKS
-    # The rows of slices that may share are the first blocks: what they share is theirs no longer.
+    # Rows that may share are the first blocks. Shared chunks are taken out of them.
     for first_row, num_rows, _, chunks, *_ in common.tolist():
         rows = blocks[first_row : first_row + num_rows]
         rows[:, [2, 4]] += chunks
@@ -199,7 +198,7 @@ def lay_out(
     is_split = parts[owner] > 1
     slots = _slots(pieces[is_split], num_common)
     pieces[is_split, 5] = slots
-    # The first piece of a row takes what its row shares.
+    # The first piece of a row merges the row's shared partials.
     shared_rows, shared_slots = _rows_and_slots(common_pieces)
     order = np.argsort(shared_rows, kind="stable")
     num_shared = np.bincount(shared_rows, minlength=len(blocks))
@@ -225,8 +224,8 @@ def lay_out(
 
 
 _BLOCK_INTS = 7
-"""Columns of a block: a piece's first five, the position still in chunks, of the chunks all; first index and number of
-those of them that its rows write, where these are apart."""
+"""Columns of a block: a piece's first five, with the position in chunks and all chunks counted; if sealed chunks are
+encoded, first index and number of the chunks that its rows write."""
 
 _NO_BLOCKS = np.empty((0, _BLOCK_INTS), np.int64)
 
@@ -240,13 +239,13 @@ def _blocks(
     window: int | None,
     encodes: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """The rows of each slice in blocks, in order of rows, of which none has own chunks yet; which of them are tall; and
-    the slices they belong to.
+    """Cuts the rows of each slice into blocks, in order of rows, still without own chunks. Returns them, which of them
+    are tall, and their slices.
     """
     ends = starts + counts
     is_tall = counts > tiles.short_rows
-    # A short slice is one block: the height of its blocks is taken so large that none ends inside it, but at a chunk's
-    # end where there must be an end.
+    # A short slice is one block, so its blocks get a height that no slice reaches. If sealed chunks are encoded, a
+    # block must end where a chunk does.
     height = np.where(is_tall, tiles.tall_rows, np.int64(PAGE_TOKENS if encodes else 1 << 40))
     num_blocks = np.where(counts > 0, (ends - 1) // height - starts // height + 1, 0)
     owner = np.repeat(np.arange(len(starts)), num_blocks)
@@ -266,7 +265,7 @@ def _blocks(
 
 
 def _common_blocks(slices: Sequence[RowSlice], tiles: Tiles, rows: int, paths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What leading rows share, in blocks of so many rows at most; none if they save too little."""
+    """The shared runs of leading rows, in blocks of at most `rows` rows; none if they save too little."""
     singles = leading_singles(slices)
     runs = common_runs(singles, rows, max_runs=tiles.max_runs(len(singles)), max_rows=MAX_PARTIALS // 2)
     if sum((num_rows - 1) * (high - low) for _, num_rows, low, high in runs) < max(1, tiles.min_saved):
@@ -278,10 +277,11 @@ def _common_blocks(slices: Sequence[RowSlice], tiles: Tiles, rows: int, paths: N
 def _num_parts(
     blocks: NDArray[np.int64], min_share: int, budget: int, max_partials: int, leaves_all: bool = False
 ) -> NDArray[np.int64]:
-    """Into how many pieces each block is cut: chunks / share, rounded, for an even share of all chunks.
+    """The number of pieces of each block: chunks / share, rounded, where share is an even share of all chunks.
 
-    A sum over n blocks is thus at most n + budget. Those of split blocks, or all if `leaves_all`, leave a partial for
-    each row of the block; the share grows until these fit, as they do at one piece a block: n + budget holds all along.
+    So n blocks have at most n + budget pieces. A piece of a split block (every piece if `leaves_all`) leaves a partial
+    for each row of the block. The share grows until these fit, which they do at one piece per block; a larger share
+    means fewer pieces, so the bound n + budget still holds.
     """
     num_rows, chunks = blocks[:, 1], blocks[:, 3]
     share = max(min_share, -(-int(chunks.sum()) // budget))
@@ -293,7 +293,7 @@ def _num_parts(
 
 
 def _cut(blocks: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Blocks -> pieces that write the output themselves, and the block of each."""
+    """Cuts blocks into pieces without partial slots. Returns the pieces, and the block of each."""
     owner = np.repeat(np.arange(len(blocks)), parts)
     pieces = np.zeros((len(owner), PIECE_INTS), np.int32)
     pieces[:, :5] = blocks[owner, :5]
@@ -304,7 +304,7 @@ def _cut(blocks: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[n
         pieces[:, 3] = blocks[owner, 3] * (ordinal + 1) // parts[owner] - bound
         pieces[:, 4] += bound
     if blocks[:, 6].any():
-        # Own chunks are a block's last ones.
+        # The chunks that a block's rows write are its last ones.
         low = pieces[:, 4] - blocks[owner, 4]
         first_own = blocks[owner, 3] - blocks[owner, 6]
         pieces[:, 11] = np.clip(low + pieces[:, 3] - first_own, 0, pieces[:, 3])
@@ -316,18 +316,18 @@ def _cut(blocks: NDArray[np.int64], parts: NDArray[np.int64]) -> tuple[NDArray[n
 
 
 def _slots(pieces: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """The first partial slot of each piece, one for each of its rows, numbered from `first`."""
+    """The first partial slot of each piece. A piece has one slot per row; numbering starts at `first`."""
     slots: NDArray[np.int32] = first + np.cumsum(pieces[:, 1], dtype=np.int32) - pieces[:, 1]
     return slots
 
 
 def _rows_and_slots(common: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The query row of each partial row of pieces that leave some, and its slot."""
+    """The query row and the slot of each partial row of shared runs."""
     counts = common[:, 1].astype(np.int64)
     offset = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(common[:, 0], counts) + offset, np.repeat(common[:, 5], counts) + offset
 
 
 def _longest_first(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Pieces are handed out in order, and a long one begun last would be waited for."""
+    """Sorts pieces: they are handed out in order, and a long one that starts last would delay the end."""
     return pieces[np.argsort(-(pieces[:, 3] + pieces[:, 11]), kind="stable")]

@@ -1,18 +1,18 @@
-"""What query rows look at: the sum of attention in each column once attention of a layer is done, and afterwards how
-much of it the last rows of a prompt would recover of what a policy keeps.
+"""Attention statistics: column sums, after the attention of each layer; and, after the step, the attention of a
+prompt's last rows to the tokens that a policy keeps.
 
     a_ij = mean of exp(s_ij - lse_i) over the query heads of a kv head
     sums_j += sum_i a_ij,      recovered = mean_i sum_j a_ij [j is kept]
 
-or, in place of the sum, the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
+In place of sums, peaks: the largest exp(s_ij - lse_i) that any row and query head gives to a column well before it.
 
-Attention leaves the lse of every row, so a probability follows from its score alone, which is made again. A column here
-is a chunk of a path: one page of keys, before which all rows pass that see it, rotated once for all of them. Its page
-of sums has one program, which adds its rows in order, so that sums do not depend on when programs run.
+Attention leaves the lse of every row, so a probability needs only its score, which is computed again. A column here is
+a chunk of a path: one page of keys, rotated once for all rows that see it. One program owns a page of sums and adds its
+rows in order, so sums do not depend on the order in which programs run.
 
-Where sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or
-in a staged one, and all others as it is stored; what stands where in an encoded page is told by `encoded.turns_of`.
-Queries are rotated by their positions here, so keys are too.
+If sealed chunks are encoded, rows before some position see a chunk as it was computed, in a dense page of its own or in
+a staged one. All others see it as stored; `encoded.turns_of` gives the positions of its slots. Queries are rotated by
+their positions here, so keys are too.
 
 Defined by attention/profile.py; tests/kernels/triton_interpreter and tests/gpu hold the two together.
 """
@@ -27,26 +27,26 @@ from quire.attention.kernels.tiles import group_keys, nuq_keys
 from quire.attention.kernels.write import dense_page
 
 COLUMN_INTS: tl.constexpr = tl.constexpr(8)
-"""Columns of a column: first query row that counts, rows, chunk as it was computed or ~ its number among those that are
-staged, chunk as it is stored, row of the chunk table with its sums, position of its first slot, tokens that a row must
-be behind a slot for its peak or -1 for sums, position from which on rows see it as it is stored."""
+"""Fields of a column: first query row that counts; rows; the chunk as computed, or ~ its number among staged chunks;
+the chunk as stored; row of the chunk table with its sums; position of its first slot; tokens by which a row must follow
+a slot for its peak, or -1 for sums; position from which on rows see it as stored."""
 
 KEPT_INTS: tl.constexpr = tl.constexpr(3)
-"""Columns of a chunk that kept rows see: as it was computed, or ~ its number among keys that are kept; as it is stored;
-position from which on rows see it so."""
+"""Fields of a chunk that kept rows see: the chunk as computed, or ~ its number among the kept keys; the chunk as
+stored; position from which on rows see it as stored."""
 
 NO_CODES: tl.constexpr = tl.constexpr(0)
-"""In place of a codec's kernel id where no page is encoded."""
+"""Kernel id if no page is encoded."""
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "num_kept"])
 def place_queries(
     q,             # [R, H * G, D], rows q_stride apart
-    queries,       # [H, R, G, D]: as the scores of attention take them
+    queries,       # [H, R, G, D], out: rotated and scaled as for the scores of attention
     lse,           # f32 [R, H, G], base 2
-    kept_places,   # i32 [R], a row's place among those that are kept, or -1; or None: none is
-    kept_queries,  # [L, H, kept rows, G, D]; None likewise, as the next
-    kept_lse,      # f32 [L, H, kept rows, G]
+    kept_indices,  # i32 [R], a row's index among the kept rows, or -1; or None: no row is kept
+    kept_queries,  # [L, H, kept rows, G, D], out; or None likewise
+    kept_lse,      # f32 [L, H, kept rows, G], out; or None likewise
     cos, sin,      # f32 [positions, D / 2]; ROTATE only
     positions,     # i32 [R]
     num_rows, num_kept, layer, q_stride,
@@ -66,10 +66,10 @@ def place_queries(
     query = load_rotated(q, row * q_stride + (head * G + m % G) * D, valid, cos, sin, position, D, DP, ROTATE)
     query = (query * SCALE).to(q.dtype.element_ty)
     tl.store(queries + (head * num_rows * G + m)[:, None] * D + d[None, :], query, mask=stored)
-    if kept_places is not None:
-        place = tl.load(kept_places + row, mask=valid, other=-1).to(tl.int64)
-        kept = place >= 0
-        to = ((layer.to(tl.int64) * H + head) * num_kept + place) * G + m % G
+    if kept_indices is not None:
+        index = tl.load(kept_indices + row, mask=valid, other=-1).to(tl.int64)
+        kept = index >= 0
+        to = ((layer.to(tl.int64) * H + head) * num_kept + index) * G + m % G
         tl.store(kept_queries + to[:, None] * D + d[None, :], query, mask=stored & kept[:, None])
         limit = tl.load(lse + (row * H + head) * G + m % G, mask=kept, other=0.0)
         tl.store(kept_lse + to, limit, mask=kept)
@@ -77,23 +77,23 @@ def place_queries(
 
 @triton.jit
 def probabilities(
-    queries,   # rows of D channels, G of them a query row
-    limits,    # f32, their lse: G of a query row, the next row's STRIDE behind
+    queries,   # rows of D channels, G per query row
+    limits,    # f32, their lse: G per query row, query rows STRIDE apart
     keys,      # [K, P], rotated
-    channel,   # i32 [K]: of the keys' rows
+    channel,   # i32 [K], the channel of each row of keys
     is_channel,
-    m,         # i32 [ROWS], which rows x G
-    end,       # of them
+    m,         # i32 [ROWS], indices into rows x G
+    end,       # end of the valid indices
     position,  # i32 [ROWS]
     at,        # i32 [P], positions of the keys
     G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of rows x G to a page of keys, f32 [ROWS, P], zero outside; also of slots nobody wrote."""
+    """Attention of a tile of rows x G to a page of keys, f32 [ROWS, P]; zero outside. Unwritten slots count too."""
     valid = m < end
     row = m.to(tl.int64)
     query = tl.load(queries + row[:, None] * D + channel[None, :], mask=valid[:, None] & is_channel[None, :], other=0.0)
     limit = tl.load(limits + row // G * STRIDE + row % G, mask=valid, other=float("inf"))
-    # A row that sees nothing has no probabilities.
+    # A row that sees nothing gives probabilities of zero.
     limit = tl.where(limit > float("-inf"), limit, float("inf"))
     score = tl.dot(query, keys, input_precision="ieee")
     visible = at[None, :] <= position[:, None]
@@ -107,7 +107,7 @@ def dense_keys(
     arena, page, written, cos, sin, at,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of a dense page, [DP, P], and which channels of a row they are."""
+    """The keys of a dense page, [DP, P]; the channel of each of their rows; and whether it exists."""
     channel = tl.arange(0, DP)
     source = page * UNIT + tl.arange(0, P) * D
     if ROTATE:
@@ -123,12 +123,12 @@ def encoded_keys(
     arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
     table, chunk, layer_head,
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`
-    start,  # where the chunk's place in its path says that it begins
+    start,  # first position of the chunk by its index in the path
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, HP: tl.constexpr, UNIT: tl.constexpr,
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The keys of an encoded page, its sinks among them, [2 * HP, P], and which channels of a row they are."""
+    """The keys of an encoded page and its sinks, [2 * HP, P]; the channel of each of their rows; whether it exists."""
     HALF: tl.constexpr = D // 2
     page = tl.load(table + chunk * (L * H) + layer_head).to(tl.int64)
     pair, both = tl.arange(0, HP), tl.arange(0, 2 * HP)
@@ -171,7 +171,7 @@ def rows_that_see(
     first_position, num_rows, start,
     P: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of rows at consecutive positions, the first one and the end of those that see something of a page."""
+    """The first and the end of the rows, at consecutive positions, that see any slot of a page."""
     low = tl.minimum(tl.maximum(start - first_position, 0), num_rows)
     high = num_rows
     if WINDOW:
@@ -181,13 +181,13 @@ def rows_that_see(
 
 @triton.jit
 def put_sums(
-    sums,   # f32, of a page
-    found,  # f32 [ROWS, P]: of each column several sums, or peaks
+    sums,   # f32, one page
+    found,  # f32 [ROWS, P]: sums or peaks
     kept,   # i1 [P]
-    peaks,  # whether they are these
+    peaks,  # whether `found` has peaks
     G: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Adds a mean over query heads to a page of sums, or notes what is larger."""
+    """Adds the mean over query heads to a page of sums; or raises a page of peaks to the maximum."""
     slots = tl.arange(0, P)
     old = tl.load(sums + slots, mask=kept, other=0.0)
     new = tl.where(peaks, tl.maximum(old, tl.max(found, 0)), old + tl.sum(found, 0) * (1.0 / G))
@@ -199,11 +199,11 @@ def add_rows(
     total,  # f32 [ROWS, P]
     keys, channel, is_channel, queries, limits,  # as of `probabilities`
     low, high,       # query rows that count
-    first_position,  # of row 0; others follow
+    first_position,  # position of row 0; the others follow
     at, far, peaks,
     ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The sums, or peaks, of rows more."""
+    """Extends sums, or peaks, by more rows."""
     for first in tl.range(low * G, high * G, ROWS):
         m = first + tl.arange(0, ROWS)
         position = first_position + m // G
@@ -218,10 +218,10 @@ def add_rows(
 @triton.jit
 def mask_of(
     masks, chunk, layer_head,
-    wanted,  # i1: what else is zero
+    wanted,  # i1: if not, the mask is zero
     ROW: tl.constexpr,
 ):  # fmt: skip
-    """Which slots of a chunk's page are seen, i64: of a staged one all."""
+    """The visible slots of a chunk's page, i64: all slots of a staged chunk."""
     mask = tl.load(masks + tl.maximum(chunk, 0) * ROW + layer_head, mask=wanted, other=0)
     return tl.where(wanted & (chunk < 0), tl.full((), -1, tl.int64), mask)
 
@@ -231,7 +231,7 @@ def sum_columns(
     queries,    # [H, R, G, D]
     lse,        # f32 [R, H, G], base 2
     arena, words, halves, octets,  # the arena as page elements, i32, f16 and u8
-    sums,       # the same as f32; a page starts at id * 32
+    sums,       # the arena as f32; a page starts at id * 32
     table,      # i32 [C, L, H] page ids
     masks,      # i64 [C, L, H]
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,  # as of `attend_encoded`, or None
@@ -244,7 +244,7 @@ def sum_columns(
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
     ROTATE: tl.constexpr,  # whether pages hold keys before their rotation
 ):  # fmt: skip
-    """The columns of slices of many rows. Grid [H, n]: a program has one column of one head."""
+    """Adds to the columns of slices of many rows. Grid [H, n]: a program has one column of one head."""
     head = tl.program_id(0).to(tl.int64)
     column = columns + tl.program_id(1).to(tl.int64) * COLUMN_INTS
     first_row, count = tl.load(column).to(tl.int64), tl.load(column + 1)
@@ -258,7 +258,7 @@ def sum_columns(
     low, high = rows_that_see(first_position, count, start, P, WINDOW)
     low = tl.minimum(tl.maximum(low, start + far - first_position), high)
     middle = tl.minimum(tl.maximum(split - first_position, low), high)
-    # A head that retention needs no sums of, or that keeps nothing of the chunk.
+    # Zero if retention needs no sums of this head, or the head keeps nothing of the chunk.
     is_wanted = tl.load(masks + into * (L * H) + layer_head) != 0
     seen = mask_of(masks, computed, layer_head, is_wanted & (low < middle), L * H)
     stored_seen = tl.full((), 0, tl.int64)
@@ -301,7 +301,7 @@ def sum_single_columns(
     queries, lse, arena, words, halves, octets, sums, table, masks,  # as of `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     positions,
-    num_columns,  # i32 [1]: how many of the columns count
+    num_columns,  # i32 [1]: number of columns in use
     columns,      # i32 [n, COLUMN_INTS], each of a slice of one row
     staged, layer, num_rows,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
@@ -309,8 +309,8 @@ def sum_single_columns(
     SINKS: tl.constexpr, KIND: tl.constexpr, KEY_PARTS: tl.constexpr, MOST_KEY_SLOTS: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """The same for slices of one row. Grid [H, any]: programs take columns in turns, so that a graph may have more or
-    fewer of them each time.
+    """`sum_columns` for slices of one row. Grid [H, any]: programs take columns in turns, so that one graph serves any
+    number of columns.
     """
     head = tl.program_id(0).to(tl.int64)
     layer_head = layer.to(tl.int64) * H + head
@@ -328,7 +328,7 @@ def sum_single_columns(
         chunk = tl.where(is_computed, computed, stored)
         is_wanted = tl.load(masks + into * (L * H) + layer_head) != 0
         mask = mask_of(masks, chunk, layer_head, is_wanted, L * H)
-        # Ids of pages that are not there may be anything.
+        # Where the mask is 0 there may be no page, and the page id is arbitrary.
         is_wanted &= mask != 0
         into_page = tl.load(table + into * (L * H) + layer_head, mask=is_wanted, other=0).to(tl.int64)
         kept = is_seen(mask, slots) & (at <= position)
@@ -365,14 +365,14 @@ def sum_single_columns(
 def keep_keys(
     arena,         # the arena as page elements
     table,         # i32 [C, L, H] page ids
-    chunks,        # i32 [n], or ~ their numbers among those that are staged
+    chunks,        # i32 [n], or ~ their numbers among staged chunks
     first_source,  # page id of the first staged page
-    first_target,  # of the first kept half of a page
+    first_target,  # page id of the first kept half page
     layer,
     L: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, UNIT: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Copies of the keys of dense pages, one layer's, for `recover`. Grid [H, n]."""
+    """Copies the keys of dense pages of one layer, for `recover`. Grid [H, n]."""
     head = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64)
     chunk = tl.load(chunks + index).to(tl.int64)
@@ -389,11 +389,11 @@ def keep_keys(
 def add_kept(
     total,  # f32 [ROWS, P]
     keys, channel, is_channel, queries, limits, low, high, first_position, at,  # as of `add_rows`
-    always,   # i1 [P]: slots kept whichever row looks
-    nearest,  # i64: a row also keeps so many of the last tokens
+    always,   # i1 [P]: slots kept for every row
+    nearest,  # i64: number of last tokens that each row also keeps
     ROWS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What rows more recover."""
+    """Extends the recovered attention by more rows."""
     for first in tl.range(low * G, high * G, ROWS):
         m = first + tl.arange(0, ROWS)
         position = first_position + m // G
@@ -421,13 +421,13 @@ def recover(
     arena, words, halves, octets, table, masks,  # as of `sum_columns`
     slot_positions, bases, sidecars, cos, sin, heads, pairs, key_books,
     chunks,        # i32 [n, KEPT_INTS], of a path, in order of position
-    kept,          # i64 [L, H, words]: columns kept whichever row looks, by position
-    local,         # i64 [L, H]: each row also keeps so many of the last tokens, itself among them
-    out,           # f32 [L, H, n]: of all rows x G to what is kept of each chunk
-    first_page,    # page id of the first half of a page that `keep_keys` left, and how many of a head it left
-    num_pages,
-    num_kept, first_kept, count,  # kept rows of the step, and of the slice the first and how many
-    first_position,               # of the slice's first kept row
+    kept,          # i64 [L, H, words]: columns kept for every row, by position
+    local,         # i64 [L, H]: number of last tokens that each row also keeps, its own included
+    out,           # f32 [L, H, n]: attention of all rows x G to the kept slots of each chunk
+    first_page,    # page id of the first half page that `keep_keys` wrote
+    num_pages,     # half pages per layer and head that it wrote
+    num_kept, first_kept, count,  # kept rows of the step; first kept row and kept rows of the slice
+    first_position,               # position of the slice's first kept row
     first_start,                  # position of the first slot of the first chunk
     num_words,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr,
@@ -446,7 +446,7 @@ def recover(
     nearest = tl.load(local + layer_head)
     low, high = rows_that_see(first_position, count, start, P, WINDOW)
     middle = tl.minimum(tl.maximum(split - first_position, low), high)
-    # Local tokens of the first row begin before those of others.
+    # The local tokens of the first row begin earliest.
     is_wanted = (bits != 0) | (start + P > first_position - nearest + 1)
     seen = mask_of(masks, computed, layer_head, is_wanted & (low < middle), L * H)
     stored_seen = tl.full((), 0, tl.int64)

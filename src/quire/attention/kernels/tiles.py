@@ -1,7 +1,7 @@
-"""Encoded pages as tiles of keys and values in registers.
+"""Decodes pages into tiles of keys and values in registers. docs/page-format.md describes the pages.
 
-A book of 32 centroids is one register of a warp, and a lookup one shuffle. Pages are read in words alone where that
-can be: the compiler lays out operands of products by the narrowest load behind them. docs/page-format.md has the pages.
+A book of 32 centroids is one register of a warp, and a lookup is one shuffle. Pages are read as 32-bit words where
+possible, because the compiler lays out the operands of products by their narrowest load.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -10,13 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
-def places(
-    fours, twos, ones,    # i32, words of a line: of each half all of fours, the lower eight bits of twos and the lower
-                          # four of ones hold a part of four codes
-    PARTS: tl.constexpr,  # which of the three there are: a sum of 4, 2 and 1
+def book_indices(
+    fours, twos, ones,    # i32, words of a line. Each half holds parts of four codes: fours in all bits, twos in the
+                          # lower eight, ones in the lower four
+    PARTS: tl.constexpr,  # which of the three exist: a sum of 4, 2 and 1
 ):  # fmt: skip
-    """The places in their books of the first and the third of these codes, in the lower and the upper byte of each
-    half. Of the second and the fourth, if every word is shifted by one code.
+    """The book indices of the first and the third of these codes, in the lower and the upper byte of each half. With
+    every word shifted by one code, those of the second and the fourth.
     """
     found = fours & 0x0F0F0F0F
     if PARTS & 2:
@@ -30,13 +30,13 @@ def places(
 def nuq_keys(
     words,                   # the arena as i32
     page,                    # i64
-    at4, at2, at1,           # i32 [HP]: where a pair's upper 4 bits, 2 bits and lowest bit begin, in words; -1: nowhere
+    at4, at2, at1,           # i32 [HP]: offsets of a pair's upper 4 bits, 2 bits and lowest bit, in words; -1: none
     order,                   # i32 [HP]: the pair
     first_book, second_book, # f32 [HP, 32]: of a pair's two channels
     num_slots, at_slots,
     HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
-    PARTS: tl.constexpr,     # of the widths that keys of the model have, the powers of two: 4, 2, 1, or several of them
-    SLOTS: tl.constexpr,     # of a vector at most
+    PARTS: tl.constexpr,     # the powers of two in the widths of the model's keys: a sum of 4, 2 and 1
+    SLOTS: tl.constexpr,     # most slots of a vector
 ):  # fmt: skip
     """The two channels of every pair, not rotated, f32 [HP, P] each."""
     base = words + page * 32
@@ -53,9 +53,9 @@ def nuq_keys(
     if PARTS & 1:
         ones = tl.load(base + at1[:, None] + lanes[None, :], mask=(at1 >= 0)[:, None], other=0)
         ones = ones >> (pair % 4 * 4)[:, None]
-    # A thread has two of the four quarters of the page, the even or the odd ones.
+    # A thread has two of the page's four quarters, the even or the odd ones.
     odd = tl.arange(0, 2)[None, :, None]
-    at = places(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
+    at = book_indices(fours[:, None, :] >> odd * 4, twos[:, None, :] >> odd * 2, ones[:, None, :] >> odd, PARTS)
     at = tl.reshape(at[:, None, :, :] >> (tl.arange(0, 2) * 8)[None, :, None, None], (HP, P))
     first = tl.gather(first_book, at & 31, 1)
     second = tl.gather(second_book, at >> 16 & 31, 1)
@@ -73,8 +73,8 @@ def nuq_values(
     words, page, book, bits, at_values, at_ranges, num_slots, at_slots,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The values of the even and of the odd token slots, f32 [P / 2, DP] each, in the order of `in_value_order`;
-    without a meaning past D. book is f32 [P / 2, 32].
+    """The values of the even and of the odd token slots, f32 [P / 2, DP] each, in the order of `in_value_order`.
+    Columns from D on are undefined. book is f32 [P / 2, 32].
     """
     base = words + page * 32 + at_values // 4
     eighth = tl.arange(0, P // 8)
@@ -97,7 +97,7 @@ def nuq_values(
         ones = ones >> (eighth % 4 * 4)[:, None]
     # Slots 8 e + 2 m and the next: m before e, so that a thread has all codes of a word.
     m = tl.arange(0, 4)[:, None, None]
-    evens, odds = places(fours, twos, ones, PARTS), places(fours >> 4, twos >> 2, ones >> 1, PARTS)
+    evens, odds = book_indices(fours, twos, ones, PARTS), book_indices(fours >> 4, twos >> 2, ones >> 1, PARTS)
     at = tl.where(m % 2 == 0, evens[None, :, :], odds[None, :, :]) >> m // 2 * 8
     at = tl.reshape(at, (P // 2, DP))
     even = tl.gather(book, at & 31, 1)
@@ -108,7 +108,7 @@ def nuq_values(
     even_shift = half_in(z, 0)[:, None]
     odd_shift = half_in(z, 1)[:, None]
     for i in tl.static_range(SLOTS):
-        # No channel is in two slots, so what is missing there may join the shift by itself.
+        # No channel is in two slots, so each residual may be added to the shift alone.
         at = page * 32 + (at_slots + i * (3 * P)) // 4
         channel, missing = slots_of(words, at, 2 * field, num_slots > i, P)
         even_shift = tl.where(channel[:, None] == d[None, :], (half_in(z, 0) + missing)[:, None], even_shift)
@@ -118,42 +118,42 @@ def nuq_values(
 
 
 @triton.jit
-def dealt(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
-    """Columns of [ROWS, HANDS * C] in turns: the first of each of so many equal runs, the second of each, and so on.
+def interleaved(x, ROWS: tl.constexpr, NUM_RUNS: tl.constexpr):
+    """Interleaves runs of C columns, [ROWS, NUM_RUNS * C]: the first column of each run, the second of each, ...
 
-    A thread that looks up columns has every 32nd of them; so what it has stands side by side, to be stored at once.
+    A thread that looks up columns has every 32nd of them. Interleaving makes these neighbours, to be stored at once.
     """
-    C: tl.constexpr = x.shape[1] // HANDS
-    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, HANDS, C)), (0, 2, 1)), (ROWS, HANDS * C))
+    C: tl.constexpr = x.shape[1] // NUM_RUNS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, NUM_RUNS, C)), (0, 2, 1)), (ROWS, NUM_RUNS * C))
 
 
 @triton.jit
-def gathered(x, ROWS: tl.constexpr, HANDS: tl.constexpr):
-    """The inverse of `dealt`."""
-    C: tl.constexpr = x.shape[1] // HANDS
-    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, HANDS)), (0, 2, 1)), (ROWS, HANDS * C))
+def deinterleaved(x, ROWS: tl.constexpr, NUM_RUNS: tl.constexpr):
+    """The inverse of `interleaved`."""
+    C: tl.constexpr = x.shape[1] // NUM_RUNS
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, C, NUM_RUNS)), (0, 2, 1)), (ROWS, NUM_RUNS * C))
 
 
 @triton.jit
 def in_value_order(x, ROWS: tl.constexpr, P: tl.constexpr):
-    """Columns [ROWS, P] of token slots in two turns (see `dealt`) -> those of the even and of the odd slots, [ROWS,
-    P / 2] each, in the order that `nuq_values` has the tokens in.
+    """Splits columns [ROWS, P], token slots as `interleaved` orders two runs, into even and odd slots, [ROWS,
+    P / 2] each, in the token order of `nuq_values`.
     """
-    # From slots 8 e + 2 m + i, the upper half of the page beside the lower, into m, e, i.
+    # From slots 8 e + 2 m + i, upper and lower half of the page interleaved, to the order m, e, i.
     x = tl.permute(tl.reshape(x, (ROWS, P // 16, 4, 2, 2)), (0, 2, 4, 1, 3))
     return tl.split(tl.reshape(x, (ROWS, P // 2, 2)))
 
 
 @triton.jit
 def half_in(words, side):
-    """The float16 in the lower or the upper half of words, f32: of words, as all of a page is read."""
+    """The float16 in the lower or the upper half of words, as f32. (All of a page is read as words.)"""
     return (words >> side * 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def slots_of(words, at, slot, used, P: tl.constexpr):
-    """Which channel of the vectors in some token slots has something missing, and what, i32 and f32; -1 and 0 where the
-    slot is not used. at is in words.
+    """The channel in a slot of the vectors of some tokens, i32, and its residual, f32; -1 and 0 where the slot is not
+    used. at is in words.
     """
     used = (slot < P) & used
     four = tl.load(words + at + slot // 4, mask=used, other=0)
@@ -164,10 +164,10 @@ def slots_of(words, at, slot, used, P: tl.constexpr):
 @triton.jit
 def group_keys(
     halves, octets, page,
-    bias,  # f32 [2, HP], a head's: what its keys are stored less; or None
+    bias,  # f32 [2, HP], what was subtracted from one head's keys; or None
     D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """As `nuq_keys`, of a page of group codes."""
+    """`nuq_keys` for a page of group codes."""
     pair = tl.arange(0, HP)[:, None]
     slot = tl.arange(0, P)[None, :]
     inside = pair < HALF

@@ -1,9 +1,9 @@
-"""Keys and values of a step's rows into their slots of dense pages; one launch for all rows and heads.
+"""Writes keys and values of a step's rows to their slots of dense pages, in one launch for all rows and heads.
 
     page(row)[slot] = rotate(k, position),   page(row)[P + slot] = v,      slot = position mod P
 
-Where sealed chunks are encoded keys stay as they are, and chunks that the step fills from their first slot on are
-staged: these have pages beside the arena, and are numbered ~0, ~1 and so on.
+If sealed chunks are encoded, keys are not rotated, and a chunk that the step fills from its first slot on is staged:
+its pages are outside the arena. Staged chunks have the ids ~0, ~1 and so on.
 
 Decode steps do this inside `attend`. Defined by attention.reference.
 """
@@ -18,11 +18,11 @@ from quire.attention.kernels.attend import load_rotated
 @triton.jit
 def dense_page(
     entry,         # table entry of chunk 0
-    chunk,         # i64, of any shape, as the mask
+    chunk,         # i64, of any shape; mask has the same
     head, staged, mask,
     ROW: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The page ids of one head and layer of chunks in the table or staged, i64."""
+    """The page ids of chunks, stored or staged, in one layer and head, i64."""
     stored = tl.load(entry + chunk * ROW, mask=mask & (chunk >= 0), other=0).to(tl.int64)
     return tl.where(chunk >= 0, stored, staged + ((-1 - chunk) * H + head) * PAGE)
 

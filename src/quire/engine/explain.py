@@ -6,17 +6,19 @@ import numpy as np
 
 from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.tree import PrefixTree
+from quire.cache.manager import CacheManager
 
 
-def explain(tree: PrefixTree, holder: Holder, reusable: int | None) -> str:
-    """Says in one sentence why a prompt finds as much as it does.
-
-    reusable  with retention, chunks of it that may be found if what rows looked at is known; None without
-    """
+def explain(manager: CacheManager, holder: Holder) -> str:
+    """Says in one sentence why a sequence finds as much of its prompt in the cache as it does."""
+    tree = manager.tree
+    if tree is None:
+        return "cache.share is off"
+    if not holder.reads_cache:
+        return "log-probabilities of the prompt are wanted, so all of it is computed"
     keys, tokens, num_found = holder.keys, holder.token_ids, holder.path.num_shared
-    known = sum(count for _, count in tree.walk(keys, reusable or 0))
-    if known > num_found:
+    known = sum(count for _, count in tree.walk(keys, manager.retention.limit(holder)))
+    if manager.retainer is not None and known > num_found:
         return (
             f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
             f" {num_found * PAGE_TOKENS}: retention needs both"
