@@ -14,6 +14,7 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.group import GroupCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.codecs.slots import Moves
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
 from tests.effort import examples
 
@@ -160,6 +161,20 @@ def test_every_bit_of_a_token_moves(name: str, seed: int) -> None:
         codec.move(pages.arena.data, Moves(*map(np.array, ([1], [0], [[one], [other]], [[fro], [to]]))))
         k, v = codec.decode(1, 0, pages.arena.load(pages.ids[1, 0], int(pages.sizes[1, 0])))
         assert torch.equal(k[0, fro], k[1, to]) and torch.equal(v[0, fro], v[1, to])
+
+
+def test_sums_move_in_one_page_and_between_pages() -> None:
+    arena, ids = Arena(4 * 256), np.array([2, 4, 0, 6], np.int32)
+    sums = torch.arange(4 * PAGE_TOKENS, dtype=torch.float32)
+    arena.store(ids, 256, sums.view(torch.uint8).view(4, 256))
+    moves = [(0, 5, 0, 6), (0, 63, 3, 0), (1, 0, 2, 63)]
+    fro, slots, to, others = np.array(moves, np.int32).T
+    nothing = np.zeros(len(moves), np.int32)
+    SumsCodec().move(arena.data, Moves(nothing, nothing, np.stack((ids[fro], ids[to])), np.stack((slots, others))))
+    expected = sums.view(4, PAGE_TOKENS).clone()
+    for page, slot, target, other in moves:
+        expected[target, other] = sums[page * PAGE_TOKENS + slot]
+    assert torch.equal(arena.load(ids, 256).view(torch.float32), expected)
 
 
 def test_no_moves_do_nothing() -> None:

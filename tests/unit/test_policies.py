@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.retention.policies import MEMBERS, Chain, Decision, decide, keep_on, largest, occurrences
+from quire.cache.retention.policies import MEMBERS, Chain, Decided, decide, keep_on, largest, occurrences
 from tests.effort import examples
 
 EXAMPLE = [
@@ -36,19 +36,19 @@ def only(num_tokens: int, *positions: int) -> np.ndarray:
 def local_recovery(attention: np.ndarray) -> Any:
     """By whole rows of attention [heads, n, n], all of them profiled."""
 
-    def recovery(heads: np.ndarray, columns: np.ndarray, window: int) -> np.ndarray:
+    def recovery(columns: np.ndarray, window: int) -> np.ndarray:
         at = np.arange(attention.shape[1])
         near = (at[:, None] >= at) & (at[:, None] - at < window)
-        return (attention[heads] * (columns[:, None, :] | near)).sum(2).mean(1)
+        return (attention * (columns[:, None, :] | near)).sum(2).mean(1)
 
     return recovery
 
 
-def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decision:
+def decided(chain: Chain, attention: np.ndarray, **marks: np.ndarray) -> Decided:
     """Of attention [heads, n, n]."""
     none = np.zeros(attention.shape[1], bool)
     marks = {"special": none, "punctuation": none, **marks}
-    return decide(chain, marks, attention.sum(1), attention.shape[1], local_recovery(attention))
+    return decide(chain, marks, attention.sum(1), local_recovery(attention))
 
 
 EXAMPLE_MARKS = {"special": only(6, 0), "punctuation": only(6, 2)}

@@ -80,7 +80,7 @@ def test_padding_counts_for_nothing() -> None:
         for sums, n in (first, second):
             marks = {"special": np.arange(n) == 0, "punctuation": np.zeros(n, bool)}
             chain = Chain(0.6, members=("special", "punctuation", "frequent"))
-            found.append(decide(chain, marks, sums.double().numpy(), n, lambda *_: np.empty(0)))
+            found.append(decide(chain, marks, sums.double().numpy(), lambda *_: np.empty(0)))
         assert np.array_equal(found[0].policies, found[1].policies) and np.array_equal(found[0].kept, found[1].kept)
 
 

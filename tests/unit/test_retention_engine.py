@@ -14,6 +14,7 @@ import pytest
 
 from quire.cache.codecs import DENSE
 from quire.cache.keys import ChunkKeys
+from quire.cache.retention.prefix_sums import SharingRetainer
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
@@ -315,7 +316,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         )
         witness = bench.witness
         manager = witness.engine.scheduler.manager
-        assert manager.retainer is not None and manager.tree is not None
+        assert isinstance(manager.retainer, SharingRetainer)
         common = prompt_of(300, 7)
         witness.add("first", common, greedy(70))
         witness.add("equal", common, greedy(70))
@@ -331,9 +332,8 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         witness.drain(outputs)
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
-        prefixes = manager.retainer.prefixes
-        assert prefixes is not None and not prefixes._stops and witness.engine.stats()["cache"]["bytes_used"] == 0
-        assert not any(segment.locks.any() or segment.users for _, segment in manager.tree.segments())
+        assert not manager.retainer.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
+        assert not any(segment.locks.any() or segment.users for _, segment in manager.retainer.tree.segments())
     assert len(phases) >= 3, phases
 
 

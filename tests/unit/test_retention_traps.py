@@ -242,7 +242,7 @@ def test_policies_are_searched_once_for_each_request(monkeypatch: pytest.MonkeyP
     decide = retention_module.decide
 
     def counted(chain: Any, marks: Any, sums: np.ndarray, *rest: Any) -> Any:
-        searched.append(len(sums))
+        searched.append(sums[..., 0].size)
         return decide(chain, marks, sums, *rest)
 
     monkeypatch.setattr(retention_module, "decide", counted)

@@ -22,11 +22,12 @@ from quire.cache.eviction import Eviction
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.none import NoRetention
+from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Profiling, Retainer
 from quire.cache.room import Room
 from quire.cache.statistics import Statistics
@@ -80,7 +81,7 @@ class CacheManager:
         self.retainer: Retainer | None = None
         if retention is not None:
             assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
-            self.retainer = Retainer(retention, table, self.eviction)
+            self.retainer = make_retainer(retention, self.eviction)
         self.retention = self.retainer or NoRetention(self.eviction)
         answers = self.retention
         self.slice_end, self.undivided, self.last_rows = answers.slice_end, answers.undivided, answers.last_rows
@@ -298,7 +299,7 @@ class CacheManager:
             path.num_stored += num_sealed
         if wants_open:
             path.append(table.take(1, table.open_codec))
-        self.retention.extend(path, num_tokens, num_sealed)
+        self.retention.extend(path, num_sealed)
         self._settle(holder)
         self.statistics.note_peak()
         return True
@@ -334,12 +335,12 @@ class CacheManager:
         assert retainer is not None and isinstance(table, ChunkTable) and path.retained is None
         before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
         self.eviction.evict_for(lambda: rows)
-        is_stuck = retainer.decide(holder, decided)
-        if path.retained is not None and is_stuck.any():
+
+        def fits(demand: Demand) -> bool:
             self.room.update(holder)
-            if not self.room.fits(retainer.copies(is_stuck.sum(-1), path.num_sealed)):
-                path.retained.in_place |= is_stuck
-        retainer.pack(path)
+            return self.room.fits(demand)
+
+        retainer.retain(holder, decided, fits)
         self._settle(holder)
         self.statistics.note_peak()
         if retainer.watch is not None:

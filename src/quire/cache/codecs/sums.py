@@ -13,9 +13,11 @@ import numpy as np
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from quire.cache.arena import Arena
+    from quire.cache.codecs import Moves
 
 KERNEL_ID = 5
 """SUMS in kernels/common.h."""
@@ -59,6 +61,12 @@ class SumsCodec:
         if len(ids) and table.has_bytes:
             images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
+
+    def move(self, arena: torch.Tensor, moves: Moves) -> None:
+        """Overwrites slots of pages with other ones; see Codec."""
+        from quire.cache.codecs.slots import RUN, SlottedPages
+
+        SlottedPages([[(RUN, 0, 4)]]).move(arena, moves)
 
 
 def _held(table: Rows, rows: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:

@@ -1,13 +1,15 @@
-"""Which tokens each head keeps: the settings, a model's marks, and the two moments of a request when they are asked.
+"""Which tokens each head keeps: the settings, a model's markers, and the decisions of a request, one after its prompt
+and one with every chunk it seals.
 
-`policies` and `budget` have the rules and `retained` the pages. What is decided depends on the request's tokens and
-these settings alone, never on what the cache holds.
+`policies` and `budget` have the rules, `retained` has the slots. A decision depends on the request's tokens and these
+settings alone, never on the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,51 +17,29 @@ from numpy.typing import NDArray
 from quire.cache.arrays import Bools, Floats, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.budget import allocate, scores_of
-from quire.cache.retention.policies import Chain, Mask, decide, keep_on, occurrences
-from quire.cache.retention.retained import Retained
+from quire.cache.retention.policies import Chain, decide, keep_on, occurrences
+from quire.cache.retention.policies import Decided as Decided
+from quire.cache.retention.retained import Retained, words_of
 
 PROFILED_SHARE = 4
-"""Of a short prompt only this part of the rows is profiled, the last ones, so that it may be found in the cache too."""
+"""At most one row in 4 of a prompt is profiled, so that the cache is of use to short prompts too."""
 
 RANKED = Chain(0.0, 0.0, 0.0, ("frequent",))
-"""What all heads go by within a budget: tokens are kept for how much they are looked at, and nothing else is asked."""
+"""The chain of all heads within a budget, which ranks tokens by the attention they get."""
 
 Recover = Callable[[NDArray[np.uint64], Int64s], NDArray[np.float64]]
-"""Recovery of every head, float64 [L, H], over the last rows of the prompt, which keeps the columns of a mask, uint64
-[L, H, chunks], and so many of the last tokens, int64 [L, H]."""
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What heads keep of a prompt of n tokens, and why.
-
-    policies  uint8 [L, H]
-    kept      bool [L, H, n]
-    recovery  float64 [L, H, chain + 1]; nan for what was not tried
-    chain     by which it was decided
-    budget    within which, where the chain says no more than who has sums
-    """
-
-    policies: NDArray[np.uint8]
-    kept: Bools
-    recovery: NDArray[np.float64]
-    chain: Chain
-    budget: float | None = None
-
-    @property
-    def kept_fraction(self) -> float:
-        """Of all tokens of all heads."""
-        return float(self.kept.mean())
+"""Recovery of every head over the last rows of the prompt, float64 [L, H]. The heads keep the columns of a mask, uint64
+[L, H, chunks], and a number of last tokens before each row, int64 [L, H]."""
 
 
 @dataclass(frozen=True)
 class PageBytes:
-    """What a head's pages take.
+    """Bytes of a head's pages.
 
-    sealed  int [L, H]
-    beside  what stands beside each of those that are packed: sums or peaks, and positions where chunks are encoded
-    open    of every head
-    sums    of them, what stands beside an open page
+    sealed  int64 [L, H], of a sealed page
+    beside  beside a packed page: its sums or peaks, and its positions where chunks are encoded
+    open    of an open page
+    sums    beside an open page
     """
 
     sealed: Int64s
@@ -75,9 +55,10 @@ class Retention:
     chain         members, threshold and shares; with a budget `RANKED`
     special       markers, each of one token or more in a row
     punctuation   token ids
-    profile_rows  last rows of a prompt, at most, over which `local` is judged, or that rank tokens for a budget
-    num_first     first tokens of a sequence that count as special whatever they are: attention rests on them
-    budget        share of a sequence's bytes that is kept, whatever attention that recovers
+    profile_rows  number of last rows of a prompt, at most, that judge `local` or rank tokens for a budget
+    num_first     number of first tokens of a sequence that are always special: attention rests on them
+    budget        share of a sequence's bytes that is kept, whatever attention that recovers; None: by the threshold
+    page_bytes    of the pages in which sequences are kept; only a budget needs them
     """
 
     chain: Chain
@@ -86,112 +67,88 @@ class Retention:
     profile_rows: int = 256
     num_first: int = 1
     budget: float | None = None
-    _punctuation: Int64s = field(init=False, repr=False)
+    page_bytes: PageBytes | None = None
 
     def __post_init__(self) -> None:
         assert self.budget is None or self.chain is RANKED, "a budget goes by no chain"
-        object.__setattr__(self, "_punctuation", np.array(sorted(self.punctuation), np.int64))
+
+    @cached_property
+    def _punctuation(self) -> Int64s:
+        return np.array([*self.punctuation], np.int64)
 
     def num_profiled(self, num_prompt: int) -> int:
-        """Last rows of a prompt that are profiled together: they are computed even if they are cached."""
+        """Number of last rows of a prompt that are profiled together. They are computed even if they are cached."""
         return min(self.profile_rows, -(-num_prompt // PROFILED_SHARE))
 
     def num_reusable(self, num_prompt: int) -> int:
-        """Chunks at the beginning of a prompt that need not be computed if they, and with a threshold their sums, are
-        cached.
+        """Number of first chunks of a prompt that need not be computed if they are cached, with a threshold also their
+        sums.
         """
         return (num_prompt - self.num_profiled(num_prompt)) // PAGE_TOKENS
 
-    def marks(self, tokens: Sequence[int]) -> Mapping[str, Mask]:
-        """Which tokens are special, and which punctuation, bool [n] each."""
+    def marks(self, tokens: Sequence[int]) -> Mapping[str, Bools]:
+        """The tokens that are special and those that are punctuation, bool [n] each."""
         punctuation = np.isin(np.asarray(tokens, np.int64), self._punctuation)
         return {"special": self._special(tokens), "punctuation": punctuation}
 
-    def _special(self, tokens: Sequence[int]) -> Mask:
+    def _special(self, tokens: Sequence[int]) -> Bools:
         special = occurrences(tokens, self.special)
         special[: self.num_first] = True
         return special
 
-    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None, page_bytes: PageBytes) -> Decided:
-        """What to keep of a prompt.
+    def decide(self, tokens: Sequence[int], sums: Floats, recover: Recover | None) -> Decided:
+        """The tokens of a prompt to keep. Tokens of its open chunk are not dropped yet.
 
-        sums        float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
-        recover     None only with a budget: then nothing says what is recovered
-        page_bytes  of the pages it will be kept in
+        sums     float32 [L, H, n], the attention each of its tokens has had from all its rows, or its peak
+        recover  None only with a budget; the recovery is then unknown
         """
-        if self.budget is not None:
-            return self._within_budget(tokens, sums, recover, page_bytes)
-        num_layers, num_heads, n = sums.shape
-        shape = num_layers, num_heads
-        assert recover is not None
-
-        def local_recovery(heads: Int64s, columns: Mask, window: int) -> NDArray[np.float64]:
-            kept = np.zeros((num_layers * num_heads, n), bool)
-            kept[heads] = columns
-            bits = _bits(kept).reshape(*shape, -1)
-            return recover(bits, np.full(shape, window, np.int64)).reshape(-1)[heads]
-
-        found = decide(self.chain, self.marks(tokens), sums.reshape(-1, n).astype(np.float64), n, local_recovery)
-        kept, recovery = found.kept.reshape(*shape, n), found.recovery.reshape(*shape, -1)
-        kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True  # what is open is not dropped yet
-        return Decided(found.policies.reshape(shape), kept, recovery, self.chain)
-
-    def _within_budget(
-        self, tokens: Sequence[int], peaks: Floats, recover: Recover | None, page_bytes: PageBytes
-    ) -> Decided:
-        """What to keep of a prompt within the budget."""
-        *shape, n = peaks.shape
-        policies, kept = np.zeros(shape, np.uint8), np.ones(peaks.shape, bool)
-        recovery = np.full((*shape, self.chain.full + 1), np.nan)
-        num_sealed = n // PAGE_TOKENS * PAGE_TOKENS
+        n, *shape = len(tokens), *sums.shape[:-1]
+        end, full = n // PAGE_TOKENS * PAGE_TOKENS, self.chain.full
+        if self.budget is None:
+            assert recover is not None
+            found = decide(
+                self.chain,
+                self.marks(tokens),
+                sums.astype(np.float64),
+                lambda columns, window: recover(words_of(columns), np.full(shape, window)),
+            )
+            found.kept[..., end:] = True
+            return found
+        policies, kept = np.full(shape, full * (self.budget == 1.0), np.uint8), np.ones(sums.shape, bool)
+        recovery = np.full((*shape, full + 1), np.nan)
         if self.budget == 1.0:
-            policies[:], recovery[..., self.chain.full] = self.chain.full, 1.0
-            return Decided(policies, kept, recovery, self.chain, self.budget)
-        positions = np.broadcast_to(np.arange(num_sealed, dtype=np.int32), (*shape, num_sealed))
-        kept[..., :num_sealed] = self._allocated(tokens, peaks[..., :num_sealed], positions, page_bytes)
-        if recover is not None:
-            recovery[..., 0] = recover(_bits(kept), np.zeros(policies.shape, np.int64))
+            recovery[..., full] = 1.0
+        else:
+            positions = np.broadcast_to(np.arange(end, dtype=np.int32), (*shape, end))
+            kept[..., :end] = self._allocated(tokens, sums[..., :end], positions)
+            if recover is not None:
+                recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
-    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s, page_bytes: PageBytes) -> Mask:
-        """What heads keep of sealed tokens, bool [L, H, slots] as the others are. Until the next chunk is sealed the
-        pages, what stands beside them and the open chunk stay within the budget.
+    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s) -> Bools:
+        """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. The sequence stays within the
+        budget until it seals the next chunk: its pages, what stands beside them, and its open chunk.
         """
-        assert self.budget is not None
-        sealed = page_bytes.sealed.reshape(-1)
+        page_bytes = self.page_bytes
+        assert self.budget is not None and page_bytes is not None
+        sealed = page_bytes.sealed.ravel()
         num_heads, num_chunks = len(sealed), len(tokens) // PAGE_TOKENS
-        # There is an open chunk, or the next token begins one; it is not dropped.
+        # The open chunk counts in full. It is there, or the next token begins it.
         most = self.budget * (int(sealed.sum()) * num_chunks + num_heads * page_bytes.open)
         most -= num_heads * (page_bytes.open + page_bytes.sums)
         end = num_chunks * PAGE_TOKENS
         # A marker may go on in the open chunk.
-        special = self._special(tokens)[:end]
-        at = positions.reshape(num_heads, -1)
-        values = scores_of(peaks.reshape(at.shape), at, end)
-        kept = allocate(values, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most)
-        return kept.reshape(positions.shape)
+        special, at = self._special(tokens)[:end], positions.reshape(num_heads, -1)
+        scores = scores_of(peaks.reshape(at.shape), at, end)
+        return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
-    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats, page_bytes: PageBytes) -> Mask:
-        """What to keep of a sequence whose tokens are all sealed now, bool [L, H, slots].
+    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats) -> Bools:
+        """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].
 
-        sums  float32 [L, H, slots], the attention that what is in them has had, or its peak
+        sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or their peaks
         """
+        positions = retained.positions.reshape(sums.shape)
         if self.budget is not None:
-            return self._allocated(tokens, sums, retained.positions, page_bytes)
-        shape, policies, marks = retained.positions.shape, retained.policies.reshape(-1), self.marks(tokens)
-        positions, sums = retained.positions.reshape(-1, shape[-1]), sums.reshape(-1, shape[-1])
-        kept = keep_on(retained.chain, policies, positions, marks, sums, retained.num_prompt, len(tokens))
-        return kept.reshape(shape)
-
-    def has_sums(self, policies: NDArray[np.uint8]) -> Bools:
-        """Which heads go on needing the attention their tokens get."""
-        if "frequent" not in self.chain.members:
-            return np.zeros(policies.shape, bool)
-        return (policies < self.chain.full) & (policies >= self.chain.members.index("frequent"))
-
-
-def _bits(kept: Mask) -> NDArray[np.uint64]:
-    """Columns [..., n] as words of 64, uint64 [..., ceil(n / 64)]; bit t of word c is column c * 64 + t."""
-    words = np.zeros((*kept.shape[:-1], -(-kept.shape[-1] // PAGE_TOKENS) * PAGE_TOKENS), bool)
-    words[..., : kept.shape[-1]] = kept
-    return np.packbits(words, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+            return self._allocated(tokens, sums, positions)
+        marks, num_prompt = self.marks(tokens), retained.num_prompt
+        return keep_on(retained.chain, retained.policies, positions, marks, sums, num_prompt, len(tokens))

@@ -1,4 +1,4 @@
-"""Whether retention is on, asked nowhere: what the cache asks of it, answered for sequences that keep every token."""
+"""The cache's questions about retention, answered for sequences that keep every token. Nobody asks whether it is on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from quire.cache.path import Path
 from quire.cache.run import Run
 from quire.cache.segment import Segment
 
+Found = list[tuple[Segment, int]]
+"""Segments that hold leading chunks of a sequence, and the number of these chunks in each."""
+
 
 class NoRetention:
     """Every head keeps every token. `Retainer` answers the same questions for heads that do not.
 
-    per_chunk    what a running sequence takes with one more chunk
-    bytes_freed  of pages that requests held and that retention gave up, since start
+    per_chunk    the demand of a running sequence for one more chunk
+    bytes_freed  bytes of the pages that retention took from requests since start
     """
 
     bytes_freed = 0
@@ -29,37 +32,37 @@ class NoRetention:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def limit(self, holder: Holder) -> int:
-        """Chunks that a sequence may find in the cache: never its last token, or there would be no logits."""
+        """Number of chunks that a sequence may take from the cache. Its last token is computed, for its logits."""
         return (len(holder.token_ids) - 1) // PAGE_TOKENS
 
     def findable(self, holder: Holder) -> int:
-        """Chunks that a sequence finds if they are cached."""
+        """Number of chunks up to which the cache is of use to a sequence."""
         return self.limit(holder)
 
     def num_reserved(self, holder: Holder) -> int:
-        """Tokens that admission reserves room for."""
+        """Number of tokens that admission reserves room for."""
         return len(holder.token_ids)
 
     def beside(self, num_tokens: int) -> Demand:
-        """What a prompt takes beside its chunks while it is computed."""
+        """The demand of a prompt beside its chunks while it is computed."""
         return self.table.nothing
 
     def lacking(self, path: Path) -> Demand:
-        """What a path lacks of what was reserved: sealed chunks, an open one, a sidecar for the first sealed one."""
+        """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.filled < 0
         return table.demand(self.num_unsealed(path), wants_open, not path.num_stored)
 
     def num_unsealed(self, path: Path) -> int:
-        """Sealed chunks that a path lacks of what was reserved."""
+        """Number of reserved sealed chunks that a path has not taken."""
         return max(0, self.table.num_sealed_for(path.num_reserved) - path.num_stored)
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
-        """What sequences that are yet to be decided on will hold at most beyond what they hold."""
+        """The demand that undecided sequences will have at most beyond the chunks they hold."""
         return self.table.nothing
 
-    def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
-        """What to reserve for a sequence that finds some chunks in the tree."""
+    def wanted(self, holder: Holder, found: Found) -> Demand:
+        """The reservation of a sequence that finds chunks in the tree."""
         return self.lacking(self._path_over(holder, found))
 
     def enter(self, holder: Holder) -> None:
@@ -69,62 +72,56 @@ class NoRetention:
         """A sequence ends, is preempted, or has been decided on."""
 
     def match(self, holder: Holder) -> int:
-        """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took."""
+        """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
         if self.tree is None:
             return 0
-        return self.tree.extend(holder.path, holder.keys, self.limit(holder), not holder.num_preemptions)
+        return self.tree.extend(holder.path, holder.keys, self.findable(holder), not holder.num_preemptions)
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
-        """Of the runs in which chunks are that follow the `near` ones of the tree, those to fetch: a run for each
-        chunk.
-        """
+        """The runs to fetch, one for each chunk. `far` has the runs of the chunks that follow the `near` first ones."""
         return far
 
     def must_wait(self, holder: Holder) -> bool:
-        """Whether a sequence should wait for what another is about to leave in the cache."""
+        """Whether another sequence is about to cache what this one needs."""
         return False
 
     # ---- slices ----------------------------------------------------------------------------------------------------
 
     def slice_end(self, holder: Holder) -> int:
-        """Number of tokens at which the next slice of a sequence ends at the latest."""
+        """Number of tokens at which the next slice must end, if not before."""
         return len(holder.token_ids)
 
     def undivided(self, holder: Holder) -> int:
-        """Number of tokens before the rows that must be computed in one slice; all of them if there are no such
-        rows.
-        """
+        """Number of tokens before the rows that must be computed in one slice; all if there are no such rows."""
         return len(holder.token_ids)
 
     def last_rows(self, holder: Holder, num_tokens: int) -> int:
-        """Number of last rows over which retention is decided once `num_tokens` tokens are computed; 0: not then."""
+        """Number of last rows over which retention decides after `num_tokens` tokens; 0: it does not decide then."""
         return 0
 
     # ---- growth ----------------------------------------------------------------------------------------------------
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
-        """What a path takes, beside chunks, to grow to `num_tokens` tokens with `num_sealed` more sealed chunks."""
+        """The demand, beside chunks, of a path that grows to `num_tokens` tokens by `num_sealed` sealed chunks."""
         return self.table.nothing
 
-    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
-        """Takes that."""
+    def extend(self, path: Path, num_sealed: int) -> None:
+        """Takes the demand of `growth`. The path has its new chunks."""
 
     def seal(self, holder: Holder) -> Demand:
-        """The sealed chunks of a sequence are computed: the tree gets them. Returns what it would take to attach to
-        them what others may want.
-        """
+        """The sealed chunks of a sequence are computed: the tree gets them. Returns the demand of `attach`."""
         if self.tree is not None:
             path = holder.path
             self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
         return self.table.nothing
 
     def attach(self, holder: Holder) -> None:
-        """Attaches it."""
+        """Attaches to the last sealed chunk what other sequences can go on from."""
 
     def check(self, path: Path) -> None:
-        """Proves that a path holds what its heads keep."""
+        """Proves that a path holds the pages that its heads keep."""
 
-    def _path_over(self, holder: Holder, found: list[tuple[Segment, int]]) -> Path:
-        """A path over what was found, of which nothing is locked: to ask what it would lack."""
+    def _path_over(self, holder: Holder, found: Found) -> Path:
+        """A path over found chunks without locks, to compute a reservation."""
         count = sum(each for _, each in found)
         return Path(num_shared=count, num_stored=count, num_chunks=count, num_reserved=self.num_reserved(holder))

@@ -1,39 +1,43 @@
-"""Makes what sequences hold smaller: column sums while a prompt is computed, packed pages once it is decided on, and
-again with every chunk that decoding fills. Knows paths, the chunk table and the tree. The manager knows when, and
-whether there is room.
-
-Within a budget nothing is attached to the tree: what ranks tokens is what the last rows look at.
+"""Makes sequences smaller. A prompt gets column sums while it is computed. Once it is decided on, its pages are packed,
+and packed again with every chunk that decoding fills. Knows paths, the chunk table and the tree. The manager knows the
+moment, and whether there is room.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Floats, Int32s, Int64s
+from quire.cache.arrays import Bools, Int32s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
-from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
-from quire.cache.retention.expected import Ahead, KeepRatio
-from quire.cache.retention.none import NoRetention
-from quire.cache.retention.packing import check_packed, drop_empty, has_page, pack, places_of, sealed_rows, to_own
-from quire.cache.retention.prefix_sums import PrefixSums
+from quire.cache.retention.none import Found, NoRetention
+from quire.cache.retention.packing import check_packed, drop, pack, places_of, to_own
 from quire.cache.retention.retained import Retained
-from quire.cache.run import Run
-from quire.cache.segment import NO_ROWS, Segment
+from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 
 SUMS_ROWS = 3
-"""Rows of sums promised for each chunk of a prompt: its own, and those of two beginnings that the tree keeps, which may
-go when others want their room. Where a chunk is encoded, positions beside its packed pages take one more."""
+"""Rows of sums promised for each chunk of a prompt: one for the prompt and two for the beginnings that the tree keeps.
+Eviction may take these two. An encoded chunk has one more, for the positions beside its packed pages."""
+
+KNOWN_RATIOS = 256
+"""Number of last requests whose kept shares are remembered."""
+
+LEAST_RATIOS, QUANTILE = 8, 0.9
+"""A request is expected to keep the share that only a tenth exceeded; everything while fewer shares are known."""
 
 
 class Profiling(NamedTuple):
@@ -47,317 +51,246 @@ class Profiling(NamedTuple):
 class Retainer(NoRetention):
     """Retention of all sequences of one engine.
 
-    ratio  what requests have kept of their prompts' pages
-    watch  is told what was decided on a prompt, and the bytes of its pages before and after; None: nobody
+    num_beginnings  number of beginnings of a prompt whose sums the tree keeps
+    stops           by sequence, in the order of admission: numbers of chunks after which the tree gets its sums
+    ratios          shares of their prompts' pages that the last requests kept
+    watch           is told each decision, and the bytes of the prompt's pages before and after; None: nobody
     """
 
-    def __init__(self, retention: Retention, table: ChunkTable, eviction: Eviction) -> None:
+    num_beginnings = 0
+
+    table: ChunkTable
+
+    def __init__(self, retention: Retention, eviction: Eviction) -> None:
         super().__init__(eviction)
-        assert table.sums is not None and table.masks is not None, "the table has no room for sums"
-        self.table: ChunkTable = table
-        self.retention = retention
+        table, sums = self.table, self.table.sums
+        assert sums is not None, "the table has no room for sums"
+        self.sums: SumsCodec = sums
+        sealed, packed = table.page_sizes(table.sealed_codec), sums.page_bytes + POSITIONS_BYTES * table.encodes
+        page_bytes = PageBytes(sealed.astype(np.int64), packed, table.open_codec.page_bytes, sums.page_bytes)
+        self.retention = replace(retention, page_bytes=page_bytes)
         self.per_chunk = table.demand(1, sums=1)
-        self.ratio = KeepRatio()
+        self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
         self.watch: Callable[[Decided, int, int], None] | None = None
-        self.prefixes: PrefixSums | None = None  # what who finds a beginning in the tree needs
-        self._sums: SumsCodec = table.sums
+        self.stops: dict[Holder, set[int]] = {}
         self._undecided: dict[Holder, None] = {}
-        if self.tree is not None and retention.budget is None:
-            self.prefixes = PrefixSums(table, self.tree, eviction, self._sums)
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def limit(self, holder: Holder) -> int:
-        """Chunks that a sequence may find in the cache: none of the last rows, over which is decided."""
+        """The chunks before the last rows, over which retention decides."""
         return self.retention.num_reusable(holder.num_prompt)
 
-    def findable(self, holder: Holder) -> int:
-        """Chunks that a sequence finds if they are cached."""
-        limit = self.limit(holder)
-        return limit if self.prefixes is None else self.prefixes.find(holder.keys, limit)[0]
-
     def num_reserved(self, holder: Holder) -> int:
-        """Tokens that admission reserves room for."""
+        """The tokens of the prompt."""
         return holder.num_prompt
 
     def beside(self, num_tokens: int) -> Demand:
-        """Rows of sums that a prompt needs at most: its own, and two beginnings that the tree keeps."""
-        kept = (SUMS_ROWS - 1) * self.retention.num_reusable(num_tokens) if self.prefixes is not None else 0
+        """Rows of sums, the tree's included, and room for the positions of packed pages."""
+        kept = self.num_beginnings * self.retention.num_reusable(num_tokens)
         return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
     def lacking(self, path: Path) -> Demand:
-        """What a path lacks. Before it is decided on, `expected` counts its chunks."""
+        """Without the chunks of an undecided path: `expected` counts these."""
         found = super().lacking(path)
-        if path.is_decided:
-            return found
-        rows = self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
-        return found + rows + self.beside(path.num_reserved)
+        if not path.is_decided:
+            found += self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
+            found += self.beside(path.num_reserved)
+        return found
 
     def expected(self, apart_from: Holder | None = None) -> Demand:
-        """What sequences that are yet to be decided on will hold at most beyond what they hold."""
-        return self.table.demand(self.ratio.at_most(self._ahead(apart_from)))
+        """Estimated from the shares that other requests kept."""
+        return self.table.demand(self._at_most(apart_from))
 
-    def wanted(self, holder: Holder, found: list[tuple[Segment, int]]) -> Demand:
-        """What to reserve for a sequence that finds some chunks in the tree."""
-        path, ahead = self._path_over(holder, found), self._ahead()
-        own = Ahead.of(path, self.num_unsealed(path), found, 0)
-        more = self.ratio.at_most([*ahead, own]) - self.ratio.at_most(ahead)
-        return self.lacking(path) + self.table.demand(more)
+    def wanted(self, holder: Holder, found: Found) -> Demand:
+        """With the rise of `expected` by this sequence."""
+        more = self._at_most(None, (self._path_over(holder, found), found)) - self._at_most()
+        return super().wanted(holder, found) + self.table.demand(more)
+
+    def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, Found]) -> int:
+        """Number of sealed chunks that undecided sequences will hold at most beyond those they hold, if each in turn is
+        computed and then keeps the expected share. With a share of 1 it is the number that they lack together.
+
+        newcomer  a path that is in no tree yet, and the chunks it will find there
+        """
+        ratio, most, before = 1.0, 0.0, 0.0
+        if len(self.ratios) >= LEAST_RATIOS:
+            ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
+        reads = [
+            (holder.path, [(segment, len(segment.chunks)) for segment in holder.path.segments])
+            for holder in self._undecided
+            if holder is not apart_from
+        ]
+        for path, found in (*reads, *newcomer):
+            own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
+            # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
+            idle = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
+            after = ratio * (path.num_begun + lacking) - idle
+            most = max(most, before + max(own + lacking, after) - own)
+            before += after - own
+        return math.ceil(most)
 
     def enter(self, holder: Holder) -> None:
-        """A sequence is admitted."""
+        """The sequence is undecided."""
         self._undecided[holder] = None
 
     def leave(self, holder: Holder) -> None:
-        """A sequence ends, is preempted, or has been decided on."""
+        """The sequence is not undecided any more, and the tree gets no more of its sums."""
         self._undecided.pop(holder, None)
-        if self.prefixes is not None:
-            self.prefixes.forget(holder)
+        self.stops.pop(holder, None)
 
     def match(self, holder: Holder) -> int:
-        """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took."""
-        if self.prefixes is not None:
-            return self.prefixes.match(holder, self.limit(holder))
-        taken, path = super().match(holder), holder.path
+        """Gives the path's sums back: its new chunks have none."""
+        taken = super().match(holder)
         if taken:
-            self.table.give(path.sums)
-            path.sums = NO_ROWS
+            self._give_sums(holder.path)
         return taken
-
-    def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
-        """As far as a run has sums attached, for a prompt goes on from these."""
-        if self.prefixes is None:
-            return far
-        names = keys.first(near + len(far))[near:]
-        ends = [end for end, (name, run) in enumerate(zip(names, far, strict=True), 1) if run.ends_with_sums(name)]
-        return far[: max(ends, default=0)]
-
-    def must_wait(self, holder: Holder) -> bool:
-        """Whether a sequence should wait for what another is about to leave in the cache."""
-        return self.prefixes is not None and holder.reads_cache and self.prefixes.must_wait(holder, self.limit(holder))
-
-    def _ahead(self, apart_from: Holder | None = None) -> list[Ahead]:
-        paths = [holder.path for holder in self._undecided if holder is not apart_from]
-        return [
-            Ahead.of(path, self.num_unsealed(path), ((each, len(each.chunks)) for each in path.segments), 1)
-            for path in paths
-        ]
 
     # ---- slices ----------------------------------------------------------------------------------------------------
 
     def slice_end(self, holder: Holder) -> int:
-        """Where sums are to be kept, at the prompt's end, and after it with every token that is replayed."""
-        num_tokens = holder.path.num_tokens
-        if num_tokens >= holder.num_prompt:
-            return num_tokens + 1
-        ends = (stop * PAGE_TOKENS for stop in (self.prefixes.stops(holder) if self.prefixes is not None else ()))
-        return next((end for end in ends if end > num_tokens), holder.num_prompt)
+        """The next stop, or the prompt's end. Behind the prompt, each replayed token is a slice."""
+        num_tokens, stops = holder.path.num_tokens, self.stops.get(holder, ())
+        ends = (holder.num_prompt, *(stop * PAGE_TOKENS for stop in stops))
+        return min((end for end in ends if end > num_tokens), default=num_tokens + 1)
 
     def undivided(self, holder: Holder) -> int:
-        """Number of tokens before the rows that must be computed in one slice."""
+        """The last rows, over which retention decides, are computed in one slice."""
         return holder.path.num_tokens if holder.path.is_decided else self.limit(holder) * PAGE_TOKENS
 
     def last_rows(self, holder: Holder, num_tokens: int) -> int:
-        """Number of last rows over which retention is decided once `num_tokens` tokens are computed; 0: not then."""
+        """At the prompt's end, unless it is decided on."""
         is_end = num_tokens == holder.num_prompt and not holder.path.is_decided
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
     def profiling(self, path: Path, num_last: int) -> Profiling | None:
         """How a slice is profiled; None if it is not.
 
-        num_last  its rows at the end over which is decided then; 0: none
+        num_last  number of its last rows over which retention decides after it; 0: none
         """
+        retained = path.retained
         if not len(path.sums):
             return None
         if self.retention.budget is None:
-            # After the decision, if a head goes on needing them.
-            is_wanted = path.retained is None or self.retention.has_sums(path.retained.policies).any()
-            return Profiling(num_last) if is_wanted else None
-        if path.retained is not None:
+            # After the decision only if a head goes on needing sums.
+            return Profiling(num_last) if retained is None or retained.has_sums.any() else None
+        if retained is not None:
             # The open chunk, and the last sealed one where heads hold it in its row.
-            return Profiling(0, 1, 1 + int((path.retained.origins[-1:] == path.num_sealed - 1).sum()))
-        # How much is recovered is shown, and decides nothing.
+            return Profiling(0, 1, 1 + (path.num_sealed - 1 in retained.origins))
+        # The recovery is shown to whoever watches, and decides nothing.
         return Profiling(num_last if self.watch is not None else 0, num_last) if num_last else None
 
     # ---- growth ----------------------------------------------------------------------------------------------------
 
     def growth(self, path: Path, num_tokens: int, num_sealed: int) -> Demand:
-        """Rows of sums, and the room that positions of packed pages take."""
+        """Rows of sums, and room for the positions of packed pages."""
+        needs_sums = path.retained is not None or not path.is_decided
+        missing = needs_sums * max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
         packed = num_sealed * (self.table.encodes and path.retained is not None)
-        return self.table.demand(sums=self._num_missing(path, num_tokens) + packed)
+        return self.table.demand(sums=missing + packed)
 
-    def extend(self, path: Path, num_tokens: int, num_sealed: int) -> None:
-        """Takes rows of sums, which are zero; once decided, only of heads that need them. A chunk that is sealed gets
-        room for positions: when it is packed there might be none.
+    def extend(self, path: Path, num_sealed: int) -> None:
+        """Takes rows of zero sums, after the decision only for heads that need them. A chunk that is sealed gets room
+        for positions now, because there might be none when it is packed.
         """
         retained, table = path.retained, self.table
         if num_sealed and table.encodes and retained is not None:
-            index = path.num_stored - path.num_dropped - 1
-            first = (path.num_stored - 1) * PAGE_TOKENS
-            packed = (retained.policies < retained.chain.full)[..., None]
-            places = places_of(path.chunks[index : index + 1], packed)
-            positions = np.arange(first, first + PAGE_TOKENS, dtype=np.int32)
+            chunk = path.num_stored - 1
+            places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
             table.place(places, np.tile(positions, (len(places[0]), 1)))
-        count = self._num_missing(path, num_tokens)
-        if not count:
-            return
-        if retained is None:
-            rows = table.take(count, self._sums)
-        else:
-            assert count == 1, "a sequence that decodes grows by a chunk"
-            rows = np.array([table.blank(self._sums)], np.int32)
-            table.fill(places_of(rows, self.retention.has_sums(retained.policies)[..., None]))
-        self._sums.store(table, rows, np.zeros((*table.shape, count * PAGE_TOKENS), np.float32))
-        path.sums = np.append(path.sums, rows)
+        missing = path.num_chunks - len(path.sums)
+        if missing and (retained is not None or not path.is_decided):
+            rows = table.take(missing, self.sums)
+            if retained is not None:
+                drop(table, rows, ~retained.has_sums[..., None])
+            self.sums.store(table, rows, np.zeros((*table.shape, missing * PAGE_TOKENS), np.float32))
+            path.sums = np.append(path.sums, rows)
 
     def seal(self, holder: Holder) -> Demand:
-        """The sealed chunks of a sequence are computed: the tree gets them, or they are packed once it is decided on.
-        Returns what it would take to attach to them what others may want.
-        """
-        path = holder.path
-        if path.retained is not None:
-            self._reseal(path, holder.token_ids[: path.num_tokens])
-            return self.table.nothing
-        super().seal(holder)
-        is_stop = self.prefixes is not None and path.num_sealed in self.prefixes.stops(holder)
-        return self.table.demand(sums=path.num_sealed * (is_stop and path.num_shared == path.num_sealed))
-
-    def attach(self, holder: Holder) -> None:
-        """Attaches it."""
-        assert self.prefixes is not None
-        self.prefixes.attach(holder)
-
-    def _num_missing(self, path: Path, num_tokens: int) -> int:
-        """Rows of sums to take before a path has so many tokens."""
-        if path.is_decided and path.retained is None:
-            return 0
-        return max(0, -(-num_tokens // PAGE_TOKENS) - len(path.sums) - path.num_dropped)
+        """After the decision, each sealed chunk leads to a new choice among all tokens, whose pages are then packed."""
+        path, retained = holder.path, holder.path.retained
+        if retained is None:
+            return super().seal(holder)
+        retained.seal(path.num_sealed - 1, path.num_sealed)
+        num_pages = retained.held.sum(-1)
+        sums = self.sums.load(self.table, path.sums[: retained.num_rows])
+        tokens = holder.token_ids[: path.num_tokens]
+        retained.drop(self.retention.keep_on(retained, tokens, sums))
+        self._let_go(path, retained)
+        self._pack(path, retained, num_pages)
+        return self.table.nothing
 
     # ---- once the prompt is computed ---------------------------------------------------------------------------------
 
     def choose(self, prompt_ids: Sequence[int], sums: Int32s, recover: Recover | None) -> Decided:
-        """What the heads are to keep of a prompt.
+        """The tokens of a prompt that its heads are to keep.
 
         sums     int32 [chunks]: rows of the table with the attention that its tokens have had
         recover  see Retention.decide
         """
-        found = self._sums.load(self.table, sums)[..., : len(prompt_ids)]
-        return self.retention.decide(prompt_ids, found, recover, self.page_bytes)
+        found = self.sums.load(self.table, sums)[..., : len(prompt_ids)]
+        return self.retention.decide(prompt_ids, found, recover)
 
-    def decide(self, holder: Holder, decided: Decided) -> Bools:
-        """Notes what the heads keep of a prompt. Returns the pages that only a copy would make its own and that cannot
-        be evicted, bool [L, H, chunks]: without room for `copies` of them the path is to read them in place.
+    def retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
+        """Drops the tokens that the heads do not keep of a prompt and packs the others.
+
+        fits  whether a demand fits beside all promises, now that the prompt is decided on
         """
-        path = holder.path
+        path, table = holder.path, self.table
         path.is_decided = True
         self.leave(holder)
-        is_stuck = np.zeros((*self.table.shape, path.num_sealed), bool)
-        if (decided.policies == self.retention.chain.full).all():
+        if (decided.policies == decided.chain.full).all():
             # Nothing changes, now or later.
-            self.ratio.learn(1.0)
-            self.table.give(path.sums)
-            path.sums = NO_ROWS
-            return is_stuck
-        retained = Retained(decided.chain, decided.policies, holder.num_prompt, decided.budget is not None)
-        retained.seal(0, path.num_sealed)
-        path.retained = retained
-        retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
-        stays = np.ones(decided.policies.shape, bool)
-        for segment, rows in _rows_of(path, retained):
-            kept = retained.by_row(retained.positions >= 0)[:, :, rows]
-            # A copy for each user takes more than the pages do. What follows copied pages is copied too: it could not
-            # be evicted before them.
-            stays &= segment.users * kept.mean((-2, -1)) >= 1
-            is_held = kept.any(-1)
-            retained.in_place[:, :, rows] = stays[..., None] & is_held
-            others = (segment.locks > 1) | (segment.pins > 0)
-            is_stuck[:, :, rows] = (others & ~stays)[..., None] & is_held
-        return is_stuck
-
-    def pack(self, path: Path) -> None:
-        """Lets go of what the heads do not keep of a prompt and packs what they keep. The table has rows for what it
-        shares.
-        """
-        retained, table = path.retained, self.table
-        if retained is None:
+            self.ratios.append(1.0)
+            self._give_sums(path)
             return
+        holds_last, keeps_first = decided.budget is not None, table.sinks is not None
+        retained = Retained(decided.chain, decided.policies, holder.num_prompt, holds_last, keeps_first)
+        path.retained = retained
+        retained.seal(0, path.num_sealed)
+        num_pages = retained.held.sum(-1)
+        retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
+        stuck = retained.leave_in_place(path.segments)
+        if not fits(self._copies(stuck)):
+            retained.in_place |= stuck
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
-        drop_empty(table, path)  # what is evicted of such pages is free at once
-        self._loosen(path)
-
-        def wanted() -> Demand:
-            """Fewer pages once the tree has dropped some."""
-            num_pages = np.zeros(table.shape, np.int64)
-            np.add.at(num_pages, to_own(table, path)[1:], 1)
-            return self.copies(num_pages, path.num_sealed)
-
-        self.eviction.evict_for(wanted)
-        num_pages = np.full(retained.policies.shape, path.num_sealed)  # that it had until it was decided on
-        table.detach(to_own(table, path))
-        self._pack(path, self._sums.load(table, path.sums[: retained.num_rows]))
-        if num_pages.sum():
-            self.ratio.learn(float(self._num_pages(path).sum() / num_pages.sum()))
-        self._count_freed(num_pages, path)
-
-    def copies(self, num_pages: Int64s, num_sealed: int) -> Demand:
-        """What copies of sealed pages take, int64 [L, H], with the positions beside those of `num_sealed` chunks."""
-        return self.table.demand_of_pages(num_pages) + self.table.demand(sums=num_sealed * self.table.encodes)
-
-    def _reseal(self, path: Path, tokens: Sequence[int]) -> None:
-        """One chunk more is sealed: decides again what is kept of all, and packs it."""
-        retained, _ = sealed_rows(path)
-        retained.seal(path.num_sealed - 1, path.num_sealed)
-        num_pages = self._num_pages(path)
-        sums = self._sums.load(self.table, path.sums[: retained.num_rows])
-        retained.drop(self.retention.keep_on(retained, tokens, sums, self.page_bytes))
-        self._pack(path, sums)
-        self._loosen(path)
-        self._count_freed(num_pages, path)
+        self._let_go(path, retained)  # now, so that eviction frees these pages
+        # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
+        self.eviction.evict_for(lambda: self._copies(to_own(table, path.chunks, retained)))
+        table.detach(places_of(path.chunks, to_own(table, path.chunks, retained)))
+        drop(table, path.sums, ~retained.has_sums[..., None])
+        self._pack(path, retained, num_pages)
+        if num_pages.any():
+            self.ratios.append(float(retained.held.sum() / num_pages.sum()))
 
     def check(self, path: Path) -> None:
-        """Proves that a path holds, of each head, the pages its tokens need, their sums, and no others."""
+        """Compares pages, masks and sums."""
         if path.retained is not None:
-            check_packed(self.table, path, self.retention.has_sums(path.retained.policies))
+            check_packed(self.table, path, path.retained)
 
-    def _pack(self, path: Path, sums: Floats) -> None:
-        """Packs the path's pages, and gives it the sums in their new places."""
-        table = self.table
-        sums = pack(table, path, sums)
-        (retained, rows), held = sealed_rows(path), has_page(table, path.sums)
-        wanted = self.retention.has_sums(retained.policies)[..., None] & np.ones_like(held)
-        wanted[..., : len(rows)] &= has_page(table, rows)
-        table.drop(places_of(path.sums, held & ~wanted))
-        table.fill(places_of(path.sums, wanted & ~held))
-        self._sums.store(table, path.sums[: len(rows)], sums)
+    def _copies(self, pages: Bools) -> Demand:
+        """The demand of copies of sealed pages, bool [L, H, rows], with room for the positions of all rows."""
+        return self.table.demand_of_pages(pages.sum(-1)) + self.table.demand(sums=pages.shape[-1] * self.table.encodes)
 
-    def _loosen(self, path: Path) -> None:
-        """Unlocks, in the tree, heads of which the path reads no page in place any more."""
-        if self.tree is None or path.tip is None:
-            return
-        retained, rows = sealed_rows(path)
-        held = has_page(self.table, rows) & retained.in_place
-        heads, below = {}, np.zeros(retained.policies.shape, bool)
-        for segment, of_segment in reversed(_rows_of(path, retained)):
-            heads[segment] = below = below | held[:, :, of_segment].any(-1)
-        self.tree.loosen(path, heads)
+    def _let_go(self, path: Path, retained: Retained) -> None:
+        """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
+        held = retained.held
+        drop(self.table, path.chunks[: retained.num_rows], ~held)
+        if self.tree is not None:
+            heads, below = {}, np.zeros_like(retained.is_packed)
+            for segment in reversed(path.segments):
+                read = retained.in_place & held & retained.rows_of(segment)
+                heads[segment] = below = below | read.any(-1)
+            self.tree.loosen(path, heads)
 
-    @property
-    def page_bytes(self) -> PageBytes:
-        """What pages of any sequence take."""
-        table, sums = self.table, self._sums.page_bytes
-        sealed = table.page_sizes(table.sealed_codec).astype(np.int64)
-        return PageBytes(sealed, sums + POSITIONS_BYTES * table.encodes, table.open_codec.page_bytes, sums)
-
-    def _num_pages(self, path: Path) -> Int64s:
-        return np.asarray(has_page(self.table, sealed_rows(path)[1]).sum(-1))
-
-    def _count_freed(self, before: Int64s, path: Path) -> None:
+    def _pack(self, path: Path, retained: Retained, num_pages: NDArray[np.intp]) -> None:
+        """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
+        pack(self.table, path, retained)
         sizes = self.table.page_sizes(self.table.sealed_codec)
-        self.bytes_freed += int(((before - self._num_pages(path)) * sizes).sum())
+        self.bytes_freed += int(((num_pages - retained.held.sum(-1)) * sizes).sum())
 
-
-def _rows_of(path: Path, retained: Retained) -> list[tuple[Segment, Bools]]:
-    """The segments of the tree that a path uses, and which of its sealed rows were chunks of each."""
-    at = retained.origins * PAGE_TOKENS
-    return [(segment, (at >= segment.start) & (at < segment.end)) for segment in path.segments]
+    def _give_sums(self, path: Path) -> None:
+        self.table.give(path.sums)
+        path.sums = NO_ROWS
