@@ -63,15 +63,15 @@ def guided(
     return drain(engine)
 
 
-def assert_near(one: CompletionOutput, other: CompletionOutput) -> None:
-    """Log-probabilities agree up to the first token that differs. A step of more rows rounds differently, in the last
-    bit; where that moves a number over the border between two codes, the codec makes a thousandth of it.
+def assert_near(one: CompletionOutput, other: CompletionOutput, tolerance: float) -> None:
+    """Log-probabilities agree up to the first token that differs. A step of more rows rounds the last bit differently.
+    That may move a number over the border between two codes, and a drawn number over the border between two tokens.
     """
     assert one.logprobs is not None and other.logprobs is not None
     for place, (mine, its) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         both = mine.keys() & its.keys()
         assert len(both) >= 3 and all(
-            mine[token].logprob == pytest.approx(its[token].logprob, abs=0.02) for token in both
+            mine[token].logprob == pytest.approx(its[token].logprob, abs=tolerance) for token in both
         )
         if one.token_ids[place] != other.token_ids[place]:
             break
@@ -83,7 +83,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str
     for number in range(tries(2)):
         rng = random.Random(seed + number)
         prompts = prompts_of(rng)
-        is_exact = "cache.codec" not in CACHES[cache]
+        is_exact = "cache.codec" not in CACHES[cache] and sampling == "greedy"
         params = [
             replace(SAMPLING[sampling], max_tokens=rng.randrange(1, 140), logprobs=None if is_exact else 5)
             for _ in prompts
@@ -103,7 +103,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str
             if is_exact:
                 assert output.token_ids == answer
             else:
-                assert_near(expected[str(index)].outputs[0], output)
+                assert_near(expected[str(index)].outputs[0], output, 0.02 if "cache.codec" in CACHES[cache] else 1e-4)
         taken, before = engine.stats(), plain.stats()
         assert taken["decode_tokens"] == before["decode_tokens"] and engine.holds_nothing
         drafted = sum(sum(guide.proposed) for guide in guides)
@@ -196,7 +196,7 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
             return Proposal([], [allowed])
 
     for params in SAMPLING.values():
-        wanted = [replace(params, max_tokens=60)] * len(prompts)
+        wanted = [replace(params, max_tokens=60, logprobs=5)] * len(prompts)
         plain, engine = make_engine(), make_engine()
         for index, (prompt, each) in enumerate(zip(prompts, wanted, strict=True)):
             plain.add(str(index), None, prompt, each, guide=Few)
@@ -205,7 +205,9 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
         assert {*itertools.chain.from_iterable(answers)} <= few
         assert len({*answers[0]}) > 1 and answers != generate(make_engine(), prompts, wanted[0])
         paths = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        guides = [ToyGuide(path, rng, allowed=allowed) for path in paths]
+        guides = [ToyGuide(path, rng, allowed=allowed, exact=params is GREEDY) for path in paths]
         found = guided(engine, prompts, wanted, guides)
-        assert [found[str(index)].outputs[0].token_ids for index in range(len(prompts))] == answers
+        for name, output in found.items():
+            assert {*output.outputs[0].token_ids} <= few
+            assert_near(expected[name].outputs[0], output.outputs[0], 1e-4)
         assert any(any(guide.right) for guide in guides)
