@@ -61,7 +61,9 @@ def make_rows(spec: AttentionSpec, batch: int, start: int, rows: int, kept: floa
     num_chunks = -(-(start + rows) // PAGE_TOKENS)
     left = max(1, round(kept * num_chunks))
     table = spec.table
-    return [RowSlice(start, rows, table.take(left, table.open_codec), num_dropped=num_chunks - left) for _ in range(batch)]
+    return [
+        RowSlice(start, rows, table.take(left, table.open_codec), num_dropped=num_chunks - left) for _ in range(batch)
+    ]
 
 
 def profiled(spec: AttentionSpec, slices: list[RowSlice], last_rows: int = 0) -> list[RowSlice]:

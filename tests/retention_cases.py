@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.cache.retention.retainer import Retainer
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -207,8 +208,8 @@ class Bench:
             }
         options = {"attention.backend": self.backend, "runtime.threads": 1, **retain, **self.options, **options}
         engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
-        retainer = engine.scheduler.manager.retainer
-        if retainer is not None:
+        retainer = engine.scheduler.manager.retention
+        if isinstance(retainer, Retainer):
             retainer.retention = replace(retainer.retention, special=rules.special, punctuation=rules.punctuation)
         return engine
 

@@ -22,7 +22,9 @@ from tasks import FULL, Engine, Result, Task, work
 import quire
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.decisions import RANKED, Decided
+from quire.cache.retention.none import NoRetention
 from quire.cache.retention.policies import Chain
+from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.params import SamplingParams
 from quire.engine.sampler import Sampled, SampleRow
@@ -60,8 +62,8 @@ class Runner:
         options |= {"retain.budget": 1.0, "cache.memory": "1GiB"}
         self.engine = load_engine(folder, EngineConfig.from_options(options)).engine
         self.manager = self.engine.scheduler.manager
-        assert self.manager.retainer is not None
-        self.retainer = self.manager.retainer
+        assert isinstance(self.manager.retention, Retainer)
+        self.retainer = self.manager.retention
         self.retention = self.retainer.retention
         self.decided: Decided | None = None
         self.resident = 1.0
@@ -87,11 +89,11 @@ class Runner:
     @contextmanager
     def without_retention(self) -> Iterator[None]:
         """Requests run as in an engine without retention."""
-        self.manager.retainer = None
+        self.manager.retention = self.manager.room.retention = NoRetention(self.manager.eviction)
         try:
             yield
         finally:
-            self.manager.retainer = self.retainer
+            self.manager.retention = self.manager.room.retention = self.retainer
 
     def set(self, budget: float | None, threshold: float = 2.0) -> None:
         """Sets the budget, a share of the bytes; None: a threshold, which above 1 keeps everything."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
@@ -224,8 +225,8 @@ class LLM(Face):
         """Reports which tokens of a prompt each head keeps with the current `retain` settings, and why. Generates one
         token and discards it. Raises ConfigError if retention is off.
         """
-        retainer = self._parts.engine.scheduler.manager.retainer
-        if retainer is None:
+        retainer = self._parts.engine.scheduler.manager.retention
+        if not isinstance(retainer, Retainer):
             raise ConfigError("retention is off; set retain.threshold or retain.budget")
         found: list[RetentionReport] = []
         with self._turn:

@@ -100,7 +100,9 @@ def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
     while holder.path.num_tokens < holder.num_prompt:
         manager.match_again(holder)
         start = holder.path.num_tokens
-        end = min(manager.slice_end(holder), max(start + most // 64 * 64, manager.undivided(holder)))
+        end = min(
+            manager.retention.slice_end(holder), max(start + most // 64 * 64, manager.retention.undivided(holder))
+        )
         if start + most < end and end < holder.num_prompt:
             end = start + most // 64 * 64
         assert manager.extend(holder, end)
@@ -157,7 +159,7 @@ def decode(manager: CacheManager, holder: Holder, tokens: list[int]) -> None:
     for token in tokens:
         holder.generated.append(token)
         position = holder.path.num_tokens
-        assert manager.slice_end(holder) == position + 1
+        assert manager.retention.slice_end(holder) == position + 1
         assert manager.extend(holder, position + 1)
         write(manager, holder, position, position + 1)
         manager.commit(holder, position + 1)
@@ -355,13 +357,13 @@ def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> No
     manager = make_manager(80)
     first, second = Holder(prompt(640)), Holder(prompt(640))
     assert manager.admit(first) is not None and manager.admit(second) is not None
-    assert not manager.is_coming(first) and manager.is_coming(second)
+    assert not manager.retention.must_wait(first) and manager.retention.must_wait(second)
     assert manager.extend(first, 128)
     write(manager, first, 0, 128)
     manager.commit(first, 128)
-    assert manager.is_coming(second)
+    assert manager.retention.must_wait(second)
     compute(manager, first)
-    assert not manager.is_coming(second)
+    assert not manager.retention.must_wait(second)
     assert manager.match_again(second) == 576
     compute(manager, second)
     for holder in (first, second):
@@ -374,7 +376,7 @@ def test_who_is_waited_for_may_end() -> None:
     first, second = Holder(prompt(640)), Holder(prompt(640))
     assert manager.admit(first) is not None and manager.admit(second) is not None
     manager.release(first)
-    assert not manager.is_coming(second)
+    assert not manager.retention.must_wait(second)
     compute(manager, second)
     retain(manager, second, MIXED)
 

@@ -15,6 +15,7 @@ import pytest
 from quire.cache.codecs import DENSE
 from quire.cache.keys import ChunkKeys
 from quire.cache.retention.prefix_sums import SharingRetainer
+from quire.cache.retention.retainer import Retainer
 from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
@@ -283,9 +284,9 @@ def test_a_request_that_fails_disturbs_nobody_in_its_step(monkeypatch: pytest.Mo
 def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> None:
     bench = Bench(SHAPE, MIXED, Rules(0.8, profile_rows=40, budget=budget), backend, options={"cache.share": False})
     manager = bench.witness.engine.scheduler.manager
-    assert manager.retainer is not None
+    assert isinstance(manager.retention, Retainer)
     reports = []
-    manager.retainer.watch = lambda decided, before, after: reports.append(report_of(decided, before, after))
+    manager.retention.watch = lambda decided, before, after: reports.append(report_of(decided, before, after))
     answer(bench, "x", (prompt_of(300, 1), greedy(1)), (prompt_of(40, 2), greedy(1)))
     bench.check()
     for name, report in zip(("x 0", "x 1"), reports, strict=True):
@@ -316,7 +317,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         )
         witness = bench.witness
         manager = witness.engine.scheduler.manager
-        assert isinstance(manager.retainer, SharingRetainer)
+        assert isinstance(manager.retention, SharingRetainer)
         common = prompt_of(300, 7)
         witness.add("first", common, greedy(70))
         witness.add("equal", common, greedy(70))
@@ -332,8 +333,8 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         witness.drain(outputs)
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
-        assert not manager.retainer.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
-        assert not any(segment.locks.any() or segment.users for _, segment in manager.retainer.tree.segments())
+        assert not manager.retention.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
+        assert not any(segment.locks.any() or segment.users for _, segment in manager.retention.tree.segments())
     assert len(phases) >= 3, phases
 
 
@@ -342,7 +343,7 @@ def phase(bench: Bench, sequence: Sequence) -> str:
     path = sequence.path
     if sequence.state is not State.RUNNING:
         return sequence.state.value if not sequence.num_preemptions else "preempted"
-    if bench.witness.engine.scheduler.manager.is_coming(sequence):
+    if bench.witness.engine.scheduler.manager.retention.must_wait(sequence):
         return "waits for another's sums"
     if not path.is_decided:
         return "prompt"

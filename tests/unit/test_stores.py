@@ -11,6 +11,7 @@ import pytest
 
 from quire.cache.keys import ChunkKeys
 from quire.cache.manager import CacheManager
+from quire.cache.retention.retainer import Retainer
 from quire.cache.run import Run
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
@@ -55,11 +56,11 @@ def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
     """An engine whose manager has the store from its beginning."""
     engine = make_engine(SHAPE, chunks=chunks, **options)
     manager = engine.scheduler.manager
-    retention = None if manager.retainer is None else manager.retainer.retention
-    table, tree = manager.table, manager.tree
+    table, tree, before = manager.table, manager.tree, manager.retention
+    retention = before.retention if isinstance(before, Retainer) else None
     engine.scheduler.manager = CacheManager(table, tree, manager.lifetime, retention, store)
-    if engine.scheduler.manager.retainer is not None:
-        engine.runner.decide = engine.scheduler.manager.retainer.choose
+    if isinstance(after := engine.scheduler.manager.retention, Retainer):
+        engine.runner.decide = after.choose
     return engine
 
 

@@ -28,11 +28,10 @@ from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.none import NoRetention
 from quire.cache.retention.prefix_sums import make_retainer
-from quire.cache.retention.retainer import Profiling, Retainer
+from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
 from quire.cache.statistics import Statistics
 from quire.cache.store import Nowhere, Store
-from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 log = logging.getLogger("quire")
@@ -56,9 +55,7 @@ class CacheManager:
     tree       what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
     lifetime   seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
     pins       what the tree keeps for longer
-    retainer   makes what sequences hold smaller; None without retention
-    retention  the retainer, or what answers in its place: for `slice_end`, `undivided`, `last_rows` and, whether a
-               sequence should wait for what another is about to cache, `is_coming`
+    retention  answers what sequences keep: all of it, or what a `Retainer` leaves
     fetching   what a store has, and what comes from there
     room       what fits beside what was promised
     capacity   sealed chunks that one sequence may have if it is alone; pins may keep `max_pinned` of them in all
@@ -78,15 +75,8 @@ class CacheManager:
         self.pins = None if tree is None else Pins(tree)
         self.fetching = Fetching(table, store or Nowhere())
         self.eviction = Eviction(table, tree, self.fetching.store)
-        self.retainer: Retainer | None = None
-        if retention is not None:
-            assert isinstance(table, ChunkTable), "retention drops pages, not chunks"
-            self.retainer = make_retainer(retention, self.eviction)
-        self.retention = self.retainer or NoRetention(self.eviction)
-        answers = self.retention
-        self.slice_end, self.undivided, self.last_rows = answers.slice_end, answers.undivided, answers.last_rows
-        self.is_coming = answers.must_wait
-        self.room = Room(self.eviction, answers)
+        self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
+        self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
         self.max_pinned = int(self.capacity * PINNED_SHARE)
         self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
@@ -322,17 +312,14 @@ class CacheManager:
         if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
         path.free_until, path.next_seal = self._events(path)
-        if self.table.encodes or self.retainer is not None:  # else sealing takes and gives nothing
+        if self.table.encodes:  # else sealing takes and gives nothing that was promised
             self.room.update(holder)
-
-    def looks(self, holder: Holder, num_last: int) -> Profiling | None:
-        """See Retainer.profiling; None without retention."""
-        return None if self.retainer is None else self.retainer.profiling(holder.path, num_last)
 
     def retain(self, holder: Holder, decided: Decided) -> None:
         """The sequence's prompt is stored, and this is what its heads keep of it."""
-        path, table, retainer = holder.path, self.table, self.retainer
-        assert retainer is not None and isinstance(table, ChunkTable) and path.retained is None
+        path, retainer = holder.path, self.retention
+        assert isinstance(retainer, Retainer) and path.retained is None
+        table = retainer.table
         before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
         self.eviction.evict_for(lambda: rows)
 

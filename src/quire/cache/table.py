@@ -109,10 +109,6 @@ class ChunkTable(ChunkCounts):
             of[rows] = of[chunks]
         return rows
 
-    def blank(self, codec: PageFormat) -> int:
-        """Takes a row without pages."""
-        return int(self._blank(1, codec.kernel_id)[0])
-
     def fill(self, places: Places) -> None:
         """Takes pages for places of rows that have none. Raises CacheFullError and takes nothing if they do not fit.
         May move pages, as `take`.

@@ -23,7 +23,7 @@ from quire.cache.manager import CacheManager
 from quire.cache.namespace import Namespace
 from quire.cache.retention.decisions import RANKED, Retention
 from quire.cache.retention.policies import Chain
-from quire.cache.retention.retainer import SUMS_ROWS
+from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
@@ -340,7 +340,7 @@ def assemble(
         Sampler(shape.vocab_size, device, eos),
         device,
         decode=_decode(model, attention, device),
-        decide=None if manager.retainer is None else manager.retainer.choose,
+        decide=manager.retention.choose if isinstance(manager.retention, Retainer) else None,
         padded_rows=_padded_rows(config),
     )
     return Engine(

@@ -16,12 +16,15 @@ def explain(manager: CacheManager, holder: Holder) -> str:
         return "cache.share is off"
     if not holder.reads_cache:
         return "log-probabilities of the prompt are wanted, so all of it is computed"
-    keys, tokens, num_found = holder.keys, holder.token_ids, holder.path.num_shared
-    known = sum(count for _, count in tree.walk(keys, manager.retention.limit(holder)))
-    if manager.retainer is not None and known > num_found:
+    keys, tokens = holder.keys, holder.token_ids
+    known, reusable = (
+        sum(count for _, count in tree.walk(keys, limit))
+        for limit in (manager.retention.limit(holder), manager.retention.findable(holder))
+    )
+    if known > reusable:
         return (
-            f"{known * PAGE_TOKENS} tokens of it are cached, and what rows before looked at is known up to token"
-            f" {num_found * PAGE_TOKENS}: retention needs both"
+            f"{known * PAGE_TOKENS} tokens of it are cached, and their attention is known up to token"
+            f" {reusable * PAGE_TOKENS}: retention needs both"
         )
     limit = (len(tokens) - 1) // PAGE_TOKENS
     if limit < 1:

@@ -242,7 +242,7 @@ class Scheduler:
         self._pass_steps(1)
         for each in sorted(rows, key=lambda each: each.sequence.admitted):
             sequence, end, decided = each.sequence, each.end, None
-            if self.manager.last_rows(sequence, end):
+            if self.manager.retention.last_rows(sequence, end):
                 assert decide is not None, "nobody says what retention keeps"
                 decided = decide(sequence)
             tokens = [(token_id, None) for token_id in imagined_tokens(sequence, end, int(each.samples))]
@@ -364,9 +364,7 @@ class Scheduler:
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Whether its next row is a decode row: of a new token, or of a replayed one."""
-        if self.manager.retainer is not None:
-            return sequence.path.is_decided or sequence.num_pending == 1
-        return sequence.num_pending == 1
+        return sequence.num_pending == 1 or sequence.path.is_decided
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admits the first waiting sequence if it fits."""
@@ -404,7 +402,7 @@ class Scheduler:
     def _most_drafts(self, sequence: Sequence, budget: int) -> int:
         """Most drafts after the next row of a sequence, under a budget."""
         path = sequence.path
-        if self.manager.looks(sequence, 0) is not None:
+        if self.manager.retention.profiling(path, 0) is not None:
             return 0  # the attention of a refused row could not be taken out of the column sums
         # The row that fills a chunk is not a draft: the chunk is sealed with it.
         left = sequence.max_tokens - sequence.num_generated - 1
@@ -442,14 +440,14 @@ class Scheduler:
 
     def _slice(self, sequence: Sequence, start: int, count: int) -> Slice:
         path, end = sequence.path, start + count
-        last_rows = self.manager.last_rows(sequence, end)
-        looks = self.manager.looks(sequence, last_rows)
+        last_rows = self.manager.retention.last_rows(sequence, end)
+        profiling = self.manager.retention.profiling(path, last_rows)
         return Slice(
             start,
             count,
             path.chunks,
             filled=path.filled,
-            profiled=None if looks is None else Profiled(path.sums, *looks),
+            profiled=None if profiling is None else Profiled(path.sums, *profiling),
             num_dropped=path.num_dropped,
             sequence_id=sequence.sequence_id,
             samples=end == len(sequence.token_ids),
@@ -465,7 +463,7 @@ class Scheduler:
         self._count_found(sequence, found)
         if found:
             log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)
-        if self.manager.is_coming(sequence):
+        if self.manager.retention.must_wait(sequence):
             return False
         chunk = self.manager.next_chunk(sequence)
         if chunk is None:
@@ -479,10 +477,10 @@ class Scheduler:
         """Rows of the sequence's next slice: all pending ones, or the whole chunks that fit the budget. The rows over
         which retention decides stay in one slice.
         """
-        start, end = sequence.num_computed, self.manager.slice_end(sequence)
+        start, end = sequence.num_computed, self.manager.retention.slice_end(sequence)
         if end - start <= budget:
             return end - start
-        end = min(end, self.manager.undivided(sequence))
+        end = min(end, self.manager.retention.undivided(sequence))
         return max(0, min(end, (start + budget) // PAGE_TOKENS * PAGE_TOKENS) - start)
 
     # ---- the step as data ------------------------------------------------------------------------------------------

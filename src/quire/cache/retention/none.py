@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import NamedTuple
+
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
@@ -12,6 +15,14 @@ from quire.cache.segment import Segment
 
 Found = list[tuple[Segment, int]]
 """Segments that hold leading chunks of a sequence, and the number of these chunks in each."""
+
+
+class Profiling(NamedTuple):
+    """How a slice is profiled: see `Profiled`."""
+
+    last_rows: int
+    peaks: int = 0
+    near: int = sys.maxsize
 
 
 class NoRetention:
@@ -98,6 +109,13 @@ class NoRetention:
     def last_rows(self, holder: Holder, num_tokens: int) -> int:
         """Number of last rows over which retention decides after `num_tokens` tokens; 0: it does not decide then."""
         return 0
+
+    def profiling(self, path: Path, num_last: int) -> Profiling | None:
+        """How a slice is profiled; None if it is not.
+
+        num_last  number of its last rows over which retention decides after it; 0: none
+        """
+        return None
 
     # ---- growth ----------------------------------------------------------------------------------------------------
 

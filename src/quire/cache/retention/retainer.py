@@ -6,11 +6,9 @@ moment, and whether there is room.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +21,7 @@ from quire.cache.holder import Holder
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
-from quire.cache.retention.none import Found, NoRetention
+from quire.cache.retention.none import Found, NoRetention, Profiling
 from quire.cache.retention.packing import check_packed, drop, pack, places_of, to_own
 from quire.cache.retention.retained import Retained
 from quire.cache.segment import NO_ROWS
@@ -38,14 +36,6 @@ KNOWN_RATIOS = 256
 
 LEAST_RATIOS, QUANTILE = 8, 0.9
 """A request is expected to keep the share that only a tenth exceeded; everything while fewer shares are known."""
-
-
-class Profiling(NamedTuple):
-    """How a slice is profiled: see `Profiled`."""
-
-    last_rows: int
-    peaks: int = 0
-    near: int = sys.maxsize
 
 
 class Retainer(NoRetention):
@@ -164,10 +154,7 @@ class Retainer(NoRetention):
         return self.retention.num_profiled(num_tokens) if is_end else 0
 
     def profiling(self, path: Path, num_last: int) -> Profiling | None:
-        """How a slice is profiled; None if it is not.
-
-        num_last  number of its last rows over which retention decides after it; 0: none
-        """
+        """While sums or peaks are wanted."""
         retained = path.retained
         if not len(path.sums):
             return None
