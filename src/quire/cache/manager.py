@@ -1,13 +1,11 @@
-"""The cache manager: what each sequence holds, what may be admitted, what must wait. Knows sequences and chunks, not
-batches or text.
+"""The cache manager: admission, growth and release of sequences. Knows sequences and chunks, not batches or text.
 
-Admission reserves the whole prompt and one chunk of growth for every running sequence. A reservation is a count, not
-pages: pages are taken when they are about to be written, so a sequence never holds what it does not use, and the counts
-keep a growing one from taking what an admitted prompt was promised.
+Admission reserves the whole prompt and one chunk of growth for every running sequence. A reservation is a demand, not
+pages. Pages are taken just before they are written, so a sequence holds no page that it does not use. Reservations keep
+a growing sequence from taking the room of an admitted prompt.
 
-With retention a prompt is held whole until it is computed and decided on, and then in fewer pages, which are the
-sequence's own; what it was computed into stays cached. Requests that wait for others to decide are promised room
-beside what these are expected to keep.
+With retention, a prompt is held whole until it is computed and decided on. Then the sequence has fewer pages of its
+own, and the whole prompt stays cached. Reservations of undecided sequences expect that each of them will shrink.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from quire.cache.tree import PrefixTree
 log = logging.getLogger("quire")
 
 PINNED_SHARE = 0.5
-"""Share of the arena that pins may keep: the rest goes on serving everybody."""
+"""Largest share of the arena that pins may keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an admitted sequence starts with: tokens found in the cache."""
+    """An admitted sequence, and the number of its tokens found in the cache."""
 
     cached_tokens: int
 
@@ -51,14 +49,15 @@ class CacheManager:
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
-    table      the chunks of the arena
-    tree       what is shared and what stays cached; None: every sequence has its own chunks, free when it ends
-    lifetime   seconds after which the tree drops what nobody used; None: it stays until its memory is wanted
-    pins       what the tree keeps for longer
-    retention  answers what sequences keep: all of it, or what a `Retainer` leaves
-    fetching   what a store has, and what comes from there
-    room       what fits beside what was promised
-    capacity   sealed chunks that one sequence may have if it is alone; pins may keep `max_pinned` of them in all
+    table       the chunks of the arena
+    tree        shared and cached chunks; None: every sequence has its own chunks, freed when it ends
+    lifetime    seconds after which the tree drops unused chunks; None: they stay until their memory is wanted
+    pins        prefixes that stay cached for a time
+    retention   the tokens that sequences keep: all of them, or those that a `Retainer` leaves
+    fetching    transfers from a store
+    room        reservations
+    capacity    most sealed chunks of one sequence if it is alone
+    max_pinned  most chunks under pins
     """
 
     def __init__(
@@ -81,16 +80,14 @@ class CacheManager:
         self.max_pinned = int(self.capacity * PINNED_SHARE)
         self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
         self.statistics = Statistics(table, tree)
-        self._refused: object = None  # who was last refused, and what it depended on
+        self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
     def admit(self, holder: Holder) -> Admission | None:
-        """Gives the sequence a path and reserves room for its tokens, or returns None and changes nothing if it must
-        wait.
-        """
+        """Gives a sequence a path and reserves room for its tokens. None, and nothing changes, if it must wait."""
         if self.refuses(holder):
             return None
         while not self._has_room_for(holder):
-            # Alone, it would wait for ever on what is pinned: nobody is there who could end and make room.
+            # A sequence that is alone would wait for ever for pinned chunks: no other one will end and make room.
             if self.room.live or self.pins is None or (given_up := self.pins.end_oldest()) is None:
                 self._refused = self._state(holder)
                 return None
@@ -113,7 +110,7 @@ class CacheManager:
         return Admission(holder.path.num_tokens)
 
     def _swap_in(self, holder: Holder) -> bool:
-        """Brings a path back that was swapped out. False, and it is forgotten, if there is no room for its holds."""
+        """Starts to bring back a path that was swapped out. False, and the path is lost, if its holds do not fit."""
         assert holder.swapped is not None
         demand = self.fetching.demand(holder.swapped)
         self.eviction.evict_for(lambda: demand)
@@ -128,11 +125,11 @@ class CacheManager:
         return True
 
     def _has_room_beside_holds(self) -> bool:
-        """Whether what was promised still fits: pages under a hold cannot be packed more densely."""
+        """Whether all reservations still fit: slabs with holds cannot be emptied."""
         return self.room.fits(self.table.nothing)
 
     def _fetch(self, holder: Holder) -> None:
-        """Starts to fetch what a store has beyond what the tree has of a prompt."""
+        """Starts to fetch the chunks of a prompt that a store has and the tree has not."""
         if self.tree is None or not holder.reads_cache:
             return
         path, keys, limit = holder.path, holder.keys, self.retention.limit(holder)
@@ -147,18 +144,18 @@ class CacheManager:
             if self._has_room_beside_holds():
                 return
             self.fetching.end(path)
-        # What it took without sums is of no use.
+        # Chunks without their sums are of no use.
         self._give_back(path)
         self._settle_shared(holder)
         self._match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
-        """The sequence goes on behind chunks that are still under way: layers wait for theirs."""
+        """Counts chunks in transfer as computed: the step's layers wait for their pages."""
         holder.path.num_tokens = max(holder.path.num_tokens, holder.path.num_arriving * PAGE_TOKENS)
 
     def end_fetch(self, holder: Holder) -> bool:
-        """The transfer of a sequence is over. False if not all has arrived: then the path holds what nobody knows, and
-        the sequence has to begin again.
+        """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
+        and the sequence must start again.
         """
         path = holder.path
         has_arrived = self.fetching.end(path)
@@ -167,23 +164,23 @@ class CacheManager:
         return has_arrived
 
     def swap_out(self, holder: Holder) -> None:
-        """Puts what retention has left of a sequence into the store, if it wants that: computed again, it would be
-        replayed token by token.
+        """Offers a sequence that retention has made smaller to the store. Computed again, its generated tokens would be
+        replayed one by one.
         """
         if holder.path.retained is not None:
             holder.swapped = self.fetching.swap_out(holder.path)
 
     def refuses(self, holder: Holder) -> bool:
-        """Whether a sequence was refused last, and nothing has changed since."""
+        """Whether this sequence was refused last and nothing has changed since."""
         return self._refused is not None and self._refused == self._state(holder)
 
     def _state(self, holder: Holder) -> object:
-        """Everything on which it depends whether a sequence is admitted."""
+        """The state on which the admission of a sequence depends."""
         tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
         return holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree
 
     def _has_room_for(self, holder: Holder) -> bool:
-        """Whether a sequence may be admitted. Looks without taking: who waits is no sharer, and has no hits."""
+        """Whether a sequence may be admitted. Takes no locks and counts no hits."""
         tree, found = self.tree, []
         if holder.swapped is not None:
             if self.fetching.has(holder.swapped):
@@ -191,35 +188,33 @@ class CacheManager:
             holder.swapped = None
         if tree is not None and holder.reads_cache:
             found = list(tree.walk(holder.keys, self.retention.findable(holder)))
-        # What it finds is not there to be evicted.
+        # Found chunks will be locked, and cannot be evicted.
         demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
         return self.room.fits(demand)
 
     def match_again(self, holder: Holder) -> int:
-        """Takes what others have put into the tree since: tokens the sequence need not compute. Only between slices
-        that end on a chunk boundary.
+        """Extends a path over chunks that other sequences have cached since. Returns the number of tokens. Only between
+        slices, on a chunk boundary.
         """
         return self._match(holder) * PAGE_TOKENS if holder.path.is_all_shared else 0
 
     def _match(self, holder: Holder) -> int:
-        """Extends a path without chunks of its own over what is cached. Returns the number of chunks it took. All it
-        then holds is sealed.
-        """
+        """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
         count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
         if count:
             self._settle_shared(holder)
         return count
 
     def _settle_shared(self, holder: Holder) -> None:
-        """All that a path has is the tree's."""
+        """Notes that all chunks of a path are shared."""
         path = holder.path
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         self._settle(holder)
 
     def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
-        """Pins the whole chunks of the sequence's first `num_tokens` tokens, all computed, for some seconds. False, and
-        nothing pinned, if pins would then hold more than `PINNED_SHARE` of the arena.
+        """Pins the whole chunks of a sequence's first `num_tokens` tokens, which are computed, for some seconds. False,
+        and nothing is pinned, if pins would keep more than `PINNED_SHARE` of the arena.
         """
         count = num_tokens // PAGE_TOKENS
         if self.pins is None or count == 0 or not self.may_pin(holder.keys, count):
@@ -228,17 +223,17 @@ class CacheManager:
         return True
 
     def unpin(self, keys: ChunkKeys) -> int:
-        """Ends the pins of a prompt and of its prefixes; returns how many."""
+        """Ends the pins of a prompt and of its prefixes. Returns how many."""
         return 0 if self.pins is None else self.pins.end(keys)
 
     def may_pin(self, keys: ChunkKeys, count: int) -> bool:
-        """Whether pins have room for the first `count` chunks of a prompt."""
+        """Whether the first `count` chunks of a prompt may be pinned."""
         assert self.tree is not None
         pinned = sum(found for segment, found in self.tree.walk(keys, count) if segment.pins)
         return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
-        """Sets the clock of lifetimes: pins end, and what is too old is dropped."""
+        """Sets the clock. Ends pins and drops chunks whose time is over."""
         if self.tree is not None and self.pins is not None:
             self.tree.now = now
             self.pins.expire()
@@ -248,8 +243,8 @@ class CacheManager:
                     self.fetching.store.drop(vacated.keys)
 
     def next_chunk(self, holder: Holder) -> bytes | None:
-        """The key of the next whole chunk of a prompt, by which two sequences about to compute the same one are told;
-        None where it is not to be shared.
+        """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
+        the same one. None if the chunk will not be shared.
         """
         path, keys = holder.path, holder.keys
         may_share = self.tree is not None and holder.reads_cache and path.is_all_shared
@@ -258,15 +253,15 @@ class CacheManager:
         return keys.first(path.num_sealed + 1)[-1]
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
-        """Makes room for the sequence's first `num_tokens` tokens, in the chunks they will be stored in; False, with
-        nothing changed, if that would take what others were promised.
+        """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
+        beside the reservations of others.
         """
         path, table = holder.path, self.table
         if num_tokens <= path.free_until:
             return True
         num_sealed = max(0, table.num_sealed_for(num_tokens) - path.num_stored)
         has_open = path.has_open
-        # What its open chunk holds is encoded once it is full, and the next one begins.
+        # A full open chunk is encoded into a sealed one, and the next open chunk begins.
         wants_open = num_tokens > (path.num_stored + num_sealed) * PAGE_TOKENS and (num_sealed > 0 or not has_open)
         has_sidecar = num_sealed > 0 and path.num_stored == 0
         demand = self.retention.growth(path, num_tokens, num_sealed)
@@ -281,7 +276,7 @@ class CacheManager:
                 begun = int(path.chunks[-1])
                 if path.num_tokens > path.num_stored * PAGE_TOKENS:
                     path.filled = begun
-                else:  # nothing was computed of it
+                else:  # it has no token yet
                     table.give(np.array([begun], np.int32))
                 path.replace(path.num_stored - path.num_dropped, sealed[:1])
                 sealed = sealed[1:]
@@ -295,8 +290,8 @@ class CacheManager:
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
-        """The first `num_tokens` tokens are now stored; chunks they fill are sealed, and the tree gets them. Dense
-        pages need no encoding: sealing is a promise not to write. Others were encoded by the step.
+        """Notes that the first `num_tokens` tokens are stored. Seals the chunks they fill and gives them to the tree.
+        The step has encoded them already; dense pages need no encoding.
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
@@ -312,11 +307,11 @@ class CacheManager:
         if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
         path.free_until, path.next_seal = self._events(path)
-        if self.table.encodes:  # else sealing takes and gives nothing that was promised
+        if self.table.encodes:  # else sealing changes no reservation
             self.room.update(holder)
 
     def retain(self, holder: Holder, decided: Decided) -> None:
-        """The sequence's prompt is stored, and this is what its heads keep of it."""
+        """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
         path, retainer = holder.path, self.retention
         assert isinstance(retainer, Retainer) and path.retained is None
         table = retainer.table
@@ -334,13 +329,11 @@ class CacheManager:
             retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
-        """See PrefixTree.shared; nothing without a tree, or once a path has pages of its own."""
+        """See PrefixTree.shared; empty without a tree, and after retention has packed the path."""
         return () if self.tree is None or holder.path.retained is not None else self.tree.shared(holder.path)
 
     def release(self, holder: Holder) -> None:
-        """The sequence ends or is preempted: its locks are undone, its own chunks are free; what it gave to the tree
-        stays there.
-        """
+        """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
         if holder.path.transfer is not None:
             self.fetching.end(holder.path)
         self._give_back(holder.path)
@@ -359,14 +352,14 @@ class CacheManager:
             path.truncate(0)
 
     def forget(self, holder: Holder) -> None:
-        """A sequence that waits will not run again."""
+        """Drops the swapped path of a sequence that will not run again."""
         if holder.swapped is not None:
             self.fetching.store.drop(holder.swapped.run.names)
             holder.swapped = None
 
     def stats(self) -> dict[str, int]:
         """See Statistics.bytes."""
-        # Others may ask while the engine works: of what changes meanwhile, what was there is good enough.
+        # Another thread may call this during a step. Slightly old numbers are good enough.
         return self.statistics.bytes([holder.path for holder in list(self.room.live)], self.retention.bytes_freed)
 
     def check(self) -> None:
@@ -378,7 +371,7 @@ class CacheManager:
             path = holder.path
             assert (path.free_until, path.next_seal) == self._events(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
-            if path.transfer is None:  # which holds its pages, as a second owner would
+            if path.transfer is None:  # a transfer's hold looks like a second owner
                 self.retention.check(path)
             if path.retained is None:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
@@ -393,18 +386,16 @@ class CacheManager:
 
     @property
     def unprotected(self) -> int:
-        """Sealed chunks that one sequence may have beside what protected pins keep, if it is alone. Only while nobody
-        is there.
-        """
-        assert not self.room.live, "what sequences hold would count as kept"
+        """Most sealed chunks of one sequence beside protected pins, if it is alone. Only without live sequences."""
+        assert not self.room.live, "chunks of live sequences would count as pinned"
         if self.tree is None or self.pins is None:
             return self.capacity
         num_chunks, num_firsts = self.pins.num_protected
-        # All that is there now is the tree's, and what is not protected would go.
+        # All chunks are the tree's now, and the unprotected ones can be evicted.
         return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)
 
     def _settle(self, holder: Holder) -> None:
-        """The chunks of a sequence have changed."""
+        """Follows a change of a sequence's chunks."""
         holder.path.free_until, holder.path.next_seal = self._events(holder.path)
         self.room.update(holder)
 
