@@ -1,13 +1,14 @@
 """Requests per second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
 
-    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--rounds 5] [--json FILE]
+    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--retain] [--rounds 5] [--json FILE]
 
 Prompts have 1,024 tokens; half of the requests are in eight groups that share 512 tokens. 64 to 192 tokens are
 generated. The model has 32 layers of 8 kv heads of 128 numbers in 16 bits. `taken`: every step is made as data and
 committed, as for a runner. `skipped`: the scheduler advances by itself and skips steps in which nothing happens. Tokens
 differ between sequences. Both modes make the same decisions at the same steps, which is checked. The arena holds twice
 the running sequences, or these and the chunks of --cached, so that finished requests are cached and evicted. Seconds
-are processor time of this process.
+are processor time of this process. With --retain, half of the heads keep a part of each prompt: the table then has
+pages, without their bytes, and retention packs them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import ChunkCounts
-from quire.cache.ledger import PAGE_TOKENS, PageCounts
+from quire.cache.ledger import PAGE_TOKENS, PageCounts, PageLedger
 from quire.cache.manager import CacheManager
+from quire.cache.retention.decisions import Decided, Retention
+from quire.cache.retention.policies import Chain
+from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.engine.calendar import imagined_tokens
 from quire.engine.params import SamplingParams
@@ -41,6 +47,7 @@ LAYERS, HEADS, DIM = 32, 8, 128
 PROMPT, SHARED, GROUPS = 1024, 512, 8
 OUTPUT = (64, 192)
 VOCABULARY = 50_000
+CHAIN = Chain(2.0, local=0.3, members=("special", "local"))
 BUDGET = 2048
 """Rows of a step besides those that decode."""
 
@@ -71,14 +78,27 @@ class Load:
         return found
 
 
-def scheduler_of(running: int, cached: int) -> Scheduler:
-    """A scheduler whose arena holds `running` requests, and as many chunks again or `cached` ones."""
+def scheduler_of(running: int, cached: int, retain: bool) -> Scheduler:
+    """A scheduler whose arena holds `running` requests and at least as many chunks again, or `cached` chunks."""
     codec = DenseCodec(DIM, torch.bfloat16)
     chunks = running * (-(-(PROMPT + OUTPUT[1]) // PAGE_TOKENS) + 1)
     chunks += max(cached, chunks)
-    ledger = PageCounts(chunks * LAYERS * HEADS * codec.page_bytes)
-    table = ChunkCounts(ledger, LAYERS, HEADS, codec)
-    return Scheduler(CacheManager(table, PrefixTree((LAYERS, HEADS))), BUDGET + running, running, 1 << 30)
+    num_bytes = chunks * LAYERS * HEADS * codec.page_bytes
+    table = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, codec)
+    if retain:
+        table = ChunkTable(PageLedger(num_bytes), LAYERS, HEADS, codec, sums=SumsCodec())
+    manager = CacheManager(table, PrefixTree((LAYERS, HEADS)), retention=Retention(CHAIN) if retain else None)
+    return Scheduler(manager, BUDGET + running, running, 1 << 30)
+
+
+def decided(sequence: Sequence) -> Decided:
+    """Half of the heads keep everything, a quarter the last 30 % of the tokens, a quarter the first one."""
+    n = sequence.num_prompt
+    policies = np.resize(np.array([0, 2, 1, 2], np.uint8), (LAYERS, HEADS))
+    windows = np.array([0, CHAIN.num_local(n), n])[policies]
+    kept = np.arange(n) >= n - windows[..., None]
+    kept[..., 0] = kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True
+    return Decided(policies, kept, np.ones((LAYERS, HEADS, CHAIN.full + 1)), CHAIN)
 
 
 def take(scheduler: Scheduler) -> None:
@@ -90,12 +110,15 @@ def take(scheduler: Scheduler) -> None:
             if piece.samples
             for token_id in imagined_tokens(scheduler.sequence_of(index), piece.start + piece.num_rows, 1)
         ]
-        scheduler.commit(step, Result(tokens))
+        found = {
+            index: decided(scheduler.sequence_of(index)) for index, piece in enumerate(step.slices) if piece.decides
+        }
+        scheduler.commit(step, Result(tokens, decided=found))
 
 
 def skip(scheduler: Scheduler) -> None:
     """Lets the scheduler advance by itself."""
-    while scheduler.advance(1 << 30):
+    while scheduler.advance(1 << 30, decided):
         pass
 
 
@@ -112,9 +135,9 @@ def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
     return time.process_time() - begun
 
 
-def decisions(running: int, mode: str) -> str:
+def decisions(running: int, mode: str, retain: bool) -> str:
     """A digest of admissions and ends with their steps, of evictions, and of all tokens."""
-    scheduler, digest = scheduler_of(running, 0), hashlib.blake2b(digest_size=6)
+    scheduler, digest = scheduler_of(running, 0, retain), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
     admit, release, evict = manager.admit, manager.release, tree.vacate
@@ -147,20 +170,21 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--running", default="32,128,256", help="sequences in the batch, comma-separated")
     parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts, cached before")
+    parser.add_argument("--retain", action="store_true", help="half of the heads keep a part of their tokens")
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
-        if len({decisions(running, mode) for mode in MODES}) != 1:
+        if len({decisions(running, mode, args.retain) for mode in MODES}) != 1:
             raise SystemExit(f"{running} running: steps that are skipped decide otherwise than steps that are taken")
         found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(args.rounds + 1):
             for mode, rates in found.items():
-                scheduler = scheduler_of(running, args.cached)
+                scheduler = scheduler_of(running, args.cached, args.retain)
                 # Half of the requests add half a prompt.
                 before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
                 run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")
                 assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached
-                count = max(256, 4 * running)
+                count = max(256, 4 * running) if not args.retain else 2 * running
                 seconds = run(scheduler, Load(count).requests(), mode)
                 scheduler.check()
                 if number:
