@@ -237,3 +237,11 @@ def test_rows_of_one_sequence_see_each_other_however_many_threads_compute_them()
             assert relative_rms(run(CpuAttention(spec), spec, steps, 1)[-1], expected) < TOLERANCE[torch.float32]
     finally:
         runtime.set_num_threads(before)
+
+
+def test_a_row_that_another_one_reads_is_written_before_both() -> None:
+    spec = make_spec(Shape(dim=16, layers=1), 4)
+    chunks = spec.table.take(2, spec.table.open_codec)
+    alone, beside = RowSlice(5, 1, chunks[:1]), RowSlice(9, 1, chunks[1:])
+    assert CpuAttention(spec).plan([alone, beside])._plan.decode
+    assert not CpuAttention(spec).plan([alone, beside, replace(alone, start=6)])._plan.decode
