@@ -221,7 +221,9 @@ def broken(tables: NuqTables, name: str) -> NuqTables:
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(NuqTables)])
 def test_unsound_tables_are_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"the calibration's {field} holds what cannot be; calibrate again"):
+    with pytest.raises(
+        ConfigError, match=f"the calibration's {field} has values out of range; run quire calibrate again"
+    ):
         check_tables(broken(random_tables(2, 2, 32, 0), field), 2, 2, 32)
 
 

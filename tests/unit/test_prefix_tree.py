@@ -785,3 +785,17 @@ def test_thousands_of_operations_lose_nothing(churn: type[Churn]) -> None:
     )
     print(f"{churn.operations} operations, {churn.tokens} of them single tokens appended")
     assert churn.operations >= least
+
+
+def test_segments_keep_no_other_tokens_in_memory() -> None:
+    manager = make_manager(40)
+    assert manager.tree is not None
+    shared = list(range(20 * PAGE_TOKENS))
+    for number in range(3):
+        holder = Holder([*shared, *[number + 1] * (PAGE_TOKENS + 1)])
+        assert manager.admit(holder) is not None and manager.extend(holder, len(holder.token_ids))
+        manager.commit(holder, len(holder.token_ids))
+        manager.release(holder)
+    found = [segment.tokens for _, segment in manager.tree.segments()]
+    bases = {id(base): base for base in (tokens if tokens.base is None else tokens.base for tokens in found)}
+    assert sum(base.nbytes for base in bases.values()) == sum(tokens.nbytes for tokens in found)

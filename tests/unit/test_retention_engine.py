@@ -20,8 +20,10 @@ from quire.engine.outputs import Logprob, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.request import Sequence, State
 from quire.engine.retention_report import report_of
+from quire.llm import gather
 from tests.codecs import ENCODING, EVERY, row_of
 from tests.effort import tries
+from tests.engines import drain, make_engine
 from tests.retention_cases import BOS, Bench, Head, HeadWeights, Witness
 from tests.retention_oracle import SPECIAL, Rules
 from tests.tiny_models import tiny_shape
@@ -490,3 +492,21 @@ def test_a_long_prompt_is_admitted_though_most_of_it_is_cached() -> None:
         answer(bench, name, (prompt, greedy(2)))
     bench.check()
     assert bench.witness.sequences["hit 0"][0].num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("option", [{"retain.threshold": 1.1}, {"retain.budget": 1.0}])
+def test_sums_that_a_prompt_of_one_token_gave_back_are_no_longer_added_to(option: dict[str, Any]) -> None:
+    """Heads that keep everything give their sums back, and the next chunk of another sequence takes the row."""
+    found = []
+    for options in ({}, option):
+        engine = make_engine(**options, **{"scheduler.token_budget": 1024})
+        outputs: dict[str, RequestOutput] = {}
+        engine.add("other", None, [number % 90 + 5 for number in range(100)], greedy(150))
+        for step in range(70):
+            for delta in engine.step():
+                gather(outputs, delta)
+            if step == 40:
+                engine.add("one", None, [7], greedy(60))
+        drain(engine, outputs)
+        found.append({name: output.outputs[0].token_ids for name, output in outputs.items()})
+    assert found[0] == found[1]

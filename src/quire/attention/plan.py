@@ -125,8 +125,8 @@ class Layout:
     num_singles: int
 
     def advance(self, before: Sequence[RowSlice], slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
-        """Advances the layout by one position. The rows `moved` are in other chunks now. False, and the layout is of no
-        further use, if a run has no room, or a row fills a chunk that is then encoded.
+        """Advances the layout by one position. The rows `moved` are in other chunks now. Returns False, and the layout
+        must be discarded, if a run has no room, a moved row is or was profiled, or a chunk was or will be encoded.
         """
         positions = self.positions
         positions += 1
@@ -139,7 +139,8 @@ class Layout:
             low = start // PAGE_TOKENS - new.num_dropped
             grown = new.start // PAGE_TOKENS + 1 - new.num_dropped - low - num_chunks
             is_same = np.array_equal(old.chunks[:low], new.chunks[:low]) and old.num_dropped == new.num_dropped
-            if not is_same or not 0 <= grown <= self._spare[row] or new.filled >= 0 or new.profiled is not None:
+            is_profiled = old.profiled is not None or new.profiled is not None
+            if not is_same or is_profiled or not 0 <= grown <= self._spare[row] or new.filled >= 0:
                 return False
             self._spare[row] -= grown
             piece[3] += grown

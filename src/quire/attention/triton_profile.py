@@ -296,9 +296,9 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
     first_rows = np.cumsum(counts) - counts
     numbers = [number for number, piece in enumerate(slices) if piece.profiled is not None]
     starts = np.array([slices[number].start for number in numbers], np.int64)
-    gone = np.array([slices[number].num_dropped for number in numbers], np.int64)
+    num_dropped = np.array([slices[number].num_dropped for number in numbers], np.int64)
     low = np.zeros_like(starts) if window is None else np.maximum(0, starts + 1 - window) // PAGE_TOKENS
-    high = -(-(starts + counts[numbers]) // PAGE_TOKENS) - gone
+    high = -(-(starts + counts[numbers]) // PAGE_TOKENS) - num_dropped
     lengths = high - low
     bounds = list(zip(numbers, low.tolist(), high.tolist(), strict=True))
     columns = np.empty((int(lengths.sum()), COLUMN_INTS), np.int32)
@@ -314,7 +314,7 @@ def _columns_of(slices: Sequence[RowSlice], written: Sequence[NDArray[np.int32]]
     )
     ends = np.cumsum(lengths)
     ordinal = np.arange(len(columns)) - np.repeat(ends - lengths, lengths)
-    columns[:, 5] = (np.repeat(low + gone, lengths) + ordinal) * PAGE_TOKENS
+    columns[:, 5] = (np.repeat(low + num_dropped, lengths) + ordinal) * PAGE_TOKENS
     near = np.minimum(lengths, [profiled.near for profiled in profiles])
     columns[:, 6] = np.where(ordinal >= np.repeat(lengths - near, lengths), FAR_TOKENS, 0)
     columns[np.repeat(peaks == 0, lengths), 6] = -1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.cache.sinks import Sinks
 
 POSITIONS_BYTES = 4 * PAGE_TOKENS
-"""Of a page with the positions of another page's slots, int32 [64]."""
+"""Bytes of a page that holds the positions of another page's slots, int32 [64]."""
 
 RETAINED_ROWS = 8
 """With retention, rows of the table for each whole chunk that fits the arena. They add 1 % to the arena's bytes for

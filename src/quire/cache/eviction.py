@@ -30,7 +30,9 @@ class Eviction:
         self._at_most = self._of_chunk + table.demand(sidecars=1)
 
     def evictable(self) -> Demand:
-        """The demand that fits after all evictions. Attachments count everywhere: they can be computed again."""
+        """The demand that evicting everything idle would free. All attachments count, also those of locked segments:
+        they can be computed again.
+        """
         tree, table = self.tree, self.table
         if tree is None:
             return table.nothing

@@ -68,7 +68,8 @@ class ChunkKeys:
                 self._tokens = np.fromiter(self._token_ids, np.int32, end)
             else:
                 if len(self._tokens) < end:
-                    self._tokens = np.resize(self._tokens, 2 * end)
+                    known, self._tokens = self._tokens, np.empty(2 * end, np.int32)
+                    self._tokens[: len(known)] = known
                 self._tokens[self._num_tokens : end] = self._token_ids[self._num_tokens : end]
             self._num_tokens = end
         return self._tokens[first:end]

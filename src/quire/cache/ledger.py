@@ -110,8 +110,8 @@ class PageCounts:
         return self._size_class(page_bytes).num_out
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. Ignores numbers
-        after the size classes.
+        """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. `needs` may go
+        on with a number of rows, which is ignored.
         """
         assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
@@ -249,7 +249,8 @@ class PageLedger(PageCounts):
         if wanted <= 0:
             return []
         # If slabs are wanted and yet all fits, some sizes have more slabs than their pages and needs take when packed.
-        # So many of each, none with a hold, can be emptied into its others, and together they are enough.
+        # Such a size can empty as many slabs as it has too many. None of these has a hold, and together they are
+        # enough.
         count, found = max(wanted, self.num_slabs // _MOVED_SHARE), []
         for pages, missing in zip(self._sized(), more, strict=False):
             # From the end of the arena, where slabs are equally full: pages gather at its start.

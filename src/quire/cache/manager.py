@@ -1,8 +1,8 @@
 """The cache manager: admission, growth and release of sequences. Knows sequences and chunks, not batches or text.
 
 Admission reserves the whole prompt and one chunk of growth for every running sequence. A reservation is a demand, not
-pages. Pages are taken just before they are written, so a sequence holds no page that it does not use. Reservations keep
-a growing sequence from taking the room of an admitted prompt.
+pages. Pages are taken at most one step before they are written, so a sequence holds few that it does not use.
+Reservations keep a growing sequence from taking the room of an admitted prompt.
 
 With retention, a prompt is held whole until it is computed and decided on. Then the sequence has fewer pages of its
 own, and the whole prompt stays cached. Reservations of undecided sequences expect that each of them will shrink.

@@ -102,8 +102,8 @@ class ChunkTable(ChunkCounts):
     def borrow(self, chunks: Int32s) -> Int32s:
         """Takes rows that share the pages and sidecars of other chunks, int32 [n]."""
         assert self.masks is not None
-        self.ledger.share(self._pages_of(chunks))
         rows = self._blank(len(chunks), 0)
+        self.ledger.share(self._pages_of(chunks))
         assert (self.positions[chunks] < 0).all(), "pages with positions of their own belong to one path"
         for of in (self.pages, self.masks, self.sidecars, self.kinds):
             of[rows] = of[chunks]
@@ -155,17 +155,20 @@ class ChunkTable(ChunkCounts):
 
     def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
         """Takes a row with pages of a format where masks, uint64 [L, H], are not 0, and pages for positions where
-        `placed`, bool [L, H], says so. Raises CacheFullError, as `fill`.
+        `placed`, bool [L, H], says so. Raises CacheFullError and takes nothing, as `fill`.
         """
-        row = int(self._blank(1, kind)[0])
-        layers, heads = np.nonzero(masks)
-        self.fill((np.full(len(layers), row, np.int32), layers, heads))
         assert self.masks is not None
+        held = masks > 0
+        beside = [POSITIONS_BYTES] * int(placed.sum()) + [self.sidecar_bytes] * has_sidecar
+        sizes = np.append(self._sizes[kind][held], beside).astype(np.int32)
+        if not self.fits(self.demand_of_sizes(sizes, 1)):
+            raise CacheFullError(f"{len(sizes)} pages and a row do not fit (cache.memory)")
+        ids, row = self._new_pages(sizes), int(self._blank(1, kind)[0])
         self.masks[row] = masks
-        layers, heads = np.nonzero(placed)
-        self.positions[row, layers, heads] = self._new_pages(np.full(len(layers), POSITIONS_BYTES))
+        self.pages[row][held] = ids[: held.sum()]
+        self.positions[row][placed] = ids[held.sum() :][: placed.sum()]
         if has_sidecar:
-            self.sidecars[row] = self._new_pages(np.full(1, self.sidecar_bytes))[0]
+            self.sidecars[row] = ids[-1]
         return row
 
     def masks_of(self, chunks: Int32s) -> NDArray[np.uint64]:

@@ -251,13 +251,13 @@ class PrefixTree(TreeCounts):
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end).copy(), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            keys.tokens(first, end),
+            keys.tokens(first, end).copy(),
             new,
             chunks,
             at.end,

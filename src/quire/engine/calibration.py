@@ -137,4 +137,4 @@ def check_tables(tables: NuqTables, num_layers: int, num_heads: int, head_dim: i
         if name == "key_order":
             sound &= (found.sort(-1).values.diff() == 1).all()
         if not sound:
-            raise ConfigError(f"the calibration's {name} holds what cannot be; calibrate again")
+            raise ConfigError(f"the calibration's {name} has values out of range; run quire calibrate again")

@@ -126,7 +126,7 @@ class Scheduler:
     _admitted: int = 0
     _ended: list[int] = field(default_factory=list)
     _joined: list[Sequence] = field(default_factory=list)  # the calendar, since the last step was made
-    # Of the last step: whose slices it had, and what a step of the same rows after it goes on from.
+    # The last step: its sequences, slices, positions and sampled tokens. A step with the same rows reuses them.
     _sequences: list[Sequence] = field(default_factory=list)
     _indices: dict[Sequence, int] = field(default_factory=dict)
     _slices: list[Slice] = field(default_factory=list)
@@ -582,6 +582,7 @@ class Scheduler:
         """
         generated, path = sequence.num_generated, sequence.path
         if path.transfer is not None and self._is_fetching(sequence):
+            self._is_changed = True
             return []  # the rows read chunks that did not arrive
         self._count(sequence, end, count)
         if end < path.next_seal:
@@ -607,8 +608,8 @@ class Scheduler:
         return sampled
 
     def _rest(self, sequence: Sequence) -> None:
-        """Moves an active sequence to the calendar if its next step only adds a token. Takes the next chunk now if it
-        begins in that step and fits; not with retention, whose budget counts chunks that have tokens.
+        """Moves an active sequence to the calendar if its next step only adds a token. If the next row begins a chunk,
+        takes that chunk now. A packed path waits: its budget counts only chunks with tokens.
         """
         path = sequence.path
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0

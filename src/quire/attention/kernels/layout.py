@@ -145,12 +145,12 @@ def lay_out(
     counts = np.array([piece.num_rows for piece in slices], np.int64)
     ends = starts + counts
     # Retention removes chunks of a path only before its last one.
-    gone = np.array([piece.num_dropped for piece in slices], np.int64)
-    lengths = -(-ends // PAGE_TOKENS) - gone
+    num_dropped = np.array([piece.num_dropped for piece in slices], np.int64)
+    lengths = -(-ends // PAGE_TOKENS) - num_dropped
     paths = np.cumsum(lengths) - lengths
     ids = [piece.chunks[:length] for piece, length in zip(slices, lengths.tolist(), strict=True)]
     # Index of the first chunk that each slice writes: inside its path, or in the lists that follow the paths.
-    own = paths + starts // PAGE_TOKENS - gone
+    own = paths + starts // PAGE_TOKENS - num_dropped
     sources = Sources(encodes)
     apart: list[NDArray[np.int32]] = []
     if encodes:
@@ -166,7 +166,9 @@ def lay_out(
         low = np.zeros_like(starts) if window is None else np.maximum(0, ends - window) // PAGE_TOKENS
         num_own = np.full_like(starts, int(encodes))
         ones = np.ones_like(starts)
-        blocks = np.stack((np.arange(len(starts)), ones, paths + low, lengths - low, low + gone, own, num_own), 1)
+        blocks = np.stack(
+            (np.arange(len(starts)), ones, paths + low, lengths - low, low + num_dropped, own, num_own), 1
+        )
         is_tall = np.zeros(len(blocks), bool)
     else:
         owner = np.repeat(np.arange(len(slices)), counts)
@@ -174,8 +176,8 @@ def lay_out(
         positions = starts[owner] + np.arange(len(owner)) - first_rows[owner]
         write_chunk = indices[own[owner] + positions // PAGE_TOKENS - starts[owner] // PAGE_TOKENS]
         blocks, is_tall, owner = _blocks(starts, counts, paths, first_rows, tiles, window, encodes)
-        blocks[:, 3] -= gone[owner]
-        blocks[:, 4] += gone[owner]
+        blocks[:, 3] -= num_dropped[owner]
+        blocks[:, 4] += num_dropped[owner]
         if encodes:
             # A block reads its own chunk as written; if not strict, also its slice's chunks before that.
             last = blocks[:, 4] + blocks[:, 3] - 1 - starts[owner] // PAGE_TOKENS

@@ -40,9 +40,8 @@ class Moves:
     """Token slots that other slots are overwritten with.
 
     layers, heads  [m]
-    pages, slots   [2, m]: those that are read, then those that are written. Pages are named by their ids, and are pages
-                   of one codec: of the same layer and head where these differ. No slot is named twice among those
-                   written, and none of them is read
+    pages, slots   [2, m]: source first, then target. Both are pages of one codec, by id, and of the same layer and head
+                   if sizes differ between heads. No target slot occurs twice or is a source
     """
 
     layers: NDArray[np.integer[Any]]

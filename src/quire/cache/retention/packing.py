@@ -12,9 +12,8 @@ because dense keys are stored rotated and encoded pages carry positions. The sum
 Tokens move only between pages that this path alone holds. A page that others may read stays in place (`in_place`),
 where that takes fewer bytes than a copy, and is read through its mask.
 
-Within a budget, attention counts only from afar (`holds_last`). There a head that keeps all of the last sealed chunk
-keeps it in its row until the next chunk is sealed. The row then tells the distance, and no other row holds a near
-token.
+Within a budget, only distant rows count towards a token's score. So a head that keeps the whole last sealed chunk
+leaves it in its own row until the next chunk is sealed (`holds_last`): the row number then gives the distance.
 
 Source: FastGen, arXiv 2310.01801, algorithm 2, which keeps full-length buffers; its text frees no memory.
 """

@@ -26,8 +26,8 @@ class Retained:
     chain       by which the prompt was decided on, and later chunks are
     policies    uint8 [L, H]
     num_prompt  tokens of the prompt
-    holds_last  whether a head that keeps all of the last row keeps it there
-    keeps_first whether a head that keeps the first page keeps it there, because exact first tokens stand beside it
+    holds_last  whether a head that keeps the whole last row leaves it in that row
+    keeps_first whether a head's first page stays in the first row, because the sidecar belongs to that row
     has_sums    bool [L, H]: heads that go on needing the attention their tokens get
     is_packed   bool [L, H]: heads that do not keep everything
     positions   int32 [L, H, rows, 64], of the token in each slot; -1 in a slot without a kept token
@@ -92,8 +92,8 @@ class Retained:
         self.positions[~kept.reshape(self.positions.shape)] = -1
 
     def leave_in_place(self, segments: Sequence[Segment]) -> Bools:
-        """Leaves pages of a path's segments in place where copies for all users take more than the pages do. Returns
-        the stuck ones of all other pages, bool [L, H, rows]: eviction cannot free what others read or pin.
+        """Leaves a shared page in place if copies for all its users would take more bytes than the page. Returns the
+        pages to be copied although eviction cannot free the originals, bool [L, H, rows]: others read or pin them.
         """
         stays, stuck = np.ones_like(self.is_packed), np.zeros_like(self.in_place)
         for segment in segments:

@@ -35,7 +35,7 @@ KNOWN_RATIOS = 256
 """Number of last requests whose kept shares are remembered."""
 
 LEAST_RATIOS, QUANTILE = 8, 0.9
-"""A request is expected to keep the share that only a tenth exceeded; everything while fewer shares are known."""
+"""A request is expected to keep the 90th percentile of recent shares, and everything until 8 shares are known."""
 
 
 class Retainer(NoRetention):
@@ -98,8 +98,8 @@ class Retainer(NoRetention):
         return super().wanted(holder, found) + self.table.demand(more)
 
     def _at_most(self, apart_from: Holder | None = None, *newcomer: tuple[Path, Found]) -> int:
-        """Number of sealed chunks that undecided sequences will hold at most beyond those they hold, if each in turn is
-        computed and then keeps the expected share. With a share of 1 it is the number that they lack together.
+        """Most sealed chunks that undecided sequences will need beyond those they hold, if they are computed one after
+        the other and each then keeps the expected share.
 
         newcomer  a path that is in no tree yet, and the chunks it will find there
         """
