@@ -120,13 +120,13 @@ def test_the_docs_have_every_codec() -> None:
         assert line in codecs, f"docs/codecs.md lacks {line}"
 
 
-def settings(**options: Any) -> EngineConfig:
+def config_of(**options: Any) -> EngineConfig:
     return EngineConfig.from_options({"cache.codec": TOY.name, "runtime.device": "cpu", **options})
 
 
 def test_a_codec_without_a_row_is_no_setting() -> None:
     with pytest.raises(ConfigError, match="cache.codec is 'byte'; it must be dense, nuq4, nuq3, nuq2 or g4"):
-        settings()
+        config_of()
 
 
 @pytest.mark.usefixtures("toy_codec")
@@ -134,7 +134,7 @@ class TestToy:
     """A codec of which `src/` knows nothing."""
 
     def test_is_a_setting_with_a_sentence(self) -> None:
-        assert settings().cache.codec == "byte" and not settings().cache.is_calibrated
+        assert config_of().cache.codec == "byte" and not config_of().cache.is_calibrated
         (codec,) = (each for each in settings_of(CacheConfig) if each.key == "cache.codec")
         assert codec.doc.endswith(" byte: a byte a number and a scale a vector, without calibration.")
 
@@ -147,12 +147,12 @@ class TestToy:
         )
         for backend in ("cpu", "auto"):
             with pytest.raises(ConfigError, match=said):
-                resolve(settings(**{"attention.backend": backend}), tiny_shape(head_dim=head_dim))
+                resolve(config_of(**{"attention.backend": backend}), tiny_shape(head_dim=head_dim))
 
     def test_is_refused_for_heads_that_it_cannot_store(self) -> None:
         said = "byte stores heads whose size is a multiple of 2 up to 256, not 258; use cache.codec dense"
         with pytest.raises(ConfigError, match=said):
-            resolve(settings(**{"attention.backend": "reference"}), tiny_shape(head_dim=258))
+            resolve(config_of(**{"attention.backend": "reference"}), tiny_shape(head_dim=258))
 
     def test_is_loaded_checked_inspected_and_evaluated(self, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr("quire.calibrate.settings.cache_folder", lambda: tmp_path / "cache" / "models")

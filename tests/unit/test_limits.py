@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.cache.ledger import PageLedger
@@ -40,6 +41,12 @@ def ask_beside_pins() -> None:
 
 def resolve_tiny(**options: Any) -> None:
     resolve(EngineConfig.from_options({"runtime.device": "cpu", "cache.memory": "8MiB"} | options), tiny_shape(), None)
+
+
+def full_ledger() -> None:
+    ledger = PageLedger(1 << 20)
+    ledger.size_class(1024)
+    ledger.take(np.full(1025, 1024))
 
 
 def out_of_memory(weight_bytes: int, available_bytes: int) -> None:
@@ -81,7 +88,8 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: out_of_memory(64 << 20, 32 << 20),
         r"model\.dtype .*model\.weights",
     ),
-    "pages that do not fit": (lambda: PageLedger(1 << 20).take(128, 99_999), r"cache\.memory"),
+    "pages of no size": (lambda: PageLedger(1 << 20).size_class(99_999), r"cache\.memory"),
+    "pages that do not fit": (full_ledger, r"cache\.memory"),
     "a port that is none": (lambda: ServeConfig(port=65536), r"serve\.port is 65536"),
     "bodies that may hold nothing": (lambda: ServeConfig(max_request_bytes=10), r"serve\.max_request_bytes is 10"),
     "more sinks than a chunk": (lambda: CacheConfig(sink_tokens=65), r"cache\.sink_tokens is 65"),

@@ -609,15 +609,17 @@ class Scheduler:
 
     def _rest(self, sequence: Sequence) -> None:
         """Moves an active sequence to the calendar if its next step only adds a token. If the next row begins a chunk,
-        takes that chunk now. A packed path waits: its budget counts only chunks with tokens.
+        takes that chunk now. A packed path waits: its budget counts only chunks with tokens. So does a sequence with
+        its first token: its bytes are those of its prompt.
         """
         path = sequence.path
         is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
         if not is_decoding or sequence.guide is not None:
             return
-        is_full = path.free_until <= path.num_tokens
-        if is_full and (path.retained is not None or not self.manager.extend(sequence, path.num_tokens + 1)):
-            return
+        if path.free_until <= path.num_tokens:
+            waits = path.retained is not None or sequence.num_generated == 1
+            if waits or not self.manager.extend(sequence, path.num_tokens + 1):
+                return
         most = min(path.free_until, path.next_seal - 1, sequence.num_prompt + sequence.max_tokens - 2) - path.num_tokens
         if most > 0:
             self._joined.append(sequence)
