@@ -108,8 +108,9 @@ def test_models_without_rotation_do_not_care(dtype: torch.dtype) -> None:
 )
 def test_any_rows_attend_like_the_reference(starts, codec, group, dim, dtype, sinks, seed) -> None:  # type: ignore[no-untyped-def]
     shape = Shape(group=group, dim=dim, dtype=dtype, layers=1)
-    # Positions may change a row of 64 tokens by only 7 %: a longer row stands beside it.
-    check_batch(CpuAttention, shape, codec, [*starts, 447], sinks=sinks, seed=seed, tolerance=ROW_TOLERANCE)
+    # Positions may change a lone row of 64 tokens by less than a tenth: longer rows stand beside it.
+    starts = [*starts, 300, 350, 400, 450, 500]
+    check_batch(CpuAttention, shape, codec, starts, sinks=sinks, seed=seed, tolerance=ROW_TOLERANCE)
 
 
 @combine(codec=["nuq3", "g4"], group=[1, 3, 8], dtype=DTYPES[:2])
