@@ -17,12 +17,12 @@ from quire.cache.tree import PrefixTree, Vacated
 
 
 class Eviction:
-    """Evicts chunks of a tree, to make room in a table. Without a tree there is nothing to evict.
+    """Evicts chunks of a tree, to make room in a table.
 
     store  is offered the evicted chunks
     """
 
-    def __init__(self, table: ChunkCounts, tree: PrefixTree | None, store: Store) -> None:
+    def __init__(self, table: ChunkCounts, tree: PrefixTree, store: Store) -> None:
         self.table = table
         self.tree = tree
         self.store = store
@@ -34,8 +34,6 @@ class Eviction:
         they can be computed again.
         """
         tree, table = self.tree, self.table
-        if tree is None:
-            return table.nothing
         beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached)
         found = self._of_chunk * tree.num_unused + beside
         num_parted = tree.num_idle - tree.num_unused
@@ -66,7 +64,7 @@ class Eviction:
         """
         tree, table = self.tree, self.table
         while not table.fits(needed := demand()):
-            if tree is None or not tree.num_idle:
+            if not tree.num_idle:
                 return False
             needed -= table.demand(sums=tree.num_attached)
 
@@ -84,7 +82,6 @@ class Eviction:
 
     def evict(self, count: int) -> None:
         """Evicts `count` idle chunks, or all of them, and offers them to the store."""
-        assert self.tree is not None
         for vacated in self.tree.vacate(count):
             self._put(vacated)
             self.table.give(vacated.rows)
@@ -101,6 +98,5 @@ class Eviction:
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""
         if not self.make_room(demand):
-            if self.tree is not None:
-                self.table.give(self.tree.detach_all())
+            self.table.give(self.tree.detach_all())
             assert self.table.fits(demand()), "the demand does not fit after all evictions"

@@ -28,6 +28,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
+from quire.cache.segment import Segment
 from quire.cache.statistics import Statistics
 from quire.cache.store import Nowhere, Store
 from quire.cache.tree import PrefixTree
@@ -50,7 +51,7 @@ class CacheManager:
     chunks; `check` proves it.
 
     table       the chunks of the arena
-    tree        shared and cached chunks; None: every sequence has its own chunks, freed when it ends
+    tree        shared and cached chunks
     lifetime    seconds after which the tree drops unused chunks; None: they stay until their memory is wanted
     pins        prefixes that stay cached for a time
     retention   the tokens that sequences keep: all of them, or those that a `Retainer` leaves
@@ -63,7 +64,7 @@ class CacheManager:
     def __init__(
         self,
         table: ChunkCounts,
-        tree: PrefixTree | None,
+        tree: PrefixTree,
         lifetime: float | None = None,
         retention: Retention | None = None,
         store: Store | None = None,
@@ -71,7 +72,7 @@ class CacheManager:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
-        self.pins = None if tree is None else Pins(tree)
+        self.pins = Pins(tree)
         self.fetching = Fetching(table, store or Nowhere())
         self.eviction = Eviction(table, tree, self.fetching.store)
         self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
@@ -88,7 +89,7 @@ class CacheManager:
             return None
         while not self._has_room_for(holder):
             # A sequence that is alone would wait for ever for pinned chunks: no other one will end and make room.
-            if self.room.live or self.pins is None or (given_up := self.pins.end_oldest()) is None:
+            if self.room.live or (given_up := self.pins.end_oldest()) is None:
                 self._refused = self._state(holder)
                 return None
             log.warning(
@@ -130,7 +131,7 @@ class CacheManager:
 
     def _fetch(self, holder: Holder) -> None:
         """Starts to fetch the chunks of a prompt that a store has and the tree has not."""
-        if self.tree is None or not holder.reads_cache:
+        if not (self.tree.shares and holder.reads_cache):
             return
         path, keys, limit = holder.path, holder.keys, self.retention.limit(holder)
         near = sum(count for _, count in self.tree.walk(keys, limit))
@@ -176,18 +177,20 @@ class CacheManager:
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree = (self.tree.num_uses, self.tree.num_chunks) if self.tree is not None else None
-        return holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree
+        tree = self.tree
+        return (
+            holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
+        )  # fmt: skip
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
-        tree, found = self.tree, []
+        found: list[tuple[Segment, int]] = []
         if holder.swapped is not None:
             if self.fetching.has(holder.swapped):
                 return self.room.fits(self.fetching.demand(holder.swapped) + self.room.growth())
             holder.swapped = None
-        if tree is not None and holder.reads_cache:
-            found = list(tree.walk(holder.keys, self.retention.findable(holder)))
+        if holder.reads_cache:
+            found = list(self.tree.walk(holder.keys, self.retention.findable(holder)))
         # Found chunks will be locked, and cannot be evicted.
         demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
         return self.room.fits(demand)
@@ -200,7 +203,7 @@ class CacheManager:
 
     def _match(self, holder: Holder) -> int:
         """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
-        count = self.retention.match(holder) if holder.reads_cache and self.tree is not None else 0
+        count = self.retention.match(holder) if holder.reads_cache else 0
         if count:
             self._settle_shared(holder)
         return count
@@ -217,37 +220,35 @@ class CacheManager:
         and nothing is pinned, if pins would keep more than `PINNED_SHARE` of the arena.
         """
         count = num_tokens // PAGE_TOKENS
-        if self.pins is None or count == 0 or not self.may_pin(holder.keys, count):
+        if not self.tree.shares or count == 0 or not self.may_pin(holder.keys, count):
             return False
         self.pins.add(holder.path, count, self.pins.tree.now + seconds)
         return True
 
     def unpin(self, keys: ChunkKeys) -> int:
         """Ends the pins of a prompt and of its prefixes. Returns how many."""
-        return 0 if self.pins is None else self.pins.end(keys)
+        return self.pins.end(keys)
 
     def may_pin(self, keys: ChunkKeys, count: int) -> bool:
         """Whether the first `count` chunks of a prompt may be pinned."""
-        assert self.tree is not None
         pinned = sum(found for segment, found in self.tree.walk(keys, count) if segment.pins)
         return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
         """Sets the clock. Ends pins and drops chunks whose time is over."""
-        if self.tree is not None and self.pins is not None:
-            self.tree.now = now
-            self.pins.expire()
-            if self.lifetime is not None:
-                for vacated in self.tree.expire(self.lifetime):
-                    self.table.give(vacated.rows)
-                    self.fetching.store.drop(vacated.keys)
+        self.tree.now = now
+        self.pins.expire()
+        if self.lifetime is not None:
+            for vacated in self.tree.expire(self.lifetime):
+                self.table.give(vacated.rows)
+                self.fetching.store.drop(vacated.keys)
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
         the same one. None if the chunk will not be shared.
         """
         path, keys = holder.path, holder.keys
-        may_share = self.tree is not None and holder.reads_cache and path.is_all_shared
+        may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
         if not may_share or path.num_sealed >= self.retention.limit(holder):
             return None
         return keys.first(path.num_sealed + 1)[-1]
@@ -329,8 +330,8 @@ class CacheManager:
             retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
-        """See PrefixTree.shared; empty without a tree, and after retention has packed the path."""
-        return () if self.tree is None or holder.path.retained is not None else self.tree.shared(holder.path)
+        """See PrefixTree.shared; empty after retention has packed the path."""
+        return () if holder.path.retained is not None else self.tree.shared(holder.path)
 
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
@@ -347,9 +348,8 @@ class CacheManager:
         self.table.give(path.sums)
         path.sums = path.sums[:0]
         path.truncate(path.num_shared)
-        if self.tree is not None:
-            self.tree.release(path)
-            path.truncate(0)
+        self.tree.release(path)
+        path.truncate(0)
 
     def forget(self, holder: Holder) -> None:
         """Drops the swapped path of a sequence that will not run again."""
@@ -376,11 +376,10 @@ class CacheManager:
             if path.retained is None:
                 shared = [chunk for segment in path.segments for chunk in segment.chunks.tolist()]
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
-        if self.tree is not None and self.pins is not None:
-            self.tree.check()
-            self.pins.check()
-            for _, segment in self.tree.segments():
-                held += [*segment.chunks, *segment.attached]
+        self.tree.check()
+        self.pins.check()
+        for _, segment in self.tree.segments():
+            held += [*segment.chunks, *segment.attached]
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
 
@@ -388,8 +387,6 @@ class CacheManager:
     def unprotected(self) -> int:
         """Most sealed chunks of one sequence beside protected pins, if it is alone. Only without live sequences."""
         assert not self.room.live, "chunks of live sequences would count as pinned"
-        if self.tree is None or self.pins is None:
-            return self.capacity
         num_chunks, num_firsts = self.pins.num_protected
         # All chunks are the tree's now, and the unprotected ones can be evicted.
         return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)

@@ -17,7 +17,7 @@ class Statistics:
     chunk_bytes  bytes of one sealed chunk's pages
     """
 
-    def __init__(self, table: ChunkCounts, tree: PrefixTree | None) -> None:
+    def __init__(self, table: ChunkCounts, tree: PrefixTree) -> None:
         self.table = table
         self.tree = tree
         self.page_sizes = table.page_sizes(table.sealed_codec)
@@ -32,8 +32,6 @@ class Statistics:
     def cached(self) -> int:
         """Bytes that only the tree holds."""
         table, tree = self.table, self.tree
-        if tree is None:
-            return 0
         unread = (tree.num_chunks - tree.num_read) * self.chunk_bytes
         if tree.num_parted:
             unread -= int((tree.part_read * self.page_sizes).sum())
@@ -47,25 +45,21 @@ class Statistics:
         freed  bytes that retention has freed
         """
         table, tree, cached = self.table, self.tree, self.cached()
-        saved = num_pinned = num_evicted = 0
-        if tree is not None:
-            num_pinned, num_evicted = tree.num_pinned, tree.num_evicted
-            read = sum(
-                len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
-                for path in paths
-                for segment, heads in path.reads()
-                if not segment.is_dropped
-            )
-            once = tree.num_read + tree.part_read
-            saved = max(0, int(((read - once) * self.page_sizes).sum()))
+        read = sum(
+            len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
+            for path in paths
+            for segment, heads in path.reads()
+            if not segment.is_dropped
+        )
+        once = tree.num_read + tree.part_read
         return {
             "bytes_total": table.num_bytes,
             "bytes_used": table.bytes_out - cached,
             "bytes_cached": cached,
             "bytes_free": table.num_bytes - table.bytes_out,
             "bytes_peak": self._peak,
-            "bytes_pinned": num_pinned * self.chunk_bytes,
-            "bytes_saved": saved,
-            "bytes_evicted": num_evicted * self.chunk_bytes,
+            "bytes_pinned": tree.num_pinned * self.chunk_bytes,
+            "bytes_saved": max(0, int(((read - once) * self.page_sizes).sum())),
+            "bytes_evicted": tree.num_evicted * self.chunk_bytes,
             "bytes_retention_freed": freed,
         }

@@ -54,11 +54,14 @@ class PrefixTree(TreeCounts):
     """Segments by namespace and keys. Invariants (`check`): a segment begins where its parent ends; a locked or pinned
     segment has a locked or pinned parent; the counts are right.
 
+    shares       whether sequences share what they compute
     now          seconds on the engine's clock, for lifetimes
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
     num_divided  how often a segment was divided, which alone changes the segments of other paths
     """
+
+    shares = True
 
     now: float = 0.0
     num_evicted: int = 0
@@ -339,6 +342,16 @@ class PrefixTree(TreeCounts):
         leaf.is_dropped = True  # it keeps its parent, for paths that still read it
         self._offer(parent)
         return vacated
+
+
+class NoSharing(PrefixTree):
+    """A tree that stays empty: every sequence has its own chunks, which are freed when it ends."""
+
+    shares = False
+
+    def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
+        """The path keeps its chunks to itself."""
+        return NO_ROWS
 
 
 def _joined(rows: list[Int32s]) -> Int32s:

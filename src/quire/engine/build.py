@@ -26,7 +26,7 @@ from quire.cache.retention.policies import Chain
 from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
-from quire.cache.tree import PrefixTree
+from quire.cache.tree import NoSharing, PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
@@ -327,7 +327,7 @@ def assemble(
     attention = _attention(config, spec)
     manager = CacheManager(
         table,
-        PrefixTree((shape.num_layers, shape.num_kv_heads)) if config.cache.share else None,
+        (PrefixTree if config.cache.share else NoSharing)((shape.num_layers, shape.num_kv_heads)),
         config.cache.lifetime,
         retention,
     )

@@ -182,7 +182,6 @@ class Engine:
         Raises QuireError while there are requests, because these were promised more.
         """
         manager = self.scheduler.manager
-        assert manager.pins is not None
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
         manager.pins.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
@@ -193,8 +192,6 @@ class Engine:
     def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
         """The prefix tree's contents under visible salts, parents first."""
         manager = self.scheduler.manager
-        if manager.tree is None:
-            return []
         manager.tick(self.clock())
         return prefixes(manager.tree, manager.chunk_bytes, lambda namespace: visible(namespace.salt))
 
@@ -202,9 +199,8 @@ class Engine:
     def forgets(self) -> bool:
         """Whether time alone may change the cache. If so, even an idle engine must be stepped now and then."""
         manager = self.scheduler.manager
-        tree, pins = manager.tree, manager.pins
-        has_lifetime = manager.lifetime is not None and tree is not None and tree.num_chunks > 0
-        return has_lifetime or (pins is not None and pins.has_ending)
+        has_lifetime = manager.lifetime is not None and manager.tree.num_chunks > 0
+        return has_lifetime or manager.pins.has_ending
 
     @property
     def holds_nothing(self) -> bool:
@@ -220,7 +216,7 @@ class Engine:
 
     def _check_pin(self, num_tokens: int) -> None:
         manager = self.scheduler.manager
-        if manager.tree is None:
+        if not manager.tree.shares:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
         if num_tokens < PAGE_TOKENS:
             raise RequestError(

@@ -12,7 +12,7 @@ from quire.cache.manager import CacheManager
 def explain(manager: CacheManager, holder: Holder) -> str:
     """Says in one sentence why a sequence finds as much of its prompt in the cache as it does."""
     tree = manager.tree
-    if tree is None:
+    if not tree.shares:
         return "cache.share is off"
     if not holder.reads_cache:
         return "log-probabilities of the prompt are wanted, so all of it is computed"

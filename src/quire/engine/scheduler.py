@@ -503,11 +503,10 @@ class Scheduler:
                     piece.start = start
                 return Step(self._slices, np.array(self._sampled, np.int64), self._positions, begun, ended, moved)
         rows = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar] + singles
-        if self.manager.tree is not None:
-            # Sequences that share chunks become neighbours: attention reads a shared chunk once for all of them.
-            for sequence, piece in rows:
-                piece.shared = self.manager.shared(sequence)
-            rows.sort(key=_shared)
+        # Sequences that share chunks become neighbours: attention reads a shared chunk once for all of them.
+        for sequence, piece in rows:
+            piece.shared = self.manager.shared(sequence)
+        rows.sort(key=_shared)
         rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
         self._indices = {sequence: index for index, sequence in enumerate(self._sequences)}

@@ -84,8 +84,6 @@ class NoRetention:
 
     def match(self, holder: Holder) -> int:
         """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
-        if self.tree is None:
-            return 0
         return self.tree.extend(holder.path, holder.keys, self.findable(holder), not holder.num_preemptions)
 
     def fetchable(self, keys: ChunkKeys, near: int, far: list[Run]) -> list[Run]:
@@ -128,9 +126,8 @@ class NoRetention:
 
     def seal(self, holder: Holder) -> Demand:
         """The sealed chunks of a sequence are computed: the tree gets them. Returns the demand of `attach`."""
-        if self.tree is not None:
-            path = holder.path
-            self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
+        path = holder.path
+        self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
         return self.table.nothing
 
     def attach(self, holder: Holder) -> None:

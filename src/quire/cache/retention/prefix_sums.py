@@ -18,13 +18,11 @@ from quire.cache.retention.decisions import Retention
 from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS
-from quire.cache.tree import PrefixTree
 
 
 class SharingRetainer(Retainer):
     """Retention by column sums, for sequences that share prefixes."""
 
-    tree: PrefixTree
     num_beginnings = SUMS_ROWS - 1
 
     def findable(self, holder: Holder) -> int:
@@ -95,6 +93,6 @@ def make_retainer(retention: Retention, eviction: Eviction) -> Retainer:
     """The retainer of an engine. A budget shares no sums: the last rows rank its tokens, and every prompt computes its
     own.
     """
-    if eviction.tree is None or retention.budget is not None:
+    if not eviction.tree.shares or retention.budget is not None:
         return Retainer(retention, eviction)
     return SharingRetainer(retention, eviction)

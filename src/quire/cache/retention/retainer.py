@@ -265,12 +265,11 @@ class Retainer(NoRetention):
         """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
         held = retained.held
         drop(self.table, path.chunks[: retained.num_rows], ~held)
-        if self.tree is not None:
-            heads, below = {}, np.zeros_like(retained.is_packed)
-            for segment in reversed(path.segments):
-                read = retained.in_place & held & retained.rows_of(segment)
-                heads[segment] = below = below | read.any(-1)
-            self.tree.loosen(path, heads)
+        heads, below = {}, np.zeros_like(retained.is_packed)
+        for segment in reversed(path.segments):
+            read = retained.in_place & held & retained.rows_of(segment)
+            heads[segment] = below = below | read.any(-1)
+        self.tree.loosen(path, heads)
 
     def _pack(self, path: Path, retained: Retained, num_pages: NDArray[np.intp]) -> None:
         """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
