@@ -9,9 +9,8 @@ import numpy as np
 
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import Demand
-from quire.cache.run import Pages
 from quire.cache.segment import Segment
-from quire.cache.store import Store
+from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree, Vacated
 
@@ -91,9 +90,7 @@ class Eviction:
         keys, tokens, _, attached = vacated
         if self.store.wants(keys):
             assert isinstance(self.table, ChunkTable), "a table without pages"
-            pages = Pages.of(self.table, tuple(keys), vacated.rows, attached=len(attached), tokens=tokens)
-            self.store.put(pages.run, pages.pack(range(self.table.shape[0])))
-            pages.release()
+            put_rows(self.store, self.table, tuple(keys), vacated.rows, attached=len(attached), tokens=tokens)
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""

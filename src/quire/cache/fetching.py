@@ -14,8 +14,8 @@ from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import Demand
 from quire.cache.path import Path, Swapped
-from quire.cache.run import Pages, Run, demand_of, take_rows
-from quire.cache.store import Store, Transfer
+from quire.cache.run import Run, demand_of, take_rows
+from quire.cache.store import Store, Transfer, put_rows
 from quire.cache.table import ChunkTable
 
 
@@ -79,15 +79,13 @@ class Fetching:
 
     def swap_out(self, path: Path) -> Swapped | None:
         """Puts all chunks of a path into the store, if it wants them. The caller frees them."""
-        handle, table = os.urandom(16), self.table
+        handle = os.urandom(16)
         if path.transfer is not None or path.filled >= 0 or not self.store.wants([handle]):
             return None
-        assert isinstance(table, ChunkTable), "a table without pages"
-        pages = Pages.of(table, (handle,), np.concatenate((path.chunks, path.sums)), attached=len(path.sums))
-        self.store.put(pages.run, pages.pack(range(table.shape[0])))
-        pages.release()
+        rows = np.concatenate((path.chunks, path.sums))
+        run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
         kept = replace(path, tip=None, heads={}, num_shared=0, sums=path.sums[:0], shared=((-1, -1), ()))
-        return Swapped(kept, pages.run)
+        return Swapped(kept, run)
 
     def has(self, swapped: Swapped) -> bool:
         """Whether the store still has a swapped path."""
@@ -95,21 +93,24 @@ class Fetching:
 
     def demand(self, swapped: Swapped) -> Demand:
         """The demand of a swapped path in the arena."""
-        assert isinstance(self.table, ChunkTable), "a table without pages"
-        return demand_of(self.table, swapped.run)
+        return demand_of(self._pages, swapped.run)
 
     def swap_in(self, swapped: Swapped) -> Path:
         """The path that was swapped out, with new rows, whose chunks are in transfer."""
-        table, run = self.table, swapped.run
-        assert isinstance(table, ChunkTable), "a table without pages"
-        rows = take_rows(table, run)
+        run = swapped.run
+        rows = take_rows(self._pages, run)
         path = swapped.path
         path.put(rows[: len(rows) - run.num_attached], rows[len(rows) - run.num_attached :])
         self._start(path, [(run, rows)])
         return path
 
-    def _start(self, path: Path, parts: list[tuple[Run, Int32s]]) -> None:
+    @property
+    def _pages(self) -> ChunkTable:
+        """The table, for a store that keeps something."""
         assert isinstance(self.table, ChunkTable), "a table without pages"
-        path.transfer = transfer = Transfer(self.table, parts, self._changed)
+        return self.table
+
+    def _start(self, path: Path, parts: list[tuple[Run, Int32s]]) -> None:
+        path.transfer = transfer = Transfer(self._pages, parts, self._changed)
         for run, _ in parts:
             self.store.get(run, transfer)

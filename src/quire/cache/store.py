@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.arrays import Int32s
-from quire.cache.run import Run, unpack
+from quire.cache.run import Pages, Run, unpack
 from quire.cache.table import ChunkTable
 from quire.errors import ExtentError, QuireError
 
@@ -127,6 +127,22 @@ class Store(Protocol):
     def drop(self, names: Iterable[bytes]) -> None:
         """Forgets runs, each given by any of its names."""
         ...
+
+
+def put_rows(
+    store: Store,
+    table: ChunkTable,
+    names: tuple[bytes, ...],
+    rows: Int32s,
+    *,
+    attached: int,
+    tokens: Int32s | None = None,
+) -> Run:
+    """Packs rows of a table and puts them into a store. See `Pages.of`."""
+    pages = Pages.of(table, names, rows, attached=attached, tokens=tokens)
+    store.put(pages.run, pages.pack(range(table.shape[0])))
+    pages.release()
+    return pages.run
 
 
 class Nowhere:
