@@ -230,7 +230,7 @@ def test_what_is_pinned_stays_until_its_time_is_over() -> None:
     holder = Holder(chunk(1) + chunk(2) + chunk(3, 10))
     assert run_prompt(manager, holder)
     manager.tick(100.0)
-    assert manager.pin(holder, 138, 50.0)
+    assert manager.pins.add(holder, 138, 50.0)
     manager.release(holder)
     manager.check()
     assert manager.tree is not None and (manager.tree.num_pinned, manager.tree.num_idle) == (2, 0)
@@ -250,7 +250,7 @@ def test_a_pin_holds_its_prefix_and_what_leads_to_it_but_nothing_that_follows() 
     manager = make_manager(20)
     holder = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
     assert run_prompt(manager, holder)
-    assert manager.pin(holder, 64 + 40, 10.0), "the whole chunks of 104 tokens: one"
+    assert manager.pins.add(holder, 64 + 40, 10.0), "the whole chunks of 104 tokens: one"
     manager.release(holder)
     assert manager.tree is not None and manager.tree.num_pinned == 1
     manager.eviction.evict(20)
@@ -258,7 +258,7 @@ def test_a_pin_holds_its_prefix_and_what_leads_to_it_but_nothing_that_follows() 
     manager.check()
     # The other way round: a longer pin below a shorter one outlives it with all that leads to it.
     assert run_prompt(manager, holder)
-    assert manager.pin(holder, 192, 100.0)
+    assert manager.pins.add(holder, 192, 100.0)
     manager.release(holder)
     manager.tick(11.0)
     assert manager.tree.num_pinned == 3
@@ -271,12 +271,12 @@ def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
     manager = make_manager(20)
     holder = Holder(chunk(1) + chunk(2) + [3])
     assert run_prompt(manager, holder)
-    assert manager.pin(holder, 128, 100.0) and manager.pin(holder, 128, 10.0)
+    assert manager.pins.add(holder, 128, 100.0) and manager.pins.add(holder, 128, 10.0)
     manager.tick(50.0)
     assert manager.tree is not None and manager.tree.num_pinned == 2, "a shorter pin ended a longer one"
-    assert manager.unpin(ChunkKeys("model", chunk(1))) == manager.unpin(ChunkKeys("other", holder.token_ids)) == 0
-    assert manager.unpin(ChunkKeys("model", holder.token_ids + chunk(8))) == 1, "a longer prompt begins with it"
-    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0
+    assert manager.pins.end(ChunkKeys("model", chunk(1))) == manager.pins.end(ChunkKeys("other", holder.token_ids)) == 0
+    assert manager.pins.end(ChunkKeys("model", holder.token_ids + chunk(8))) == 1, "a longer prompt begins with it"
+    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 0
     assert manager.tree.num_pinned == 0
     manager.check()
 
@@ -284,21 +284,21 @@ def test_a_pin_is_moved_by_a_later_one_and_ended_by_name() -> None:
 def test_pins_take_half_of_the_arena_at_most_and_the_same_prefix_counts_once() -> None:
     manager = make_manager(8)
     first = Holder(chunk(1) + chunk(2) + chunk(3) + [4])
-    assert run_prompt(manager, first) and manager.pin(first, 192, 10.0)
+    assert run_prompt(manager, first) and manager.pins.add(first, 192, 10.0)
     manager.release(first)
     second = Holder(chunk(1) + chunk(2) + chunk(9) + [4])
-    assert run_prompt(manager, second) and manager.pin(second, 192, 10.0), "two of its chunks are pinned already"
+    assert run_prompt(manager, second) and manager.pins.add(second, 192, 10.0), "two of its chunks are pinned already"
     manager.release(second)
     third = Holder([*chunk(7), 4])
     assert run_prompt(manager, third)
-    assert not manager.may_pin(third.keys, 1) and not manager.pin(third, 65, 10.0)
+    assert not manager.pins.has_room(third.keys, 1) and not manager.pins.add(third, 65, 10.0)
     manager.check()
 
 
 def test_pins_give_way_to_a_request_that_would_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager(6)
     holder = Holder(chunk(1) + chunk(2) + chunk(3))
-    assert run_prompt(manager, holder) and manager.pin(holder, 192, float("inf"))
+    assert run_prompt(manager, holder) and manager.pins.add(holder, 192, float("inf"))
     waiting = Holder(chunk(8) * 4 + [1])
     assert manager.admit(waiting) is None, "while somebody runs it waits"
     manager.release(holder)
@@ -312,14 +312,14 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     tree = manager.tree
     assert tree is not None
     holder = Holder(chunk(1) + chunk(2) + [3])
-    assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
+    assert run_prompt(manager, holder) and manager.pins.add(holder, 128, 5.0)
     manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
     other = Holder([*chunk(1), 9])
-    assert run_prompt(manager, other) and manager.pin(other, 64, 5.0)
+    assert run_prompt(manager, other) and manager.pins.add(other, 64, 5.0)
     manager.release(holder)
     manager.release(other)
     assert manager.pins.num_protected == (2, 1)
-    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
+    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
     assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
     manager.tick(1e9)
     assert tree.num_pinned == 2
@@ -332,11 +332,11 @@ def test_who_pins_a_protected_prefix_again_can_neither_end_it_nor_have_it_given_
     tree = manager.tree
     assert tree is not None
     holder = Holder([*chunk(1), *chunk(2), 3])
-    assert run_prompt(manager, holder) and manager.pin(holder, 128, 5.0)
+    assert run_prompt(manager, holder) and manager.pins.add(holder, 128, 5.0)
     manager.pins.protect(ChunkKeys("model", chunk(1) + chunk(2)))
-    assert manager.pin(holder, 128, 9.0), "a request with the same beginning asks for it, too"
+    assert manager.pins.add(holder, 128, 9.0), "a request with the same beginning asks for it, too"
     manager.release(holder)
-    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 0 and manager.pins.end_oldest() is None
+    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 0 and manager.pins.end_oldest() is None
     assert manager.pins.num_protected == (2, 1) and tree.num_pinned == 2
     manager.check()
 
@@ -373,10 +373,10 @@ def test_to_end_a_pin_is_a_use() -> None:
     manager = make_manager(6)
     manager.lifetime = 10.0
     holder = Holder([*chunk(1), 3])
-    assert run_prompt(manager, holder) and manager.pin(holder, 64, float("inf"))
+    assert run_prompt(manager, holder) and manager.pins.add(holder, 64, float("inf"))
     manager.release(holder)
     manager.tick(50.0)
-    assert manager.unpin(ChunkKeys("model", holder.token_ids)) == 1
+    assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1
     manager.tick(59.0)
     admission = manager.admit(Holder([*chunk(1), 3]))
     assert admission is not None and admission.cached_tokens == 64
@@ -392,10 +392,10 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
         manager.tick(now)
         assert run_prompt(manager, holder)
         if holder is pinned:
-            assert manager.pin(holder, 128, float("inf"))
+            assert manager.pins.add(holder, 128, float("inf"))
         manager.release(holder)
     manager.tick(14.0)
-    assert manager.unpin(ChunkKeys("model", pinned.token_ids)) == 1
+    assert manager.pins.end(ChunkKeys("model", pinned.token_ids)) == 1
     manager.check()
     manager.lifetime = 10.0
     manager.tick(15.0)
@@ -510,7 +510,7 @@ def test_prefixes_show_what_is_resident_and_who_uses_it() -> None:
     assert (top.sharers, top.hits, top.computed, top.hit_rate) == (1, 1, 1, 0.5)
     assert (right.sharers, right.idle_seconds, right.num_bytes, right.pinned_seconds) == (0, 3.0, 1000, None)
     assert left.idle_seconds == 0.0
-    assert manager.pin(first, 128, 60.0)
+    assert manager.pins.add(first, 128, 60.0)
     assert {each.token_ids[0]: each.pinned_seconds for each in prefixes(tree, 1000)} == {1: None, 2: 60.0, 3: None}
     assert prefixes(tree, 1000, lambda namespace: namespace != "model") == []
     other = make_manager(20)
@@ -655,14 +655,14 @@ class Churn(RuleBasedStateMachine):
             return
         self.count()
         num_tokens = min(part, holder.path.num_shared * PAGE_TOKENS)
-        allowed = self.manager.may_pin(holder.keys, num_tokens // PAGE_TOKENS)
-        assert self.manager.pin(holder, num_tokens, seconds) == (allowed and num_tokens >= PAGE_TOKENS)
+        allowed = self.manager.pins.has_room(holder.keys, num_tokens // PAGE_TOKENS)
+        assert self.manager.pins.add(holder, num_tokens, seconds) == (allowed and num_tokens >= PAGE_TOKENS)
         assert self.tree.num_pinned <= self.manager.table.capacity * PINNED_SHARE
 
     @rule(holder=live)
     def unpin(self, holder: Holder) -> None:
         self.count()
-        self.manager.unpin(holder.keys)
+        self.manager.pins.end(holder.keys)
 
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:

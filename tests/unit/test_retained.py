@@ -322,7 +322,7 @@ def test_a_pinned_prompt_is_read_in_place_where_there_is_no_room_to_copy_it(chun
     for each in (holder, other):
         assert manager.admit(each) is not None
         compute(manager, each)
-    assert manager.pin(holder, 640, float("inf"))
+    assert manager.pins.add(holder, 640, float("inf"))
     retain(manager, holder, MIXED)
     retained = holder.path.retained
     assert retained is not None and retained.in_place.any() != has_room

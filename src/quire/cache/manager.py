@@ -19,7 +19,6 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
-from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.pins import Pins
@@ -58,7 +57,6 @@ class CacheManager:
     fetching    transfers from a store
     room        reservations
     capacity    most sealed chunks of one sequence if it is alone
-    max_pinned  most chunks under pins
     """
 
     def __init__(
@@ -72,13 +70,12 @@ class CacheManager:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
-        self.pins = Pins(tree)
         self.fetching = Fetching(table, store or Nowhere())
         self.eviction = Eviction(table, tree, self.fetching.store)
         self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
         self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
-        self.max_pinned = int(self.capacity * PINNED_SHARE)
+        self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
         self.statistics = Statistics(table, tree)
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -214,25 +211,6 @@ class CacheManager:
         path.num_sealed = path.num_stored = path.num_shared
         path.num_tokens = path.num_shared * PAGE_TOKENS
         self._settle(holder)
-
-    def pin(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
-        """Pins the whole chunks of a sequence's first `num_tokens` tokens, which are computed, for some seconds. False,
-        and nothing is pinned, if pins would keep more than `PINNED_SHARE` of the arena.
-        """
-        count = num_tokens // PAGE_TOKENS
-        if not self.tree.shares or count == 0 or not self.may_pin(holder.keys, count):
-            return False
-        self.pins.add(holder.path, count, self.pins.tree.now + seconds)
-        return True
-
-    def unpin(self, keys: ChunkKeys) -> int:
-        """Ends the pins of a prompt and of its prefixes. Returns how many."""
-        return self.pins.end(keys)
-
-    def may_pin(self, keys: ChunkKeys, count: int) -> bool:
-        """Whether the first `count` chunks of a prompt may be pinned."""
-        pinned = sum(found for segment, found in self.tree.walk(keys, count) if segment.pins)
-        return self.tree.num_pinned + count - pinned <= self.max_pinned
 
     def tick(self, now: float) -> None:
         """Sets the clock. Ends pins and drops chunks whose time is over."""

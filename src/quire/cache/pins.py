@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import math
 
+from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
 
 
 class Pins:
-    """The pinned segments of a tree, in the order of their first pins, and whether each pin is protected: permanent."""
+    """The pinned segments of a tree, in the order of their first pins, and whether each pin is protected: permanent.
 
-    def __init__(self, tree: PrefixTree) -> None:
+    most  most chunks that are pinned
+    """
+
+    def __init__(self, tree: PrefixTree, most: int) -> None:
         self.tree = tree
+        self.most = most
         self._is_protected: dict[Segment, bool] = {}
 
-    def add(self, path: Path, num_chunks: int, until: float) -> None:
-        """Pins the first `num_chunks` chunks of a path, all shared, until a time. Extends an earlier pin, but never
-        shortens it.
+    def has_room(self, keys: ChunkKeys, count: int) -> bool:
+        """Whether the first `count` chunks of a prompt may be pinned."""
+        pinned = sum(found for segment, found in self.tree.walk(keys, count) if segment.pins)
+        return self.tree.num_pinned + count - pinned <= self.most
+
+    def add(self, holder: Holder, num_tokens: int, seconds: float) -> bool:
+        """Pins the whole chunks of a sequence's first `num_tokens` tokens, which are computed, for some seconds.
+        Extends an earlier pin, but never shortens it. False, and nothing is pinned, if there is no room for them.
         """
-        segment = self.tree.boundary(path, num_chunks)
-        segment.pinned_until = max(segment.pinned_until, until)
+        count = num_tokens // PAGE_TOKENS
+        if not self.tree.shares or count == 0 or not self.has_room(holder.keys, count):
+            return False
+        segment = self.tree.boundary(holder.path, count)
+        segment.pinned_until = max(segment.pinned_until, self.tree.now + seconds)
         if segment not in self._is_protected:
             self._is_protected[segment] = False
             self.tree.add_pins(segment, 1)
+        return True
 
     def protect(self, keys: ChunkKeys) -> None:
         """Makes the existing pin of a prompt permanent."""

@@ -128,7 +128,7 @@ class Engine:
         self._requests[request_id] = request
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
-            manager.unpin(request.sequences[0].keys)
+            manager.pins.end(request.sequences[0].keys)
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
@@ -174,7 +174,7 @@ class Engine:
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
         keys = ChunkKeys(replace(self.namespace, salt=salt), prompt_ids)
-        return self.scheduler.manager.may_pin(keys, len(prompt_ids) // PAGE_TOKENS)
+        return self.scheduler.manager.pins.has_room(keys, len(prompt_ids) // PAGE_TOKENS)
 
     def protect(self, prompt_ids: list[int], salt: str = "") -> None:
         """Makes the existing pin of a prompt permanent. From then on, the rest of the cache limits requests.
@@ -223,7 +223,7 @@ class Engine:
                 f"cache_pin: the prompt has {num_tokens} tokens; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
-        most = manager.max_pinned
+        most = manager.pins.most
         if num_tokens // PAGE_TOKENS > most:
             raise RequestError(
                 f"cache_pin: the prompt has {num_tokens} tokens; at most {most * PAGE_TOKENS}, {PINNED_SHARE:.0%}"

@@ -681,7 +681,7 @@ class Scheduler:
         if not seconds or request.num_pinned_tokens is not None:
             return
         num_tokens = len(request.prompt_ids)
-        if self.manager.pin(sequence, num_tokens, seconds):
+        if self.manager.pins.add(sequence, num_tokens, seconds):
             request.num_pinned_tokens = num_tokens // PAGE_TOKENS * PAGE_TOKENS
         else:
             request.num_pinned_tokens = 0
