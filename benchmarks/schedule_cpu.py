@@ -150,8 +150,8 @@ def decisions(running: int, mode: str, retain: bool) -> str:
 
     def admitted(holder: Any) -> Any:
         found = admit(holder)
-        if found is not None:
-            note("admitted", holder.sequence_id, found)
+        if found:
+            note("admitted", holder.sequence_id, holder.path.num_tokens)
         return found
 
     def released(holder: Any) -> None:

@@ -72,7 +72,7 @@ def make_manager(chunks: int) -> CacheManager:
 
 def run_prompt(manager: CacheManager, holder: Holder) -> bool:
     """Admits a sequence and computes its whole prompt; False if it does not fit."""
-    if manager.admit(holder) is None:
+    if not manager.admit(holder):
         return False
     assert manager.extend(holder, len(holder.token_ids))
     manager.commit(holder, len(holder.token_ids))
@@ -88,8 +88,7 @@ def test_a_second_prompt_reads_the_first_one_s_chunks() -> None:
     first = Holder(chunk(1) + chunk(2) + chunk(3, 10))
     assert run_prompt(manager, first)
     second = Holder(chunk(1) + chunk(2) + chunk(4, 30))
-    admission = manager.admit(second)
-    assert admission is not None and admission.cached_tokens == 128
+    assert manager.admit(second) and second.path.num_tokens == 128
     assert second.path.chunks.tolist() == first.path.chunks[:2].tolist()
     manager.check()
 
@@ -98,8 +97,8 @@ def test_a_second_prompt_reads_the_first_one_s_chunks() -> None:
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     manager = make_manager(20)
     assert run_prompt(manager, Holder(chunk(1) + chunk(1) + chunk(1)))
-    admission = manager.admit(Holder(chunk(1, length)))
-    assert admission is not None and admission.cached_tokens == cached
+    again = Holder(chunk(1, length))
+    assert manager.admit(again) and again.path.num_tokens == cached
 
 
 def test_two_equal_prompts_of_whole_chunks_diverge_in_tails_of_their_own() -> None:
@@ -121,8 +120,8 @@ def test_two_equal_prompts_of_whole_chunks_diverge_in_tails_of_their_own() -> No
 def test_another_namespace_never_hits() -> None:
     manager = make_manager(20)
     assert run_prompt(manager, Holder(chunk(1) + chunk(2), "bfloat16"))
-    admission = manager.admit(Holder(chunk(1) + chunk(2), "float16"))
-    assert admission is not None and admission.cached_tokens == 0
+    other = Holder(chunk(1) + chunk(2), "float16")
+    assert manager.admit(other) and other.path.num_tokens == 0
 
 
 def test_a_prompt_whose_every_row_is_wanted_reads_nothing_but_gives() -> None:
@@ -185,7 +184,7 @@ def test_locked_paths_are_never_evicted() -> None:
     manager = make_manager(4)
     holder = Holder(chunk(1) + chunk(2) + [3])
     assert run_prompt(manager, holder)
-    assert manager.admit(Holder(chunk(8) + chunk(9))) is None
+    assert not manager.admit(Holder(chunk(8) + chunk(9)))
     manager.check()
     manager.release(holder)
     assert run_prompt(manager, Holder(chunk(8) + chunk(9) + chunk(10)))
@@ -300,9 +299,9 @@ def test_pins_give_way_to_a_request_that_would_wait_for_ever(caplog: pytest.LogC
     holder = Holder(chunk(1) + chunk(2) + chunk(3))
     assert run_prompt(manager, holder) and manager.pins.add(holder, 192, float("inf"))
     waiting = Holder(chunk(8) * 4 + [1])
-    assert manager.admit(waiting) is None, "while somebody runs it waits"
+    assert not manager.admit(waiting), "while somebody runs it waits"
     manager.release(holder)
-    assert manager.admit(waiting) is not None
+    assert manager.admit(waiting)
     assert "the pin of a prefix of 192 tokens is given up: a request of 257 tokens" in caplog.text
     manager.check()
 
@@ -320,7 +319,7 @@ def test_a_protected_pin_is_neither_ended_nor_given_up() -> None:
     manager.release(other)
     assert manager.pins.num_protected == (2, 1)
     assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1, "the shorter one alone"
-    assert manager.admit(Holder(chunk(8) * 4 + [1])) is None
+    assert not manager.admit(Holder(chunk(8) * 4 + [1]))
     manager.tick(1e9)
     assert tree.num_pinned == 2
     assert tree.extend(Path(), holder.keys, 2) == 2
@@ -378,8 +377,8 @@ def test_to_end_a_pin_is_a_use() -> None:
     manager.tick(50.0)
     assert manager.pins.end(ChunkKeys("model", holder.token_ids)) == 1
     manager.tick(59.0)
-    admission = manager.admit(Holder([*chunk(1), 3]))
-    assert admission is not None and admission.cached_tokens == 64
+    again = Holder([*chunk(1), 3])
+    assert manager.admit(again) and again.path.num_tokens == 64
 
 
 def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
@@ -416,13 +415,13 @@ def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: 
     running, waiting = Holder(chunk(1) + chunk(2)), Holder(chunk(3) * 3)
     assert run_prompt(manager, running)
     for _ in range(5):
-        assert manager.admit(waiting) is None
+        assert not manager.admit(waiting)
     assert looks == [running, waiting]
     running.token_ids.append(1)
     assert manager.extend(running, 129)
-    assert manager.admit(waiting) is None and len(looks) == 3, "there is less room than before"
+    assert not manager.admit(waiting) and len(looks) == 3, "there is less room than before"
     manager.release(running)
-    assert manager.admit(waiting) is not None
+    assert manager.admit(waiting)
 
 
 def test_what_a_sequence_finds_again_after_a_preemption_is_no_hit() -> None:
@@ -431,7 +430,7 @@ def test_what_a_sequence_finds_again_after_a_preemption_is_no_hit() -> None:
     assert run_prompt(manager, holder)
     manager.release(holder)
     holder.num_preemptions = 1
-    assert manager.admit(holder) is not None
+    assert manager.admit(holder)
     assert [segment.hits for segment in holder.path.segments] == [0]
 
 
@@ -561,10 +560,9 @@ def test_whatever_pages_depend_on_keeps_requests_apart(name: str) -> None:
     manager = make_manager(20)
     tokens = chunk(1) + chunk(2) + [3]
     assert run_prompt(manager, Holder(tokens, base))
-    admission = manager.admit(Holder(tokens, replace(base, **{name: SPACES[name]})))
-    assert admission is not None and admission.cached_tokens == 0
-    admission = manager.admit(Holder(tokens, replace(base)))
-    assert admission is not None and admission.cached_tokens == 128
+    other, same = Holder(tokens, replace(base, **{name: SPACES[name]})), Holder(tokens, replace(base))
+    assert manager.admit(other) and other.path.num_tokens == 0
+    assert manager.admit(same) and same.path.num_tokens == 128
 
 
 class Churn(RuleBasedStateMachine):
@@ -606,11 +604,10 @@ class Churn(RuleBasedStateMachine):
         self.count()
         expected = self.expected_hit(holder) if reads else 0
         before, pinned = self.manager.table.num_taken, self.tree.num_pinned
-        admission = self.manager.admit(holder)
-        if admission is None:
+        if not self.manager.admit(holder):
             assert self.manager.table.num_taken == before
             return multiple()
-        assert admission.cached_tokens == expected * PAGE_TOKENS
+        assert holder.path.num_tokens == expected * PAGE_TOKENS
         assert self.tree.num_pinned == pinned or not self.holders, "a pin was given up while others ran"
         self.holders.append(holder)
         return holder
@@ -793,7 +790,7 @@ def test_segments_keep_no_other_tokens_in_memory() -> None:
     shared = list(range(20 * PAGE_TOKENS))
     for number in range(3):
         holder = Holder([*shared, *[number + 1] * (PAGE_TOKENS + 1)])
-        assert manager.admit(holder) is not None and manager.extend(holder, len(holder.token_ids))
+        assert manager.admit(holder) and manager.extend(holder, len(holder.token_ids))
         manager.commit(holder, len(holder.token_ids))
         manager.release(holder)
     found = [segment.tokens for _, segment in manager.tree.segments()]

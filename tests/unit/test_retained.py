@@ -112,7 +112,7 @@ def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
 
 
 def start(manager: CacheManager, holder: Holder, policies: list[list[int]], most: int = 10**6) -> bool:
-    if manager.admit(holder) is None:
+    if not manager.admit(holder):
         return False
     compute(manager, holder, most)
     retain(manager, holder, policies)
@@ -242,9 +242,9 @@ def test_a_second_request_is_admitted_into_what_the_first_has_freed() -> None:
     # 20 chunks and what sums take: a prompt of 16 alone.
     manager = make_manager(21, share=False)
     first, second = Holder(prompt(16 * 64)), Holder(prompt(8 * 64, 1))
-    assert manager.admit(first) is not None
+    assert manager.admit(first)
     compute(manager, first)
-    assert manager.admit(second) is None
+    assert not manager.admit(second)
     retain(manager, first, MIXED)
     assert start(manager, second, MIXED)
     decode(manager, first, prompt(70, 2))
@@ -320,7 +320,7 @@ def test_a_pinned_prompt_is_read_in_place_where_there_is_no_room_to_copy_it(chun
     manager = make_manager(chunks)
     holder, other = Holder(prompt(640)), Holder(prompt(700, 1))
     for each in (holder, other):
-        assert manager.admit(each) is not None
+        assert manager.admit(each)
         compute(manager, each)
     assert manager.pins.add(holder, 640, float("inf"))
     retain(manager, holder, MIXED)
@@ -338,14 +338,14 @@ def test_a_prompt_is_found_as_far_as_its_sums_are_kept() -> None:
     first = Holder(prompt(640))
     assert start(manager, first, MIXED)
     again = Holder(prompt(640))
-    assert manager.admit(again) is not None
+    assert manager.admit(again)
     assert again.path.num_shared == (640 - 16) // 64
     compute(manager, again)
     retain(manager, again, MIXED)
     # Another that begins alike: nothing is known of where it leaves the first, and then it is.
     for seed, known in ((3, 0), (4, 5), (3, 9)):
         other = Holder(prompt(640)[: 5 * 64 + 10] + prompt(300, seed))
-        assert manager.admit(other) is not None
+        assert manager.admit(other)
         assert other.path.num_shared == known
         compute(manager, other)
         retain(manager, other, MIXED)
@@ -356,7 +356,7 @@ def test_a_prompt_is_found_as_far_as_its_sums_are_kept() -> None:
 def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> None:
     manager = make_manager(80)
     first, second = Holder(prompt(640)), Holder(prompt(640))
-    assert manager.admit(first) is not None and manager.admit(second) is not None
+    assert manager.admit(first) and manager.admit(second)
     assert not manager.retention.must_wait(first) and manager.retention.must_wait(second)
     assert manager.extend(first, 128)
     write(manager, first, 0, 128)
@@ -374,7 +374,7 @@ def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> No
 def test_who_is_waited_for_may_end() -> None:
     manager = make_manager(80)
     first, second = Holder(prompt(640)), Holder(prompt(640))
-    assert manager.admit(first) is not None and manager.admit(second) is not None
+    assert manager.admit(first) and manager.admit(second)
     manager.release(first)
     assert not manager.retention.must_wait(second)
     compute(manager, second)
@@ -432,7 +432,7 @@ def test_sums_that_are_found_are_copied_or_where_there_is_no_room_taken(
     assert held > 0
     if is_tight:
         monkeypatch.setattr(manager.eviction, "make_room", lambda demand: False)
-    assert manager.admit(again) is not None
+    assert manager.admit(again)
     assert again.path.num_shared > 0 and len(again.path.sums) == again.path.num_shared
     assert tree.num_attached == (held - again.path.num_shared if is_tight else held)
     manager.check()
@@ -446,7 +446,7 @@ def test_sums_of_the_tree_go_when_nothing_idle_is_left() -> None:
     tree = manager.tree
     assert tree is not None
     holder = Holder([1, *range(10, 309)])
-    assert manager.admit(holder) is not None
+    assert manager.admit(holder)
     compute(manager, holder)
     held = tree.num_attached
     assert held > 0 and tree.num_idle == 0

@@ -11,7 +11,6 @@ own, and the whole prompt stays cached. Reservations of undecided sequences expe
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,13 +35,6 @@ log = logging.getLogger("quire")
 
 PINNED_SHARE = 0.5
 """Largest share of the arena that pins may keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """An admitted sequence, and the number of its tokens found in the cache."""
-
-    cached_tokens: int
 
 
 class CacheManager:
@@ -80,15 +72,17 @@ class CacheManager:
         self.statistics = Statistics(table, tree)
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
-    def admit(self, holder: Holder) -> Admission | None:
-        """Gives a sequence a path and reserves room for its tokens. None, and nothing changes, if it must wait."""
+    def admit(self, holder: Holder) -> bool:
+        """Gives a sequence a path, over the chunks found in the cache, and reserves room for its tokens. False, and
+        nothing changes, if it must wait.
+        """
         if self.refuses(holder):
-            return None
+            return False
         while not self._has_room_for(holder):
             # A sequence that is alone would wait for ever for pinned chunks: no other one will end and make room.
             if self.room.live or (given_up := self.pins.end_oldest()) is None:
                 self._refused = self._state(holder)
-                return None
+                return False
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
                 " leave",
@@ -96,16 +90,13 @@ class CacheManager:
                 len(holder.token_ids),
             )
         self._refused = None
-        if holder.swapped is not None and self._swap_in(holder):
-            return Admission(0)
-        holder.path = Path()
-        holder.path.free_until, _ = self._events(holder.path)
-        self.retention.enter(holder)
-        self.room.promise(holder)
-        self._match(holder)
-        self._fetch(holder)
-        self.statistics.note_peak()
-        return Admission(holder.path.num_tokens)
+        if holder.swapped is None or not self._swap_in(holder):
+            holder.path = Path()
+            self.retention.enter(holder)
+            self.room.promise(holder)
+            self._match(holder)
+            self._fetch(holder)
+        return True
 
     def _swap_in(self, holder: Holder) -> bool:
         """Starts to bring back a path that was swapped out. False, and the path is lost, if its holds do not fit."""
@@ -117,8 +108,7 @@ class CacheManager:
             self.fetching.end(holder.path)
             self._give_back(holder.path)
             return False
-        self.room.live[holder] = self.table.nothing
-        self._settle(holder)
+        self.room.promise(holder)
         self.statistics.note_peak()
         return True
 
@@ -265,7 +255,6 @@ class CacheManager:
             path.append(table.take(1, table.open_codec))
         self.retention.extend(path, num_sealed)
         self._settle(holder)
-        self.statistics.note_peak()
         return True
 
     def commit(self, holder: Holder, num_tokens: int) -> None:
@@ -303,7 +292,6 @@ class CacheManager:
 
         retainer.retain(holder, decided, fits)
         self._settle(holder)
-        self.statistics.note_peak()
         if retainer.watch is not None:
             retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
@@ -373,11 +361,12 @@ class CacheManager:
         """Follows a change of a sequence's chunks."""
         holder.path.free_until, holder.path.next_seal = self._events(holder.path)
         self.room.update(holder)
+        self.statistics.note_peak()
 
     def _events(self, path: Path) -> tuple[int, int]:
         """See Path.free_until and Path.next_seal."""
         has_event = self.table.encodes or path.retained is not None
-        return path.num_begun * PAGE_TOKENS - has_event, (path.num_sealed + 1) * PAGE_TOKENS
+        return max(0, path.num_begun * PAGE_TOKENS - has_event), (path.num_sealed + 1) * PAGE_TOKENS
 
     def _give_filled(self, path: Path) -> None:
         if path.filled >= 0:

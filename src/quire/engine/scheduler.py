@@ -368,8 +368,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admits the first waiting sequence if it fits."""
-        admission = self.manager.admit(sequence)
-        if admission is None:
+        if not self.manager.admit(sequence):
             return False
         self.waiting.popleft()
         self.running.append(sequence)
@@ -377,12 +376,12 @@ class Scheduler:
         self._admitted += 1
         sequence.admitted = self._admitted
         sequence.state = State.RUNNING
-        self._count_found(sequence, admission.cached_tokens)
+        self._count_found(sequence, sequence.path.num_tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request %s: %d of %d tokens found in the cache: %s",
                 sequence.name,
-                admission.cached_tokens,
+                sequence.path.num_tokens,
                 len(sequence.token_ids),
                 explain(self.manager, sequence),
             )
