@@ -97,6 +97,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def adds_a_token(self) -> bool:
+        """Whether its next row is that of its last token, which it generated."""
+        computed = self.num_computed + 1
+        return computed == len(self.token_ids) and computed > self.num_prompt
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.prompt_ids)

@@ -611,8 +611,7 @@ class Scheduler:
         its first token: its bytes are those of its prompt.
         """
         path = sequence.path
-        is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
-        if not is_decoding or sequence.guide is not None:
+        if not sequence.adds_a_token or sequence.guide is not None:
             return
         if path.free_until <= path.num_tokens:
             waits = path.retained is not None or sequence.num_generated == 1
@@ -638,9 +637,8 @@ class Scheduler:
         self._active.update(dict.fromkeys(self.calendar.due()))
         active = sorted(self._active, key=_by_admission)
         for sequence in active:
-            is_decoding = self._decodes(sequence) and sequence.num_pending == 1 and sequence.num_generated > 0
             if (
-                not is_decoding
+                not sequence.adds_a_token
                 or sequence.path.transfer is not None
                 or sequence.guide is not None
                 or not self.manager.extend(sequence, sequence.num_computed + 1)
