@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import math
 import random
 import signal
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -298,11 +300,78 @@ def checkouts(revisions: Sequence[str]) -> Iterator[dict[str, Path]]:
         yield folders
 
 
+@dataclass(frozen=True)
+class Before:
+    """An earlier commit, and the ratio to it that every cell must reach."""
+
+    revision: str
+    least: float
+
+    @classmethod
+    def parse(cls, text: str) -> Before:
+        """From "REVISION" or "REVISION:LEAST"."""
+        revision, _, least = text.partition(":")
+        return cls(revision, float(least or 1))
+
+    def name(self, engine: Engine) -> str:
+        """The name of an engine at this commit."""
+        return f"{engine.name}-{self.revision}"
+
+
+@contextlib.contextmanager
+def added_before(given: argparse.Namespace, engine: Engine) -> Iterator[None]:
+    """Adds an engine at the commits of --before, whose sources exist during the context."""
+    with checkouts([earlier.revision for earlier in given.before]) as trees:
+        given.engines += [
+            dataclasses.replace(
+                engine,
+                name=earlier.name(engine),
+                title=f"{engine.title} at {earlier.revision}",
+                tree=trees[earlier.revision],
+            )
+            for earlier in given.before
+        ]
+        yield
+
+
+def compare(run: Contest, results: Results, engine: Engine, figures: Mapping[str, bool]) -> bool:
+    """Prints how each cell compares with the commits of --before. Returns whether no cell is slower.
+
+    figures  names of the figures, and whether less is better
+    """
+    rows, holds = [], True
+    given = run.given
+    for earlier, cell, (figure, less_is_better) in itertools.product(given.before, given.cells, figures.items()):
+        ours, theirs = (
+            results.get((name, cell.name), {}).get(figure, []) for name in (engine.name, earlier.name(engine))
+        )
+        if less_is_better:
+            ours, theirs = theirs, ours
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=False) if not math.isnan(mine / other)]
+        if not ratios:
+            continue
+        low, high = bootstrap(ratios)
+        reaches = high >= earlier.least
+        holds &= reaches
+        row = [earlier.revision, cell.name, figure, f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
+        rows.append([*row, f"{earlier.least:.2f}", "yes" if reaches else "NO"])
+    if rows:
+        headings = ["commit", "cell", "figure", "ratio", "95 % interval", "least", "reached"]
+        print(f"\n{format_table(headings, rows, run.given.markdown)}")
+    return holds
+
+
 def add_arguments(parser: argparse.ArgumentParser, engines: Sequence[Engine], cells: Sequence[Any]) -> None:
     """The arguments of every contest."""
     names, shapes = (", ".join(each.name for each in group) for group in (engines, cells))
     parser.add_argument("--engines", help=f"comma-separated, of {names} (default: all but those with 4-bit weights)")
     parser.add_argument("--cells", help=f"comma-separated, of {shapes} (default: all)")
+    parser.add_argument(
+        "--before",
+        type=lambda text: [Before.parse(each) for each in text.split(",")],
+        default=[],
+        help="commits of Quire to compare with, with the least ratio: REV:0.97,REV:1.0",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2", help="the model that Quire loads")

@@ -37,9 +37,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import contest
 from common import append_record, format_rate, format_table, median
@@ -127,45 +125,6 @@ def report(run: Contest, results: Results) -> str:
     return f"{table}\n\n{run.conditions(results, 'rates')}"
 
 
-@dataclass(frozen=True)
-class Before:
-    """An earlier commit, and the ratio to it that every cell must reach."""
-
-    revision: str
-    least: float
-
-    @classmethod
-    def parse(cls, text: str) -> Before:
-        """From "REVISION" or "REVISION:LEAST"."""
-        revision, _, least = text.partition(":")
-        return cls(revision, float(least or 1))
-
-    @property
-    def name(self) -> str:
-        """The name of its engine in this run."""
-        return f"quire-{self.revision}"
-
-    def engine(self, tree: Path) -> Engine:
-        """The engine that runs from its sources."""
-        return dataclasses.replace(QUIRE, name=self.name, title=f"Quire at {self.revision}", tree=tree)
-
-
-def compare(run: Contest, results: Results, before: Sequence[Before]) -> tuple[str, bool]:
-    """The table that compares every cell with earlier commits, and whether no cell is slower."""
-    rows, holds = [], True
-    for earlier in before:
-        for cell in run.given.cells:
-            ours, theirs = (results.get((name, cell.name), {}).get("rates", []) for name in (QUIRE.name, earlier.name))
-            ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
-            low, high = contest.bootstrap(ratios)
-            reaches = high >= earlier.least
-            holds &= reaches
-            row = [earlier.revision, cell.name, f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
-            rows.append([*row, f"{earlier.least:.2f}", "yes" if reaches else "NO"])
-    headings = ["commit", "cell", "ratio", "95 % interval", "least", "reached"]
-    return format_table(headings, rows, run.given.markdown), holds
-
-
 def record(run: Contest, results: Results) -> None:
     """Appends one JSON line per engine and cell."""
     for (name, cell), samples in results.items():
@@ -178,29 +137,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Quire and its peers, interleaved on one machine.")
     contest.add_arguments(parser, ENGINES, CELLS)
     parser.add_argument("--native", action="store_true", help="add the engines that keep weights in 4 bits")
-    parser.add_argument(
-        "--before", default="", help="commits of Quire to compare with, with the least ratio: REV:0.97,REV:1.0"
-    )
     return contest.parse(parser, ENGINES, CELLS)
 
 
 def main() -> int:
     """Runs everything, prints the tables."""
     given = arguments()
-    before = [Before.parse(text) for text in given.before.split(",") if text]
     wants_peers = any(engine.is_peer for engine in given.engines)
-    with contest.checkouts([earlier.revision for earlier in before]) as trees:
-        given.engines += [earlier.engine(trees[earlier.revision]) for earlier in before]
-        with Contest(given, measure) as run:
-            run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
-            results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
-            print(report(run, results))
-            table, holds = compare(run, results, before)
-            if before:
-                print(f"\n{table}")
-            if given.json:
-                record(run, results)
-            measured = sum(run.engines[name].counts for name in run.workers)
+    with contest.added_before(given, QUIRE), Contest(given, measure) as run:
+        run.start(lambda worker, cell: call(worker, cell, min(cell.output, 8), given.seed - 1))
+        results = run.rounds(lambda figures: f"{format_rate(figures['rates']):>6} tok/s")
+        print(report(run, results))
+        holds = contest.compare(run, results, QUIRE, {"rates": False})
+        if given.json:
+            record(run, results)
+        measured = sum(run.engines[name].counts for name in run.workers)
     if wants_peers and measured < MIN_PEERS:
         say(f"{measured} peers were measured; a table with fewer than {MIN_PEERS} does not count")
         return 1

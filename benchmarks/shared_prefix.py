@@ -4,6 +4,7 @@
     python benchmarks/shared_prefix.py              # every engine, every cell, five rounds: about 20 minutes
     python benchmarks/shared_prefix.py --engines quire,quire-unshared --cells apart-1,apart-32
     python benchmarks/shared_prefix.py --markdown --json results.jsonl
+    python benchmarks/shared_prefix.py --engines quire --before HEAD~1:0.97
 
 Model, weights, threads and turns are those of `peers.py`. Every engine has its prefix cache on; Quire also runs without
 it for comparison (`cache.share` false).
@@ -29,7 +30,8 @@ ratios within a round.
 llama.cpp takes part twice: its server with its prompt cache, and its decoding loop alone (see `run_llamacpp.py`). The
 loop is an upper bound for everything built on it, and is compared like an engine.
 
-The exit status is 1 if an engine was left out.
+With --before, earlier commits of Quire take turns too; the last table is as in `peers.py`. The exit status is 1 if an
+engine was left out, or if a cell is slower than it may be.
 """
 
 from __future__ import annotations
@@ -169,14 +171,16 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs everything, prints the tables."""
     given = arguments()
-    with Contest(given, measure, joins) as run:
+    ours = ENGINES[0]
+    with contest.added_before(given, ours), Contest(given, measure, joins) as run:
         run.start(lambda worker, cell: ask(worker, cell, 8, given.seed - 1, given.seed - 1, cell.batch))
         results = run.rounds(lambda figures: f"{figures['total']:6.2f} s {format_rate(figures['decode']):>6} tok/s")
         complete = len(run.workers) == len(given.engines)
         print(report(run, results))
+        holds = contest.compare(run, results, ours, {figure: less for figure, (_, _, less) in TABLES.items()})
         if given.json:
             record(run, results)
-    return 0 if complete else 1
+    return 0 if complete and holds else 1
 
 
 if __name__ == "__main__":
