@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.cache.arena import Arena
-from quire.cache.ledger import UNIT, Move, PageLedger
+from quire.cache.ledger import UNIT, Move, PageCounts, PageLedger
 from quire.engine.build import slab_bytes
 from quire.errors import CacheFullError, ConfigError
 from tests.effort import tries
@@ -370,3 +372,27 @@ def test_holders_move_with_their_page() -> None:
     ledger.give(now[2:])
     ledger.check()
     assert ledger.bytes_out == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=3),
+    st.integers(1, 6),
+    st.integers(0, 30),
+)
+def test_a_shortage_never_exceeds_what_is_lacking(sizes: list[tuple[int, int, int]], num_slabs: int, need: int) -> None:
+    """Eviction by it never drops a chunk too many; for one size it is exact."""
+    slab_bytes = 128 * 420
+    counts = PageCounts(num_slabs * slab_bytes, slab_bytes)
+    for per_slab in {per_slab for per_slab, _, _ in sizes}:
+        counts.size_class(slab_bytes // per_slab)
+    out, each = ([0] * len(counts.page_sizes) for _ in range(2))
+    for per_slab, pages, freed in sizes:
+        out[counts.size_class(slab_bytes // per_slab)] += pages
+        each[counts.size_class(slab_bytes // per_slab)] += freed
+    each = [freed or 1 for freed in each]
+    needs = [pages + need for pages in out]
+    found = counts.shortage(needs, each)
+    least = next(n for n in range(200) if counts.has_room([a - n * b for a, b in zip(needs, each, strict=True)]))
+    assert found <= least
+    if len(each) == 1:
+        assert max(0, found) == least

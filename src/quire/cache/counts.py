@@ -128,6 +128,10 @@ class ChunkCounts:
         """Whether a demand fits now, without eviction."""
         return demand[-1] <= len(self._free) and self.ledger.has_room(demand)
 
+    def shortage(self, demand: Demand, each: Demand) -> int:
+        """Least number of times that `each` must be given back until a demand fits: a lower bound."""
+        return max(-(-(demand[-1] - len(self._free)) // each[-1]), self.ledger.shortage(demand, each))
+
     def take(self, count: int, codec: PageFormat, *, sidecar: bool = False) -> Int32s:
         """Takes `count` chunks with pages of a codec. Returns their ids, int32 [count]. Raises CacheFullError and takes
         nothing if they do not fit.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -54,8 +53,8 @@ class Eviction:
         return total
 
     def fits(self, demand: Demand) -> bool:
-        """Whether a demand fits, now or after eviction."""
-        return self.table.fits(demand) or self.table.fits(demand - self.evictable())
+        """Whether a demand fits after eviction."""
+        return self.table.fits(demand - self.evictable())
 
     def make_room(self, demand: Callable[[], Demand]) -> bool:
         """Evicts as few idle chunks as needed until a demand fits. Eviction may change the demand. False if it does not
@@ -65,18 +64,9 @@ class Eviction:
         while not table.fits(needed := demand()):
             if not tree.num_idle:
                 return False
+            # In the best case: all pages of each chunk, a sidecar each, and all attachments.
             needed -= table.demand(sums=tree.num_attached)
-
-            def is_enough(count: int, needed: Demand = needed) -> bool:
-                """In the best case: all pages of each chunk, a sidecar each, and all attachments."""
-                return table.fits(needed - self._at_most * count)
-
-            # The least number, by doubling: it is usually small.
-            most = 1
-            while most < tree.num_idle and not is_enough(most):
-                most *= 2
-            least = bisect.bisect_left(range(most // 2 + 1, min(most, tree.num_idle)), True, key=is_enough)
-            self.evict(most // 2 + 1 + least)
+            self.evict(max(1, table.shortage(needed, self._at_most)))
         return True
 
     def evict(self, count: int) -> None:

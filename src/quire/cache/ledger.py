@@ -7,6 +7,7 @@ page is freed.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,17 @@ class PageCounts:
         for pages, need in zip(self._classes.values(), needs, strict=False):
             left -= max(pages.num_held, -(-(pages.num_out + need) // pages.pages_per_slab))
         return left >= 0
+
+    def shortage(self, needs: Sequence[int], each: Sequence[int]) -> int:
+        """Least number of times that as much as `each` must be given back until `needs` fit, by size class: a lower
+        bound, because pages fill whole slabs.
+        """
+        units = math.lcm(*(pages.pages_per_slab for pages in self._classes.values()))
+        over, freed = -self.num_slabs * units, 0
+        for pages, need, one in zip(self._classes.values(), needs, each, strict=False):
+            over += (pages.num_out + need) * (units // pages.pages_per_slab)
+            freed += one * (units // pages.pages_per_slab)
+        return -(-over // freed)
 
     def count(self, needs: Sequence[int], by: int) -> None:
         """Counts pages of each class as taken (by = 1) or given back (-1)."""
