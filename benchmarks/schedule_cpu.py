@@ -29,25 +29,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.cache.codecs.dense import DenseCodec
-from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import ChunkCounts
-from quire.cache.ledger import PAGE_TOKENS, PageCounts, PageLedger
+from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.manager import CacheManager
 from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.policies import Chain
-from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 from quire.engine.calendar import imagined_tokens
 from quire.engine.params import SamplingParams
 from quire.engine.request import Request, Sequence
 from quire.engine.scheduler import Scheduler
 from quire.engine.step import Result
+from quire.planning.counted import Classes, CountedRetainer, CountedTable
 
 LAYERS, HEADS, DIM = 32, 8, 128
 PROMPT, SHARED, GROUPS = 1024, 512, 8
 OUTPUT = (64, 192)
 VOCABULARY = 50_000
 CHAIN = Chain(2.0, local=0.3, members=("special", "local"))
+CLASSES = Classes(np.resize(np.array([0, 2, 1, 2]), (LAYERS, HEADS)))
+POLICIES, RECOVERY = np.array([[0], [1], [2]], np.uint8), np.ones((3, 1, CHAIN.full + 1))
 BUDGET = 2048
 """Rows of a step besides those that decode."""
 
@@ -86,19 +87,19 @@ def scheduler_of(running: int, cached: int, retain: bool) -> Scheduler:
     num_bytes = chunks * LAYERS * HEADS * codec.page_bytes
     table = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, codec)
     if retain:
-        table = ChunkTable(PageLedger(num_bytes), LAYERS, HEADS, codec, sums=SumsCodec())
-    manager = CacheManager(table, PrefixTree((LAYERS, HEADS)), retention=Retention(CHAIN) if retain else None)
+        table = CountedTable(PageCounts(num_bytes), CLASSES, codec)
+    retention, tree = Retention(CHAIN) if retain else None, PrefixTree((LAYERS, HEADS))
+    manager = CacheManager(table, tree, retention=retention, retainer=CountedRetainer)
     return Scheduler(manager, BUDGET + running, running, 1 << 30)
 
 
 def decided(sequence: Sequence) -> Decided:
-    """Half of the heads keep everything, a quarter the last 30 % of the tokens, a quarter the first one."""
+    """Of a class of heads each: the first token, the last 30 % of the tokens, everything."""
     n = sequence.num_prompt
-    policies = np.resize(np.array([0, 2, 1, 2], np.uint8), (LAYERS, HEADS))
-    windows = np.array([0, CHAIN.num_local(n), n])[policies]
+    windows = np.array([[0], [CHAIN.num_local(n)], [n]])
     kept = np.arange(n) >= n - windows[..., None]
     kept[..., 0] = kept[..., n // PAGE_TOKENS * PAGE_TOKENS :] = True
-    return Decided(policies, kept, np.ones((LAYERS, HEADS, CHAIN.full + 1)), CHAIN)
+    return Decided(POLICIES, kept, RECOVERY, CHAIN)
 
 
 def take(scheduler: Scheduler) -> None:
@@ -187,7 +188,7 @@ def main() -> None:
                 before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
                 run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")
                 assert scheduler.manager.tree is not None and scheduler.manager.tree.num_chunks >= 0.9 * args.cached
-                count = max(256, 4 * running) if not args.retain else 2 * running
+                count = max(256, 4 * running)
                 seconds = run(scheduler, Load(count).requests(), mode)
                 scheduler.check()
                 if number:

@@ -11,6 +11,7 @@ own, and the whole prompt stays cached. Reservations of undecided sequences expe
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -58,13 +59,14 @@ class CacheManager:
         lifetime: float | None = None,
         retention: Retention | None = None,
         store: Store | None = None,
+        retainer: Callable[[Retention, Eviction], Retainer] = make_retainer,
     ) -> None:
         self.table = table
         self.tree = tree
         self.lifetime = lifetime
         self.fetching = Fetching(table, store or Nowhere())
         self.eviction = Eviction(table, tree, self.fetching.store)
-        self.retention = NoRetention(self.eviction) if retention is None else make_retainer(retention, self.eviction)
+        self.retention = NoRetention(self.eviction) if retention is None else retainer(retention, self.eviction)
         self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
@@ -282,8 +284,7 @@ class CacheManager:
         """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
         path, retainer = holder.path, self.retention
         assert isinstance(retainer, Retainer) and path.retained is None
-        table = retainer.table
-        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
+        rows = self.table.demand(rows=path.num_shared)
         self.eviction.evict_for(lambda: rows)
 
         def fits(demand: Demand) -> bool:
@@ -292,8 +293,6 @@ class CacheManager:
 
         retainer.retain(holder, decided, fits)
         self._settle(holder)
-        if retainer.watch is not None:
-            retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
     def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
         """See PrefixTree.shared; empty after retention has packed the path."""

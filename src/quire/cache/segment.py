@@ -75,6 +75,11 @@ class Segment:
         return np.asarray(self.users, np.int32) if self.unread is None else self.users - self.unread
 
     @property
+    def most_locks(self) -> int:
+        """Number of live paths that read the page with the most readers."""
+        return self.users if self.unread is None else int(self.locks.max())
+
+    @property
     def is_idle(self) -> bool:
         """Whether it is not pinned and has unread pages, which dropping it would free."""
         if self.pins:

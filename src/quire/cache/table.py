@@ -75,11 +75,6 @@ class ChunkTable(ChunkCounts):
         assert self._arena is not None, "a table without bytes"
         return self._arena
 
-    @property
-    def has_bytes(self) -> bool:
-        """Whether it has an arena."""
-        return self._arena is not None
-
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
         enqueued on the current stream.
@@ -131,7 +126,7 @@ class ChunkTable(ChunkCounts):
         sizes = self._sizes_of(places)
         after = self._new_pages(sizes)
         before = self.pages[places]
-        for page_bytes in {*sizes.tolist()} if self._arena is not None else ():
+        for page_bytes in {*sizes.tolist()}:
             self.arena.copy(before[sizes == page_bytes], after[sizes == page_bytes], page_bytes)
         self.ledger.give(before)
         self.pages[places] = after
@@ -145,9 +140,9 @@ class ChunkTable(ChunkCounts):
         if len(new[0]):
             self.positions[new] = self._new_pages(np.full(len(new[0]), POSITIONS_BYTES))
             self.takes[new[0]] += 1
-        if len(positions) and self._arena is not None:
+        if len(positions):
             images = np.ascontiguousarray(positions, np.int32).view(np.uint8)
-            self._arena.store(self.positions[places], POSITIONS_BYTES, images)
+            self.arena.store(self.positions[places], POSITIONS_BYTES, images)
 
     def is_shared(self, places: Places) -> Bools:
         """Whether another row holds the page at a place too, bool [n]."""

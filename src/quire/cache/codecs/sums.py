@@ -30,11 +30,6 @@ class Rows(Protocol):
     masks: NDArray[np.uint64] | None
 
     @property
-    def has_bytes(self) -> bool:
-        """Whether there is an arena."""
-        ...
-
-    @property
     def arena(self) -> Arena:
         """The bytes of its pages."""
         ...
@@ -51,14 +46,14 @@ class SumsCodec:
         """The sums in some rows of the table, one after the other, [L, H, n * P]; 0 where a row has no page."""
         held, ids = _held(table, rows)
         found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
-        if table.has_bytes:
+        if len(ids):
             found[held] = table.arena.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
         return found.reshape(*held.shape[:2], -1)
 
     def store(self, table: Rows, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
         held, ids = _held(table, rows)
-        if len(ids) and table.has_bytes:
+        if len(ids):
             images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 

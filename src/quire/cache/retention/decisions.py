@@ -86,12 +86,12 @@ class Retention:
         """
         return (num_prompt - self.num_profiled(num_prompt)) // PAGE_TOKENS
 
-    def marks(self, tokens: Sequence[int]) -> Mapping[str, Bools]:
+    def marks(self, tokens: Sequence[int] | Int32s) -> Mapping[str, Bools]:
         """The tokens that are special and those that are punctuation, bool [n] each."""
         punctuation = np.isin(np.asarray(tokens, np.int64), self._punctuation)
         return {"special": self._special(tokens), "punctuation": punctuation}
 
-    def _special(self, tokens: Sequence[int]) -> Bools:
+    def _special(self, tokens: Sequence[int] | Int32s) -> Bools:
         special = occurrences(tokens, self.special)
         special[: self.num_first] = True
         return special
@@ -125,7 +125,7 @@ class Retention:
                 recovery[..., 0] = recover(words_of(kept), np.zeros(shape, np.int64))
         return Decided(policies, kept, recovery, self.chain, self.budget)
 
-    def _allocated(self, tokens: Sequence[int], peaks: Floats, positions: Int32s) -> Bools:
+    def _allocated(self, tokens: Sequence[int] | Int32s, peaks: Floats, positions: Int32s) -> Bools:
         """The sealed tokens that heads keep, bool [L, H, slots] like the other arrays. The sequence stays within the
         budget until it seals the next chunk: its pages, what stands beside them, and its open chunk.
         """
@@ -142,7 +142,7 @@ class Retention:
         scores = scores_of(peaks.reshape(at.shape), at, end)
         return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
-    def keep_on(self, retained: Retained, tokens: Sequence[int], sums: Floats) -> Bools:
+    def keep_on(self, retained: Retained, tokens: Int32s, sums: Floats) -> Bools:
         """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].
 
         sums  float32 [L, H, slots], the attention that the tokens in these slots have had, or their peaks

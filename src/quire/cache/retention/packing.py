@@ -37,8 +37,7 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
     chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
     assert table.masks is not None
     sources, holes, order = retained.pack()
-    if table.has_bytes:
-        _move(table, chunks, sums, sources, holes)
+    _move(table, chunks, sums, sources, holes)
     held = retained.held
     for rows in (chunks, sums):
         for array in (table.pages, table.masks, table.positions):
@@ -57,13 +56,6 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
 def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
     """Drops the chosen pages of rows, bool [L, H, rows], where there are any."""
     table.drop(places_of(rows, chosen & (table.masks_of(rows).transpose(1, 2, 0) > 0)))
-
-
-def to_own(table: ChunkTable, rows: Int32s, retained: Retained) -> Bools:
-    """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
-    own = retained.targets | (retained.stays & ~retained.in_place)
-    own[own] = table.is_shared(places_of(rows, own))
-    return own
 
 
 def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:

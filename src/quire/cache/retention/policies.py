@@ -185,10 +185,11 @@ def largest(sums: NDArray[Any], candidates: Bools, count: int, order: Int32s | N
     return found
 
 
-def occurrences(tokens: Sequence[int], marks: Sequence[Sequence[int]]) -> Bools:
+def occurrences(tokens: Sequence[int] | Int32s, marks: Sequence[Sequence[int]]) -> Bools:
     """The tokens that belong to a marker, bool [n]. A marker is one token or more in a row."""
     ids = np.asarray(tokens, np.int64)
-    found = np.isin(ids, [mark[0] for mark in marks if len(mark) == 1])
+    singles = [mark[0] for mark in marks if len(mark) == 1]
+    found = np.isin(ids, singles) if singles else np.zeros(len(ids), bool)
     for mark in marks:
         if 1 < len(mark) <= len(ids):
             begins = (np.lib.stride_tricks.sliding_window_view(ids, len(mark)) == mark).all(1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools
+from quire.cache.arrays import Bools, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.policies import Chain
 from quire.cache.segment import Segment
@@ -46,7 +47,7 @@ class Retained:
         self.has_sums = np.isin(self.policies, [each for each in range(chain.full) if chain.has(each, "frequent")])
         self.is_packed = self.policies < chain.full
         self.positions = np.empty((*shape, 0, PAGE_TOKENS), np.int32)
-        self.in_place = np.empty((*shape, 0), bool)
+        self.in_place: NDArray[Any] = np.empty((*shape, 0), bool)
         self.origins = np.empty(0, np.int32)
 
     @property
@@ -63,6 +64,11 @@ class Retained:
     def held(self) -> Bools:
         """Pages that hold a kept token, bool [L, H, rows]."""
         return np.asarray(self.alive.any(-1))
+
+    @property
+    def num_pages(self) -> Int64s:
+        """Number of pages that hold a kept token, int64 [L, H]."""
+        return np.asarray(self.held.sum(-1), np.int64)
 
     @property
     def stays(self) -> Bools:
@@ -91,7 +97,7 @@ class Retained:
         """Drops the tokens outside `kept`, bool [L, H, rows * 64]."""
         self.positions[~kept.reshape(self.positions.shape)] = -1
 
-    def leave_in_place(self, segments: Sequence[Segment]) -> Bools:
+    def leave_in_place(self, segments: Sequence[Segment]) -> NDArray[Any]:
         """Leaves a shared page in place if copies for all its users would take more bytes than the page. Returns the
         pages to be copied although eviction cannot free the originals, bool [L, H, rows]: others read or pin them.
         """
@@ -99,7 +105,8 @@ class Retained:
         for segment in segments:
             rows = self.rows_of(segment)
             # What follows copied pages is copied too: it could not be evicted before them.
-            stays = stays & (segment.users * self.alive[:, :, rows].mean((-2, -1)) >= 1)
+            alive = self.alive[:, :, rows]
+            stays = stays & (segment.users * alive.sum((-2, -1)) >= alive[0, 0].size)
             others = (segment.locks > 1) | (segment.pins > 0)
             here = self.held & rows
             self.in_place |= stays[..., None] & here

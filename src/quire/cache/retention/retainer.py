@@ -9,11 +9,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Floats, Int32s, Int64s
 from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.eviction import Eviction
@@ -22,7 +23,7 @@ from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path
 from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retention
 from quire.cache.retention.none import Found, NoRetention, Profiling
-from quire.cache.retention.packing import check_packed, drop, pack, places_of, to_own
+from quire.cache.retention.packing import check_packed, drop, pack, places_of
 from quire.cache.retention.retained import Retained
 from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
@@ -61,6 +62,7 @@ class Retainer(NoRetention):
         self.retention = replace(retention, page_bytes=page_bytes)
         self.per_chunk = table.demand(1, sums=1)
         self.ratios: deque[float] = deque(maxlen=KNOWN_RATIOS)
+        self._ratio = 1.0
         self.watch: Callable[[Decided, int, int], None] | None = None
         self.stops: dict[Holder, set[int]] = {}
         self._undecided: dict[Holder, None] = {}
@@ -103,18 +105,13 @@ class Retainer(NoRetention):
 
         newcomer  a path that is in no tree yet, and the chunks it will find there
         """
-        ratio, most, before = 1.0, 0.0, 0.0
-        if len(self.ratios) >= LEAST_RATIOS:
-            ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
-        reads = [
-            (holder.path, [(segment, len(segment.chunks)) for segment in holder.path.segments])
-            for holder in self._undecided
-            if holder is not apart_from
-        ]
+        ratio, most, before = self._ratio, 0.0, 0.0
+        others = [each.path for each in self._undecided if each is not apart_from]
+        reads = [(path, [(segment, len(segment.chunks)) for segment in path.segments]) for path in others]
         for path, found in (*reads, *newcomer):
             own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
             # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
-            idle = sum(count for segment, count in found if not segment.pins and segment.locks.max() <= num_readers)
+            idle = sum([count for segment, count in found if not segment.pins and segment.most_locks <= num_readers])
             after = ratio * (path.num_begun + lacking) - idle
             most = max(most, before + max(own + lacking, after) - own)
             before += after - own
@@ -177,22 +174,13 @@ class Retainer(NoRetention):
         return self.table.demand(sums=missing + packed)
 
     def extend(self, path: Path, num_sealed: int) -> None:
-        """Takes rows of zero sums, after the decision only for heads that need them. A chunk that is sealed gets room
-        for positions now, because there might be none when it is packed.
-        """
-        retained, table = path.retained, self.table
-        if num_sealed and table.encodes and retained is not None:
-            chunk = path.num_stored - 1
-            places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
-            positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
-            table.place(places, np.tile(positions, (len(places[0]), 1)))
-        missing = path.num_chunks - len(path.sums)
-        if missing and (retained is not None or not path.is_decided):
-            rows = table.take(missing, self.sums)
-            if retained is not None:
-                drop(table, rows, ~retained.has_sums[..., None])
-            self.sums.store(table, rows, np.zeros((*table.shape, missing * PAGE_TOKENS), np.float32))
+        """Takes rows of zero sums."""
+        missing, rows = path.num_chunks - len(path.sums), NO_ROWS
+        if missing and (path.retained is not None or not path.is_decided):
+            rows = self._new_sums(missing)
             path.sums = np.append(path.sums, rows)
+        if path.retained is not None:
+            self._grow(path, path.retained, num_sealed, rows)
 
     def seal(self, holder: Holder) -> Demand:
         """After the decision, each sealed chunk leads to a new choice among all tokens, whose pages are then packed."""
@@ -200,10 +188,8 @@ class Retainer(NoRetention):
         if retained is None:
             return super().seal(holder)
         retained.seal(path.num_sealed - 1, path.num_sealed)
-        num_pages = retained.held.sum(-1)
-        sums = self.sums.load(self.table, path.sums[: retained.num_rows])
-        tokens = holder.token_ids[: path.num_tokens]
-        retained.drop(self.retention.keep_on(retained, tokens, sums))
+        num_pages, tokens = retained.num_pages, holder.keys.tokens(0, path.num_sealed)
+        retained.drop(self.retention.keep_on(retained, tokens, self._sums_of(path, retained)))
         self._let_go(path, retained)
         self._pack(path, retained, num_pages)
         return self.table.nothing
@@ -225,18 +211,23 @@ class Retainer(NoRetention):
         fits  whether a demand fits beside all promises, now that the prompt is decided on
         """
         path, table = holder.path, self.table
+        before = table.bytes_of(path.chunks) if self.watch is not None else 0
+        self._retain(holder, decided, fits)
+        if self.watch is not None:
+            self.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
+
+    def _retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
+        path, table = holder.path, self.table
         path.is_decided = True
         self.leave(holder)
         if (decided.policies == decided.chain.full).all():
             # Nothing changes, now or later.
-            self.ratios.append(1.0)
+            self._note_ratio(1.0)
             self._give_sums(path)
             return
-        holds_last, keeps_first = decided.budget is not None, table.sinks is not None
-        retained = Retained(decided.chain, decided.policies, holder.num_prompt, holds_last, keeps_first)
-        path.retained = retained
+        path.retained = retained = self._begin(decided, holder.num_prompt)
         retained.seal(0, path.num_sealed)
-        num_pages = retained.held.sum(-1)
+        num_pages = retained.num_pages
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stuck = retained.leave_in_place(path.segments)
         if not fits(self._copies(stuck)):
@@ -245,21 +236,65 @@ class Retainer(NoRetention):
         path.num_shared = 0
         self._let_go(path, retained)  # now, so that eviction frees these pages
         # Eviction may make copies unnecessary: a page that the tree drops is the path's own.
-        self.eviction.evict_for(lambda: self._copies(to_own(table, path.chunks, retained)))
-        table.detach(places_of(path.chunks, to_own(table, path.chunks, retained)))
-        drop(table, path.sums, ~retained.has_sums[..., None])
+        self.eviction.evict_for(lambda: self._copies(self._to_own(path, retained)))
+        self._own(path, retained)
         self._pack(path, retained, num_pages)
         if num_pages.any():
-            self.ratios.append(float(retained.held.sum() / num_pages.sum()))
+            self._note_ratio(float(retained.num_pages.sum() / num_pages.sum()))
 
     def check(self, path: Path) -> None:
         """Compares pages, masks and sums."""
         if path.retained is not None:
             check_packed(self.table, path, path.retained)
 
-    def _copies(self, pages: Bools) -> Demand:
+    def _begin(self, decided: Decided, num_prompt: int) -> Retained:
+        holds_last, keeps_first = decided.budget is not None, self.table.sinks is not None
+        return Retained(decided.chain, decided.policies, num_prompt, holds_last, keeps_first)
+
+    def _pack(self, path: Path, retained: Retained, num_pages: Int64s) -> None:
+        """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
+        self._move(path, retained)
+        sizes = self.table.page_sizes(self.table.sealed_codec)
+        self.bytes_freed += int(((num_pages - retained.num_pages) * sizes).sum())
+
+    # ---- pages, which a scheduler without a model only counts ------------------------------------------------------
+
+    def _new_sums(self, count: int) -> Int32s:
+        """Takes rows of zero sums."""
+        rows = self.table.take(count, self.sums)
+        self.sums.store(self.table, rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
+        return rows
+
+    def _sums_of(self, path: Path, retained: Retained) -> Floats:
+        """The sums of the tokens in all slots, float32 [L, H, slots]."""
+        return self.sums.load(self.table, path.sums[: retained.num_rows])
+
+    def _grow(self, path: Path, retained: Retained, num_sealed: int, sums: Int32s) -> None:
+        """A path has chunks more, of which `num_sealed` will be sealed, and new rows of sums. A chunk that will be
+        sealed gets room for positions now, because there might be none when it is packed.
+        """
+        if num_sealed and self.table.encodes:
+            chunk = path.num_stored - 1
+            places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
+            positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
+            self.table.place(places, np.tile(positions, (len(places[0]), 1)))
+        drop(self.table, sums, ~retained.has_sums[..., None])
+
+    def _copies(self, pages: NDArray[Any]) -> Demand:
         """The demand of copies of sealed pages, bool [L, H, rows], with room for the positions of all rows."""
-        return self.table.demand_of_pages(pages.sum(-1)) + self.table.demand(sums=pages.shape[-1] * self.table.encodes)
+        table = self.table
+        return table.demand_of_pages(pages.sum(-1)) + table.demand(sums=pages.shape[-1] * table.encodes)
+
+    def _to_own(self, path: Path, retained: Retained) -> NDArray[Any]:
+        """Pages that others hold and that the path will write, now or later, bool [L, H, rows]."""
+        own = retained.targets | (retained.stays & ~retained.in_place)
+        own[own] = self.table.is_shared(places_of(path.chunks, own))
+        return np.asarray(own)
+
+    def _own(self, path: Path, retained: Retained) -> None:
+        """Copies these pages, and drops the sums of heads that need none."""
+        self.table.detach(places_of(path.chunks, self._to_own(path, retained)))
+        drop(self.table, path.sums, ~retained.has_sums[..., None])
 
     def _let_go(self, path: Path, retained: Retained) -> None:
         """Drops pages without tokens. Unlocks heads in the tree of which the path reads no page in place."""
@@ -271,11 +306,14 @@ class Retainer(NoRetention):
             heads[segment] = below = below | read.any(-1)
         self.tree.loosen(path, heads)
 
-    def _pack(self, path: Path, retained: Retained, num_pages: NDArray[np.intp]) -> None:
-        """Packs a path and counts the bytes it freed of `num_pages` pages, [L, H]."""
+    def _move(self, path: Path, retained: Retained) -> None:
+        """Moves tokens into as few pages as hold them."""
         pack(self.table, path, retained)
-        sizes = self.table.page_sizes(self.table.sealed_codec)
-        self.bytes_freed += int(((num_pages - retained.held.sum(-1)) * sizes).sum())
+
+    def _note_ratio(self, ratio: float) -> None:
+        self.ratios.append(ratio)
+        if len(self.ratios) >= LEAST_RATIOS:
+            self._ratio = sorted(self.ratios)[math.ceil(QUANTILE * len(self.ratios)) - 1]
 
     def _give_sums(self, path: Path) -> None:
         self.table.give(path.sums)

@@ -1,0 +1,1 @@
+"""Planning: what schedules and places without a model."""
