@@ -1,14 +1,16 @@
 """Requests per second that the control plane can schedule: the real scheduler, manager and prefix tree, without bytes.
 
-    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--retain] [--rounds 5] [--json FILE]
+    python benchmarks/schedule_cpu.py [--running 32,128,256] [--cached 0] [--codec g4] [--retain] [--rounds 5]
 
 Prompts have 1,024 tokens; half of the requests are in eight groups that share 512 tokens. 64 to 192 tokens are
-generated. The model has 32 layers of 8 kv heads of 128 numbers in 16 bits. `taken`: every step is made as data and
-committed, as for a runner. `skipped`: the scheduler advances by itself and skips steps in which nothing happens. Tokens
-differ between sequences. Both modes make the same decisions at the same steps, which is checked. The arena holds twice
-the running sequences, or these and the chunks of --cached, so that finished requests are cached and evicted. Seconds
-are processor time of this process. With --retain, half of the heads keep a part of each prompt: the table then has
-pages, without their bytes, and retention packs them.
+generated. One request in 16 pins its prompt for ten seconds; a step counts as 20 ms. The model has 32 layers of 8 kv
+heads of 128 numbers. Open chunks have 16 bits, sealed ones the 4 bits of the codec; with `--codec dense` 16, too.
+
+`taken`: every step is made as data and committed, as for a runner. `skipped`: the scheduler advances by itself and
+skips steps in which nothing happens. Tokens differ between sequences. Both modes make the same decisions at the same
+steps, which is checked. The arena holds twice the running sequences, or these and the chunks of --cached, so that
+finished requests are cached and evicted. Seconds are processor time of this process. With --retain, half of the heads
+keep a part of each prompt.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import append_record, arguments, format_table, median
 
 from quire.cache.codecs.dense import DenseCodec
+from quire.cache.codecs.group import GroupCodec
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.cache.manager import CacheManager
@@ -36,8 +39,8 @@ from quire.cache.retention.decisions import Decided, Retention
 from quire.cache.retention.policies import Chain
 from quire.cache.tree import PrefixTree
 from quire.engine.calendar import imagined_tokens
-from quire.engine.params import SamplingParams
-from quire.engine.request import Request, Sequence
+from quire.engine.params import CacheHints, SamplingParams
+from quire.engine.request import NO_HINTS, Request, Sequence
 from quire.engine.scheduler import Scheduler
 from quire.engine.step import Result
 from quire.planning.counted import Classes, CountedRetainer, CountedTable
@@ -46,6 +49,8 @@ LAYERS, HEADS, DIM = 32, 8, 128
 PROMPT, SHARED, GROUPS = 1024, 512, 8
 OUTPUT = (64, 192)
 VOCABULARY = 50_000
+PINNED, STEP_SECONDS = CacheHints(cache_pin=10.0), 0.02
+SEALED = {"dense": [], "g4": [GroupCodec(DIM)]}
 CHAIN = Chain(2.0, local=0.3, members=("special", "local"))
 CLASSES = Classes(np.resize(np.array([0, 2, 1, 2]), (LAYERS, HEADS)))
 POLICIES, RECOVERY = np.array([[0], [1], [2]], np.uint8), np.ones((3, 1, CHAIN.full + 1))
@@ -73,21 +78,22 @@ class Load:
             prompt = list(shared[number // 2 % GROUPS]) if number % 2 else []
             prompt += [rng.randrange(VOCABULARY) for _ in range(PROMPT - len(prompt))]
             length = rng.randint(*self.output)
-            request = Request(str(number), None, prompt, SamplingParams(max_tokens=length), 0.0)
+            hints = PINNED if number % 16 == 0 else NO_HINTS
+            request = Request(str(number), None, prompt, SamplingParams(max_tokens=length), 0.0, hints)
             request.sequences.append(Sequence(request, 0, list(prompt), length))
             found.append(request)
         return found
 
 
-def scheduler_of(running: int, cached: int, retain: bool) -> Scheduler:
+def scheduler_of(running: int, cached: int, codec: str, retain: bool) -> Scheduler:
     """A scheduler whose arena holds `running` requests and at least as many chunks again, or `cached` chunks."""
-    codec = DenseCodec(DIM, torch.bfloat16)
+    opened, sealed = DenseCodec(DIM, torch.bfloat16), SEALED[codec]
     chunks = running * (-(-(PROMPT + OUTPUT[1]) // PAGE_TOKENS) + 1)
     chunks += max(cached, chunks)
-    num_bytes = chunks * LAYERS * HEADS * codec.page_bytes
-    table = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, codec)
+    num_bytes = LAYERS * HEADS * (chunks * [opened, *sealed][-1].page_bytes + 2 * running * opened.page_bytes)
+    table: ChunkCounts = ChunkCounts(PageCounts(num_bytes), LAYERS, HEADS, opened, *sealed)
     if retain:
-        table = CountedTable(PageCounts(num_bytes), CLASSES, codec)
+        table = CountedTable(PageCounts(num_bytes), CLASSES, opened, *sealed)
     retention, tree = Retention(CHAIN) if retain else None, PrefixTree((LAYERS, HEADS))
     manager = CacheManager(table, tree, retention=retention, retainer=CountedRetainer)
     return Scheduler(manager, BUDGET + running, running, 1 << 30)
@@ -115,12 +121,13 @@ def take(scheduler: Scheduler) -> None:
             index: decided(scheduler.sequence_of(index)) for index, piece in enumerate(step.slices) if piece.decides
         }
         scheduler.commit(step, Result(tokens, decided=found))
+        scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
 
 
 def skip(scheduler: Scheduler) -> None:
     """Lets the scheduler advance by itself."""
     while scheduler.advance(1 << 30, decided):
-        pass
+        scheduler.manager.tick(scheduler.counters.steps * STEP_SECONDS)
 
 
 MODES = {"taken": take, "skipped": skip}
@@ -139,9 +146,9 @@ def run(scheduler: Scheduler, requests: list[Request], mode: str) -> float:
     return seconds
 
 
-def decisions(running: int, mode: str, retain: bool) -> str:
+def decisions(running: int, mode: str, codec: str, retain: bool) -> str:
     """A digest of admissions and ends with their steps, of evictions, and of all tokens."""
-    scheduler, digest = scheduler_of(running, 0, retain), hashlib.blake2b(digest_size=6)
+    scheduler, digest = scheduler_of(running, 0, codec, retain), hashlib.blake2b(digest_size=6)
     manager, tree = scheduler.manager, scheduler.manager.tree
     assert tree is not None
     admit, release, evict = manager.admit, manager.release, tree.vacate
@@ -174,16 +181,17 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--running", default="32,128,256", help="sequences in the batch, comma-separated")
     parser.add_argument("--cached", type=int, default=0, help="chunks of other prompts, cached before")
+    parser.add_argument("--codec", choices=SEALED, default="g4", help="of sealed chunks")
     parser.add_argument("--retain", action="store_true", help="half of the heads keep a part of their tokens")
     args = parser.parse_args()
     table = []
     for running in map(int, args.running.split(",")):
-        if len({decisions(running, mode, args.retain) for mode in MODES}) != 1:
+        if len({decisions(running, mode, args.codec, args.retain) for mode in MODES}) != 1:
             raise SystemExit(f"{running} running: steps that are skipped decide otherwise than steps that are taken")
         found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(args.rounds + 1):
             for mode, rates in found.items():
-                scheduler = scheduler_of(running, args.cached, args.retain)
+                scheduler = scheduler_of(running, args.cached, args.codec, args.retain)
                 # Half of the requests add half a prompt.
                 before = args.cached * PAGE_TOKENS // (PROMPT - SHARED // 2)
                 run(scheduler, Load(before, seed=1, output=(1, 1)).requests(), "skipped")
