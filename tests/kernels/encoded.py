@@ -132,7 +132,7 @@ def bytes_of_pages(spec: AttentionSpec, chunk: int) -> list[NDArray[np.int64]]:
     table = spec.table
     codec = table.codecs[int(table.kinds[chunk])]
     found = [
-        int(table.pages[chunk, layer, head]) * UNIT + np.arange(table.page_bytes(codec, layer, head))
+        int(table.pages[chunk, layer, head]) * UNIT + np.arange(int(table.page_sizes(codec)[layer, head]))
         for layer in range(spec.num_layers)
         for head in range(spec.num_kv_heads)
     ]
@@ -311,7 +311,9 @@ def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator
         k[:, slots:] = v[:, slots:] = torch.nan
         for head in range(spec.num_kv_heads):
             image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])
-            table.arena.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
+            table.arena.store(
+                table.pages[chunk, layer, head : head + 1], int(table.page_sizes(codec)[layer, head]), image
+            )
 
 
 def _fills(piece: RowSlice) -> bool:

@@ -23,6 +23,7 @@ from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.errors import CacheFullError, ConfigError
 from tests.effort import examples
+from tests.tables import available
 
 L, H = 2, 3
 SLAB_UNITS = 16
@@ -118,7 +119,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(codec=st.sampled_from(CODECS), share=st.sampled_from([0.3, 1, 1.2]), wants_sidecar=st.booleans())
     def take_a_share(self, codec: Sized, share: float, wants_sidecar: bool) -> None:
         """Of what there is room for: the arena is full soon, and stays so."""
-        self.take(codec, math.ceil(share * self.table.available(codec)), wants_sidecar)
+        self.take(codec, math.ceil(share * available(self.table, codec)), wants_sidecar)
 
     def take(self, codec: Sized, count: int, wants_sidecar: bool) -> None:
         table, sidecar = self.table, wants_sidecar and count > 0
@@ -185,8 +186,8 @@ class TableMachine(RuleBasedStateMachine):
         assert used.max() <= 1, "two pages overlap"
         assert used.sum() * UNIT == table.ledger.bytes_out
         for codec in CODECS:
-            count = table.available(codec)
-            assert count == self.counted.available(codec)
+            count = available(table, codec)
+            assert count == available(self.counted, codec)
             assert self.fits([(codec, False)] * count) and not self.fits([(codec, False)] * (count + 1))
             assert count <= table.capacity - table.num_taken, "ids run out before bytes do"
 
@@ -201,18 +202,18 @@ def test_the_machine_s_sizes_do_make_pages_move() -> None:
     small = table.take(16, SMALL)
     for chunk in small.tolist():
         write(table, chunk, 10 * chunk)
-    assert table.available(SMALL) == 0
+    assert available(table, SMALL) == 0
     table.give(small[::2])
     kept, takes = small[1::2], table.takes.copy()
     assert table.ledger.available(8 * UNIT) == 0, "no slab is empty"
     # 48 pages are left, of 8 in a slab: six slabs, so the other six hold twelve large pages.
-    assert table.available(OPEN) == 2 and fits(table, 0, 2) and not fits(table, 0, 3) and not fits(table, 1, 2)
+    assert available(table, OPEN) == 2 and fits(table, 0, 2) and not fits(table, 0, 3) and not fits(table, 1, 2)
     assert fits(table, -8, 4) and not fits(table, -8, 5), "as though all small chunks were given back"
     large = table.take(1, OPEN)
     assert table.num_moved_pages == 3 * 2, "of six pages a chunk, slabs hold 2, 4 and 6 that are left"
     moved = kept[table.takes[kept] != takes[kept]]
     assert 3 <= len(moved) < len(kept)
-    assert len(table.take(1, OPEN)) == 1 and table.available(OPEN) == table.available(SMALL) == 0
+    assert len(table.take(1, OPEN)) == 1 and available(table, OPEN) == available(table, SMALL) == 0
     assert all(holds(table, chunk, 10 * chunk) for chunk in kept.tolist())
     table.check()
     table.give(np.concatenate((kept, large)))
@@ -228,7 +229,7 @@ def test_sidecars_move_with_their_chunks() -> None:
     table.give(np.concatenate(taken[1::2]))
     before = table.sidecars[first].copy()
     # A sidecar in each of three slabs, room for two in each: one slab can be had, and small pages leave another.
-    assert table.available(OPEN) == 1
+    assert available(table, OPEN) == 1
     table.take(1, OPEN)
     assert (table.sidecars[first] != before).any() and table.num_moved_pages >= 1
     assert all(holds(table, chunk, 40 * chunk) for chunk in first.tolist())
@@ -242,24 +243,24 @@ def test_taking_what_has_room_as_it_lies_moves_nothing() -> None:
     table.take(1, OPEN)
     assert table.num_moved_pages == 0, "three slabs were free"
     table.take(8, SMALL)
-    assert table.num_moved_pages == 0 and table.available(SMALL) == 0
+    assert table.num_moved_pages == 0 and available(table, SMALL) == 0
 
 
 def test_without_a_codec_for_sealed_chunks_all_are_of_the_open_one() -> None:
     table = table_of(9)
     assert table.sealed_codec is table.open_codec and not table.encodes
-    assert table.available(OPEN) == 3 and fits(table, 2, 1) and not fits(table, 2, 2) and fits(table, 0, 3)
+    assert available(table, OPEN) == 3 and fits(table, 2, 1) and not fits(table, 2, 2) and fits(table, 0, 3)
     encoding = table_of(9, MIXED)
     assert encoding.sealed_codec is MIXED and encoding.encodes and fits(encoding, 2, 1) and fits(encoding, 1, 2)
 
 
-def test_a_full_table_says_for_how_many_there_is_room() -> None:
+def test_a_full_table_says_how_much_is_taken() -> None:
     table = table_of(12, SMALL, sidecar_units=16)
     table.take(2, OPEN)
-    message = "3 chunks of open and a sidecar do not fit: there is room for 2 in 24576 bytes"
+    message = "3 chunks of open and a sidecar do not fit beside 12288 of 24576 bytes"
     with pytest.raises(CacheFullError, match=message):
         table.take(3, OPEN, sidecar=True)
-    with pytest.raises(CacheFullError, match="9 chunks of small do not fit: there is room for 8"):
+    with pytest.raises(CacheFullError, match="9 chunks of small do not fit beside "):
         table.take(9, SMALL)
 
 
@@ -296,8 +297,8 @@ def test_bytes_of_chunks_and_pages() -> None:
     table = table_of(4, MIXED, SMALL)
     assert [table.chunk_bytes(codec) // UNIT for codec in CODECS] == [48, 16, 12]
     assert table.capacity == 4 * SLAB_UNITS // 12
-    assert [table.page_bytes(MIXED, 1, head) // UNIT for head in range(3)] == [5, 1, 3]
-    assert table.page_bytes(OPEN, 1, 2) == 8 * UNIT
+    assert (table.page_sizes(MIXED)[1] // UNIT).tolist() == [5, 1, 3]
+    assert table.page_sizes(OPEN)[1, 2] == 8 * UNIT
 
 
 def test_every_chunk_may_have_several_rows() -> None:
@@ -324,10 +325,10 @@ def test_ids_that_run_out_are_room_that_is_not_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("quire.cache.counts.RETAINED_ROWS", 3)
     ledger, sums = ledger_of(30), SumsCodec()
     table = ChunkTable(ledger, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
-    assert table.capacity == table.available(sums) == 30, "of 40 for which there are bytes"
-    with pytest.raises(CacheFullError, match="31 chunks of sums do not fit: there is room for 30 in 61440 bytes"):
+    assert table.capacity == available(table, sums) == 30, "of 40 for which there are bytes"
+    with pytest.raises(CacheFullError, match="31 chunks of sums do not fit beside 0 of 61440 bytes"):
         table.take(31, sums)
-    assert len(table.take(30, sums)) == 30 and table.available(sums) == table.available(OPEN) == 0
+    assert len(table.take(30, sums)) == 30 and available(table, sums) == available(table, OPEN) == 0
 
 
 def test_sums_move_with_their_rows() -> None:

@@ -117,8 +117,8 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     table.give(rows)
     # All of the arena is wanted but for what is held.
     codec = table.sealed_codec
-    assert table.available(codec) < 20 * 2 // (LAYERS * HEADS)
-    taken = table.take(table.available(codec), codec)
+    assert available(table, codec) < 20 * 2 // (LAYERS * HEADS)
+    taken = table.take(available(table, codec), codec)
     write(table, taken, rng)
     sums = table.take(3, table.codecs[5])
     table.check()

@@ -48,7 +48,7 @@ def test_chunks_are_taken_whole_or_not_at_all() -> None:
     with pytest.raises(CacheFullError):
         table.take(2, table.open_codec)
     table.check()
-    assert table.available(table.open_codec) == 1
+    assert table.fits(table.demand(1)) and not table.fits(table.demand(2))
     table.give(taken)
     table.check()
     assert table.ledger.bytes_out == 0

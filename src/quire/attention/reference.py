@@ -263,7 +263,7 @@ class ReferencePlan:
         keys, values = [], []
         for head in range(spec.num_kv_heads):
             ids = table.pages[chunk, layer, head : head + 1]
-            k, v = codec.decode(layer, head, table.arena.load(ids, table.page_bytes(codec, layer, head)))
+            k, v = codec.decode(layer, head, table.arena.load(ids, int(table.page_sizes(codec)[layer, head])))
             keys.append(k)
             values.append(v)
         k, v = torch.cat(keys), torch.cat(values)
@@ -275,4 +275,6 @@ class ReferencePlan:
         table = self.spec.table
         for head in range(self.spec.num_kv_heads):
             image = codec.encode(layer, head, keys[head : head + 1], values[head : head + 1])
-            table.arena.store(table.pages[chunk, layer, head : head + 1], table.page_bytes(codec, layer, head), image)
+            table.arena.store(
+                table.pages[chunk, layer, head : head + 1], int(table.page_sizes(codec)[layer, head]), image
+            )

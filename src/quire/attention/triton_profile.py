@@ -187,7 +187,7 @@ class StepProfile:
         if self._num_pages:
             # Half a dense page per layer and head. Few steps need it, so it is not kept from step to step.
             table = spec.table
-            size = self._num_pages * table.pages_per_chunk * table.open_codec.page_bytes // 2
+            size = self._num_pages * table.shape[0] * table.shape[1] * table.open_codec.page_bytes // 2
             self._kept_keys = torch.empty(size + UNIT, dtype=torch.uint8, device=memory.device)
             self._kept_page = page_id_of(self._kept_keys, table)
 

@@ -5,7 +5,6 @@ in `cache/table.py`.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,7 +73,6 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        self.pages_per_chunk = num_layers * num_heads
         # Bytes of the pages of each format, int32 [formats, L, H], by kernel id.
         self._sizes = np.zeros((max(self.codecs) + 1, num_layers, num_heads), np.int32)
         for each in formats:
@@ -89,11 +87,11 @@ class ChunkCounts:
         self.sidecars = np.full(self.capacity, -1, np.int32)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
+        self._costs = {kind: self.demand_of_sizes(self._sizes[kind], num_rows=1) for kind in self.codecs}
         of_row = Demand([*self.nothing[:-1], 1])
-        self._costs = {kind: self._of_sizes(self._sizes[kind]) + of_row for kind in self.codecs}
         # A retained path has rows of its own for pages of sealed chunks that the tree has too.
         of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
-        self._of_sidecar = self._of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
+        self._of_sidecar = self.demand_of_sizes(np.array([self.sidecar_bytes])) if sinks else self.nothing
         of_sums = self.cost(sums) if sums else self.nothing
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
         self._demand = functools.lru_cache(4096)(self._sum_of_units)
@@ -116,13 +114,13 @@ class ChunkCounts:
         """Chunks of the sealed codec in a sequence of `num_tokens` tokens."""
         return num_tokens // PAGE_TOKENS if self.encodes else -(-num_tokens // PAGE_TOKENS)
 
-    def demand_of_sizes(self, sizes: Int32s, num_rows: int) -> Demand:
-        """The demand of one page of each size, and of rows of the table."""
-        return self._of_sizes(sizes) + Demand([*self.nothing[:-1], num_rows])
-
-    def demand_of_pages(self, num_pages: Int64s) -> Demand:
+    def demand_of_pages(self, num_pages: Int64s, num_rows: int = 0) -> Demand:
         """The demand of sealed chunks' pages, given their number for each layer and head, int64 [L, H]."""
-        return self._of_sizes(self.page_sizes(self.sealed_codec), num_pages)
+        return self.demand_of_sizes(self.page_sizes(self.sealed_codec), num_pages, num_rows)
+
+    def demand_of_sizes(self, sizes: Int32s, count: Int64s | int = 1, num_rows: int = 0) -> Demand:
+        """The demand of `count` pages of each of some sizes, and of rows of the table."""
+        return Demand([*(int(((sizes == size) * count).sum()) for size in self.ledger.page_sizes), num_rows])
 
     def fits(self, demand: Demand) -> bool:
         """Whether a demand fits now, without eviction."""
@@ -144,8 +142,8 @@ class ChunkCounts:
             demand += self._of_sidecar
         if not self.fits(demand):
             raise CacheFullError(
-                f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit:"
-                f" there is room for {self.available(codec)} in {self.ledger.num_bytes} bytes (cache.memory)"
+                f"{count} chunks of {codec.name}{' and a sidecar' if sidecar else ''} do not fit beside"
+                f" {self.ledger.bytes_out} of {self.ledger.num_bytes} bytes (cache.memory)"
             )
         return self._take(count, codec, sidecar, demand)
 
@@ -175,15 +173,6 @@ class ChunkCounts:
     def num_taken(self) -> int:
         """Chunks taken and not given back."""
         return self.capacity - len(self._free)
-
-    def available(self, codec: PageFormat) -> int:
-        """How many chunks of a codec fit now."""
-        most, cost = self.ledger.num_bytes // self.chunk_bytes(codec), self.cost(codec)
-        return bisect_left(range(1, most + 1), True, key=lambda count: not self.fits(cost * count))
-
-    def page_bytes(self, codec: PageFormat, layer: int, head: int) -> int:
-        """Bytes of a chunk's page of that layer and head."""
-        return int(self.page_sizes(codec)[layer, head])
 
     def chunk_bytes(self, codec: PageFormat) -> int:
         """Bytes of a chunk's pages, without a sidecar."""
@@ -234,7 +223,3 @@ class ChunkCounts:
         for unit, count in zip(self._units, counts, strict=True):
             total = total + unit * count
         return total
-
-    def _of_sizes(self, sizes: Int32s, count: Int64s | int = 1) -> Demand:
-        """The demand of `count` pages of each of some sizes, and of no rows."""
-        return Demand([*(int(((sizes == size) * count).sum()) for size in self.ledger.page_sizes), 0])

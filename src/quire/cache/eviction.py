@@ -36,7 +36,7 @@ class Eviction:
         found = self._of_chunk * tree.num_unused + beside
         num_parted = tree.num_idle - tree.num_unused
         if num_parted:
-            found += table.demand_of_pages(tree.part_idle) + table.demand(rows=num_parted)
+            found += table.demand_of_pages(tree.part_idle, num_parted)
         return found
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
@@ -49,7 +49,7 @@ class Eviction:
                 total = total + self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
             else:
                 pages = count * (segment.unread == segment.users).astype(np.int64)
-                total = total + self.table.demand_of_pages(pages) + self.table.demand(rows=count)
+                total = total + self.table.demand_of_pages(pages, count)
         return total
 
     def fits(self, demand: Demand) -> bool:

@@ -174,7 +174,7 @@ def demand_of(table: ChunkTable, run: Run) -> Demand:
     sizes = table.sizes_of(run.kinds)
     held = (sizes[run.masks != 0], np.full(int(run.placed.sum()), POSITIONS_BYTES))
     beside = np.full(int(run.has_sidecar.sum()), table.sidecar_bytes)
-    return table.demand_of_sizes(np.concatenate((*held, beside)), len(run.kinds))
+    return table.demand_of_sizes(np.concatenate((*held, beside)), num_rows=len(run.kinds))
 
 
 def take_rows(table: ChunkTable, run: Run) -> Int32s:

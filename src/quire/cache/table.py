@@ -104,15 +104,6 @@ class ChunkTable(ChunkCounts):
             of[rows] = of[chunks]
         return rows
 
-    def fill(self, places: Places) -> None:
-        """Takes pages for places of rows that have none. Raises CacheFullError and takes nothing if they do not fit.
-        May move pages, as `take`.
-        """
-        assert self.masks is not None and not self.masks[places].any(), "a page would be lost"
-        self.pages[places] = self._new_pages(self._sizes_of(places))
-        self.masks[places] = ALL_SLOTS
-        self.takes[places[0]] += 1
-
     def drop(self, places: Places) -> None:
         """Gives back the pages at some places."""
         assert self.masks is not None and self.masks[places].all(), "a page is dropped that is not there"
@@ -122,7 +113,7 @@ class ChunkTable(ChunkCounts):
         self.takes[places[0]] += 1
 
     def detach(self, places: Places) -> None:
-        """Replaces shared pages by copies. Raises CacheFullError, as `fill`."""
+        """Replaces shared pages by copies. Raises CacheFullError if they do not fit. May move pages, as `take`."""
         sizes = self._sizes_of(places)
         after = self._new_pages(sizes)
         before = self.pages[places]
@@ -134,7 +125,7 @@ class ChunkTable(ChunkCounts):
 
     def place(self, places: Places, positions: Int32s) -> None:
         """Stores positions of the slots of pages, int32 [n, 64]. Takes pages for them where there are none yet. Raises
-        CacheFullError, as `fill`. Hidden slots need some valid position too.
+        CacheFullError if they do not fit. May move pages, as `take`. Hidden slots need some valid position too.
         """
         new = tuple(part[self.positions[places] < 0] for part in places)
         if len(new[0]):
@@ -150,13 +141,14 @@ class ChunkTable(ChunkCounts):
 
     def take_part(self, kind: int, masks: NDArray[np.uint64], placed: Bools, has_sidecar: bool) -> int:
         """Takes a row with pages of a format where masks, uint64 [L, H], are not 0, and pages for positions where
-        `placed`, bool [L, H], says so. Raises CacheFullError and takes nothing, as `fill`.
+        `placed`, bool [L, H], says so. Raises CacheFullError and takes nothing if they do not fit. May move pages, as
+        `take`.
         """
         assert self.masks is not None
         held = masks > 0
         beside = [POSITIONS_BYTES] * int(placed.sum()) + [self.sidecar_bytes] * has_sidecar
         sizes = np.append(self._sizes[kind][held], beside).astype(np.int32)
-        if not self.fits(self.demand_of_sizes(sizes, 1)):
+        if not self.fits(self.demand_of_sizes(sizes, num_rows=1)):
             raise CacheFullError(f"{len(sizes)} pages and a row do not fit (cache.memory)")
         ids, row = self._new_pages(sizes), int(self._blank(1, kind)[0])
         self.masks[row] = masks
@@ -242,7 +234,7 @@ class ChunkTable(ChunkCounts):
         try:
             return self.ledger.take(sizes)
         except CacheFullError:
-            demand = self._of_sizes(sizes)
+            demand = self.demand_of_sizes(sizes)
             if not self.ledger.has_room(demand):
                 raise
         for page_bytes, before, after in (moves := self.ledger.make_room(demand)):

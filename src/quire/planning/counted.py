@@ -194,8 +194,8 @@ class CountedTable(ChunkCounts):
         if freed:
             return self.cost_of(kind, pages) - self.cost_of(kind, freed)
         placed = int(self.classes.heads(pages >> self.classes.count + 1).sum())
-        total = self._of_sizes(self._sizes[kind][self.classes.heads(pages)])
-        total += self._of_sizes(np.full(placed, POSITIONS_BYTES))
+        total = self.demand_of_sizes(self._sizes[kind][self.classes.heads(pages)])
+        total += self.demand_of_sizes(np.full(placed, POSITIONS_BYTES))
         return total + self._of_sidecar * bool(pages & self.sidecar)
 
     def _check_pages(self) -> None:
