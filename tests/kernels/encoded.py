@@ -311,9 +311,8 @@ def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator
         k[:, slots:] = v[:, slots:] = torch.nan
         for head in range(spec.num_kv_heads):
             image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])
-            table.arena.store(
-                table.pages[chunk, layer, head : head + 1], int(table.page_sizes(codec)[layer, head]), image
-            )
+            size = int(table.page_sizes(codec)[layer, head])
+            table.arena.store(table.pages[chunk, layer, head : head + 1], size, image)
 
 
 def _fills(piece: RowSlice) -> bool:

@@ -26,6 +26,7 @@ from quire.errors import ExtentError
 
 from ..codecs import TOY
 from ..engines import GREEDY, drain, generate, make_engine
+from ..tables import available
 from ..toy_store import ToyStore
 from .test_stores import SHAPE, VOCABULARY, with_store
 

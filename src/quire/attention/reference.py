@@ -275,6 +275,5 @@ class ReferencePlan:
         table = self.spec.table
         for head in range(self.spec.num_kv_heads):
             image = codec.encode(layer, head, keys[head : head + 1], values[head : head + 1])
-            table.arena.store(
-                table.pages[chunk, layer, head : head + 1], int(table.page_sizes(codec)[layer, head]), image
-            )
+            size = int(table.page_sizes(codec)[layer, head])
+            table.arena.store(table.pages[chunk, layer, head : head + 1], size, image)
