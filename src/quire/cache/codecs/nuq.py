@@ -15,10 +15,9 @@ tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -129,9 +128,9 @@ class NuqCodec(SlottedPages):
         self.page_bytes: NDArray[np.int32] = np.array(
             [[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32
         )
-        numbers: dict[tuple[Part, ...], int] = {}
-        of = [[numbers.setdefault(tuple(head.parts()), len(numbers)) for head in heads] for heads in self.heads]
-        super().__init__(list(numbers), np.array(of, np.int32))
+        layouts = [[head.parts() for head in heads] for heads in self.heads]
+        numbers = {parts: number for number, parts in enumerate({*chain(*layouts)})}
+        super().__init__([*numbers], np.array([[numbers[parts] for parts in row] for row in layouts], np.int32))
 
     @classmethod
     def of(cls, inputs: CodecInputs) -> NuqCodec:
@@ -209,21 +208,17 @@ class HeadCodec:
         values = self.tables.value_books[codes] * s + z
         return _add_slots(self._centroids(key_codes), key_slots), _add_slots(values, value_slots)
 
-    def parts(self) -> Iterator[Part]:
-        """Where slots have their bits in the pages."""
-        at = self.layout
-        for kind, start, size, widths in (
-            (KEY_LINES, 0, LINE_BYTES, self._key_widths),
-            (VALUE_LINES, at.values, 2 * LINE_BYTES, self._value_widths),
-        ):
-            for width in (width for bits in widths for width, _ in parts(bits)):
-                yield kind, start, width
-                start += size * width
-        for start in (at.ranges, at.ranges + 2 * PAGE_TOKENS):
-            yield RUN, start, 2
-        for start in (*range(at.key_slots, at.values, SLOT_BYTES), *range(at.value_slots, at.end, SLOT_BYTES)):
-            yield RUN, start, 1
-            yield RUN, start + PAGE_TOKENS, 2
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the pages, in their order."""
+        channel, half = (RUN, 1), (RUN, 2)
+        return (
+            *((KEY_LINES, width) for bits in self._key_widths for width, _ in parts(bits)),
+            *(channel, half) * int(self.tables.key_slots),
+            *((VALUE_LINES, width) for bits in self._value_widths for width, _ in parts(bits)),
+            half,
+            half,
+            *(channel, half) * int(self.tables.value_slots),
+        )
 
     def _centroids(self, codes: torch.Tensor) -> torch.Tensor:
         """What codes [n, P, D] of keys stand for."""

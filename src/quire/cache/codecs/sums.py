@@ -66,7 +66,7 @@ class SumsCodec:
         """Overwrites slots of pages with other ones; see Codec."""
         from quire.cache.codecs.slots import RUN, SlottedPages
 
-        SlottedPages([[(RUN, 0, 4)]]).move(arena, moves)
+        SlottedPages([[(RUN, 4)]]).move(arena, moves)
 
 
 def _held(table: Rows, rows: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
