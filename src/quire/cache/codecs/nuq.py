@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Int32s
 from quire.cache.codecs import CodecInputs
 from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
 from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
@@ -125,9 +125,7 @@ class NuqCodec(SlottedPages):
             [HeadCodec(NuqTables(*(each[layer, head] for each in vars(tables).values()))) for head in range(num_heads)]
             for layer in range(num_layers)
         ]
-        self.page_bytes: NDArray[np.int32] = np.array(
-            [[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32
-        )
+        self.page_bytes = np.array([[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32)
         layouts = [[head.parts() for head in heads] for heads in self.heads]
         numbers = {parts: number for number, parts in enumerate({*chain(*layouts)})}
         super().__init__([*numbers], np.array([[numbers[parts] for parts in row] for row in layouts], np.int32))
@@ -182,7 +180,7 @@ class HeadCodec:
         values = self._numbers().reshape(_VALUE_FIELDS, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
         return Lines(values.reshape(-1, _VALUE_FIELDS, LANES), self._value_widths)
 
-    def _numbers(self) -> NDArray[np.int32]:
+    def _numbers(self) -> Int32s:
         return np.arange(PAGE_TOKENS * len(self.tables.key_weight), dtype=np.int32)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from quire.cache.arrays import Int32s
 
 LANES = 32
 """Codes of a field: 16-bit lanes of a 64-byte line."""
@@ -37,7 +38,7 @@ class Lines:
     widths   of each block the bits of its codes
     """
 
-    def __init__(self, numbers: NDArray[np.int32], widths: Sequence[int]) -> None:
+    def __init__(self, numbers: Int32s, widths: Sequence[int]) -> None:
         self._count = numbers.size
         bits = 8 * numbers[..., None] + np.arange(8, dtype=np.int32)
         found = [bits[:0].ravel()]

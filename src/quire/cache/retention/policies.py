@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Bools, Bytes, Int32s
 
 Sums = NDArray[np.float64]
 
@@ -89,7 +89,7 @@ class Decided:
     budget    within which it was decided; the chain then only says which heads have sums
     """
 
-    policies: NDArray[np.uint8]
+    policies: Bytes
     kept: Bools
     recovery: Sums
     chain: Chain
@@ -133,7 +133,7 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
 
 def keep_on(
     chain: Chain,
-    policies: NDArray[np.uint8],
+    policies: Bytes,
     positions: Int32s,
     marks: Mapping[str, Bools],
     sums: NDArray[Any],
