@@ -65,9 +65,9 @@ class Chain:
         """The policy that keeps everything. Policy p keeps the chain's members up to and with number p."""
         return len(self.members)
 
-    def has(self, policy: int, member: str) -> bool:
-        """Whether a policy that is not `full` has a member."""
-        return member in self.members[: policy + 1]
+    def has(self, policies: Bytes, member: str) -> Bools:
+        """Which policies have a member; `full` has none."""
+        return (policies >= (*self.members, member).index(member)) & (policies < self.full)
 
     def num_frequent(self, num_tokens: int) -> int:
         """Number of tokens of a sequence that `frequent` keeps beside those of other members."""
@@ -147,21 +147,15 @@ def keep_on(
     marks      bool [num_tokens]
     sums       [L, H, slots], the attention that these tokens have had so far
     """
-    window = chain.num_local(num_prompt)
-    kept = positions >= 0
-    for policy in np.unique(policies[policies < chain.full]).tolist():
-        heads = policies == policy
-        at, held = positions[heads], kept[heads]
-        wanted = np.zeros_like(held)
-        for member in chain.members[: policy + 1]:
-            if member == "local":
-                wanted |= at >= num_tokens - window
-            elif member != "frequent":
-                wanted |= marks[member][at]
-        wanted &= held
-        if chain.has(policy, "frequent"):
-            wanted |= largest(sums[heads], held & ~wanted, chain.num_frequent(num_tokens), at)
-        kept[heads] = wanted
+    first_local = num_tokens - chain.num_local(num_prompt)
+    held = positions >= 0
+    kept: Bools = held & (policies == chain.full)[..., None]
+    for member in chain.members:
+        if member != "frequent":
+            found = positions >= first_local if member == "local" else marks[member][positions]
+            kept |= held & found & chain.has(policies, member)[..., None]
+    heads = chain.has(policies, "frequent")
+    kept[heads] |= largest(sums[heads], (held & ~kept)[heads], chain.num_frequent(num_tokens), positions[heads])
     return kept
 
 
