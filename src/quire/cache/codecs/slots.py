@@ -76,18 +76,20 @@ class SlottedPages:
         which = self._layouts_of(moves)
         for layout in np.unique(which):
             pages, slots = (
-                torch.from_numpy(array[:, which == layout].astype(np.int64)).to(arena.device)
+                torch.from_numpy(array[:, which == layout].astype(np.int64)).to(arena.device)[..., None]
                 for array in (moves.pages, moves.slots)
             )
-            start, runs = 0, defaultdict[int, list[int]](list)  # by size, where runs start
+            starts: dict[Part, list[int]] = defaultdict(list)  # of alike parts
+            start = 0
             for kind, size in self.layouts[layout]:
-                if kind == RUN:
-                    runs[size].append(start)
-                else:
-                    _move_codes(arena.view(torch.int32), kind, pages * UNIT + start, slots, size)
+                starts[kind, size].append(start)
                 start += _BYTES[kind] * size
-            for size, starts in runs.items():
-                _move_runs(arena, starts, size, pages * UNIT, slots)
+            for (kind, size), alike in starts.items():
+                first = pages * UNIT + torch.tensor(alike, device=arena.device)
+                if kind == RUN:
+                    _move_rows(arena, size, first + size * slots)
+                else:
+                    _move_codes(arena.view(torch.int32), kind, size, first // _WORD, slots)
 
     def _layouts_of(self, moves: Moves) -> Int32s:
         """The layout of each move's pages."""
@@ -95,30 +97,28 @@ class SlottedPages:
         return np.zeros_like(moves.layers) if self.which is None else self.which[moves.layers, moves.heads]
 
 
-def _move_runs(arena: torch.Tensor, starts: Sequence[int], size: int, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """Moves rows of so many bytes in pages that begin at bytes int64 [2, m]."""
-    unit = math.gcd(8, size, *starts)
+def _move_rows(arena: torch.Tensor, size: int, first: torch.Tensor) -> None:
+    """Moves rows of `size` bytes that begin at bytes int64 [2, ...]."""
+    unit = math.gcd(8, size)
     words = arena.view(_WORDS[unit])
     count = size // unit
     rows = words.as_strided((len(words) - count + 1, count), (1, 1))
-    first = pages + size * slots
-    fro, to = ((first[..., None] + torch.tensor(starts, device=arena.device)) // unit).flatten(1)
+    fro, to = (first // unit).flatten(1)
     rows.index_copy_(0, to, rows.index_select(0, fro))
 
 
-def _move_codes(words: torch.Tensor, kind: int, starts: torch.Tensor, slots: torch.Tensor, width: int) -> None:
-    """Moves codes of one part, which begins at bytes int64 [2, m]. Several slots have bits in one word. Bits that are
-    replaced are known, so each move adds the difference to its word, in any order.
+def _move_codes(words: torch.Tensor, kind: int, width: int, first: torch.Tensor, slots: torch.Tensor) -> None:
+    """Moves the codes of slots [2, m, 1] in alike parts, which begin at words int64 [2, m, parts]. Several slots have
+    bits in one word. Bits that are replaced are known, so each move adds the difference to its word, in any order.
     """
     per_line = LINE_BYTES // _WORD
     if kind == KEY_LINES:
         mask, columns = _KEY_MASKS[width], range(0, width * per_line, per_line)
-        first, shift = slots % _QUARTER, width * (slots // _QUARTER)
+        first, shift = first + slots % _QUARTER, width * (slots // _QUARTER)
     else:
         mask, columns = (1 << width) - 1, range(per_line)
         place = slots // 2 * width
-        first, shift = per_line * (place // LANE_BITS), LANE_BITS * (slots % 2) + place % LANE_BITS
-    places = (starts // _WORD + first)[..., None] + torch.tensor(columns, device=slots.device)
-    shift = shift[..., None]
+        first, shift = first + per_line * (place // LANE_BITS), LANE_BITS * (slots % 2) + place % LANE_BITS
+    places, shift = first[..., None] + torch.tensor(columns, device=slots.device), shift[..., None]
     codes, old = words[places].long() >> shift & mask
     words.index_add_(0, places[1].flatten(), (codes - old << shift[1]).to(torch.int32).flatten())
