@@ -133,7 +133,6 @@ class NuqCodec(SlottedPages):
     @classmethod
     def of(cls, inputs: CodecInputs) -> NuqCodec:
         """The codec of some tables."""
-        assert inputs.tables is not None
         return cls(inputs.codec, inputs.tables)
 
     @staticmethod
@@ -165,8 +164,8 @@ class HeadCodec:
         self.tables = tables
         self._key_widths = tables.key_bits.tolist()
         self._value_widths = [int(tables.value_bits)] * (len(tables.key_weight) // _VALUE_COLUMNS)
-        bits, *counts = sum(self._key_widths), tables.key_slots, tables.value_bits, tables.value_slots
-        self.layout = layout_of(len(tables.key_weight), bits, *map(int, counts))
+        counts = tables.key_bits.sum(), tables.key_slots, tables.value_bits, tables.value_slots
+        self.layout = layout_of(len(tables.key_weight), *map(int, counts))
 
     @cached_property
     def key_lines(self) -> Lines:
@@ -187,7 +186,7 @@ class HeadCodec:
         """Keys and values, float32 [n, P, D] each, as page images."""
         codes = _codes(k, self.tables.key_edges)
         missing = k - self._centroids(codes)
-        costliest = _largest(missing * missing * self.tables.key_weight, self.tables.key_slots)
+        costliest = _ranked(missing * missing * self.tables.key_weight)[..., : int(self.tables.key_slots)]
         value_codes, ranges, value_slots = self._encode_values(v)
         page = torch.cat(
             (self.key_lines.pack(codes.flatten(1)), _slots(missing, costliest),
@@ -198,13 +197,11 @@ class HeadCodec:
     def decode(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images as keys and values, float32 [n, P, D] each."""
         lines, key_slots, value_lines, ranges, value_slots, _ = pages.tensor_split(self.layout, 1)
-        key_codes, codes = (
-            of.unpack(bits).unflatten(1, (PAGE_TOKENS, -1))
-            for of, bits in ((self.key_lines, lines), (self.value_lines, value_lines))
-        )
+        keys = self._centroids(self.key_lines.unpack(lines).unflatten(1, (PAGE_TOKENS, -1)))
+        codes = self.value_lines.unpack(value_lines).unflatten(1, (PAGE_TOKENS, -1))
         s, z = from_half(ranges).view(-1, 2, PAGE_TOKENS, 1).unbind(1)
         values = self.tables.value_books[codes] * s + z
-        return _add_slots(self._centroids(key_codes), key_slots), _add_slots(values, value_slots)
+        return _add_slots(keys, key_slots), _add_slots(values, value_slots)
 
     def parts(self) -> tuple[Part, ...]:
         """The parts of the pages, in their order."""
@@ -228,18 +225,17 @@ class HeadCodec:
         """
         book, edges = self.tables.value_books, self.tables.value_edges
         distance = (v - _ordered_sum(v) / v.shape[-1]).abs()
-        outliers = _largest(distance, self.tables.value_slots)
+        outliers, others = _ranked(distance).tensor_split((int(self.tables.value_slots),), -1)
         inner = torch.ones_like(v, dtype=torch.bool).scatter(-1, outliers, False)
-        high = v.masked_fill(~inner, -torch.inf).amax(-1, keepdim=True)
-        low = v.masked_fill(~inner, torch.inf).amin(-1, keepdim=True)
+        low, high = v.gather(-1, others).aminmax(dim=-1, keepdim=True)
         middle = (high + low) * 0.5
         s, z = (high - low) * 0.5, middle
         x = (v - middle) * inner
         total = _ordered_sum(x)
-        number = float(v.shape[-1] - outliers.shape[-1])
+        number = others.shape[-1]
         for _ in range(FIT_ROUNDS):
             c = book[_codes(v, edges * s[..., None] + z[..., None])] * inner
-            sum_c, sum_cc, sum_cx = _ordered_sum(c), _ordered_sum(c * c), _ordered_sum(c * x)
+            sum_c, sum_cc, sum_cx = map(_ordered_sum, (c, c * c, c * x))
             spread = sum_cc - sum_c * sum_c / number
             slope = sum_cx - sum_c * total / number
             fits = (spread > 0) & (slope > 0)
@@ -266,19 +262,18 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _largest(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Where so many largest numbers of vectors [n, P, D] are, [n, P, count]; of equals the first."""
-    return x.argsort(dim=-1, descending=True, stable=True)[..., : int(count)]
+def _ranked(x: torch.Tensor) -> torch.Tensor:
+    """The channels of vectors [n, P, D], the largest number first; of equals the first."""
+    return x.argsort(dim=-1, descending=True, stable=True)
 
 
 def _slots(missing: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     """The bytes [n, count * 192] of slots: of each the channels [n, P, count] of all vectors, then what they miss."""
-    halves = to_half(missing.gather(-1, channels)).transpose(1, 2).contiguous()
-    return torch.cat((channels.transpose(1, 2).to(torch.uint8), halves.view(torch.uint8)), 2).flatten(1)
+    halves = to_half(missing.gather(-1, channels)).mT.contiguous()
+    return torch.cat((channels.mT.to(torch.uint8), halves.view(torch.uint8)), 2).flatten(1)
 
 
 def _add_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Adds to vectors [n, P, D] what their slots hold."""
-    slots = slots.reshape(len(x), slots.shape[1] // SLOT_BYTES, SLOT_BYTES)
-    channels, missing = slots[..., :PAGE_TOKENS].long(), from_half(slots[..., PAGE_TOKENS:])
-    return x.scatter_add(-1, channels.transpose(1, 2), missing.transpose(1, 2))
+    channels, halves = slots.unflatten(1, (-1, SLOT_BYTES)).tensor_split((PAGE_TOKENS,), -1)
+    return x.scatter_add(-1, channels.long().mT, from_half(halves).mT)
