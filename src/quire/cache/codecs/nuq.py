@@ -25,7 +25,7 @@ import torch
 
 from quire.cache.arrays import Int32s
 from quire.cache.codecs import CodecInputs
-from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
+from quire.cache.codecs.packing import LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
 from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
@@ -46,9 +46,7 @@ FIT_ROUNDS = 2
 RESIDUAL_REACH = 256.0
 """How much larger than its vector's scale what is missing in a slot may be: kernels add it in units of the scale."""
 
-_KEY_FIELDS = BLOCK_PAIRS * PAGE_TOKENS // 16
 _VALUE_COLUMNS = 16
-_VALUE_FIELDS = PAGE_TOKENS // 2
 
 
 @dataclass(frozen=True)
@@ -114,17 +112,15 @@ class NuqCodec(SlottedPages):
     kernel_id = KERNEL_ID
 
     def __init__(self, name: str, tables: NuqTables) -> None:
-        num_layers, num_heads, self.head_dim = tables.key_weight.shape
+        self.head_dim = tables.key_weight.shape[-1]
         # As kernels look them up: a centroid rounded on read is off by the same for all its tokens, and a mean over
         # many keeps that, 1.7 % of attention over 500 random tokens at 2 bits against 0.4 %. Scores average it out, and
         # keys far from zero want the digits.
         tables = replace(tables, value_books=tables.value_books.bfloat16().float())
         self.name = name
         self.tables = tables
-        self.heads = [
-            [HeadCodec(NuqTables(*(each[layer, head] for each in vars(tables).values()))) for head in range(num_heads)]
-            for layer in range(num_layers)
-        ]
+        of_layers = zip(*vars(tables).values(), strict=True)
+        self.heads = [[HeadCodec(NuqTables(*head)) for head in zip(*layer, strict=True)] for layer in of_layers]
         self.page_bytes = np.array([[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32)
         layouts = [[head.parts() for head in heads] for heads in self.heads]
         numbers = {parts: number for number, parts in enumerate({*chain(*layouts)})}
@@ -171,13 +167,13 @@ class HeadCodec:
     def key_lines(self) -> Lines:
         """Lane 2t + i of a field: slot t of a quarter of the page, half i of the pair."""
         keys = self._numbers().reshape(4, 16, 2, -1)[..., self.tables.key_order.numpy()].transpose(3, 0, 1, 2)
-        return Lines(keys.reshape(-1, _KEY_FIELDS, LANES), self._key_widths)
+        return Lines(keys, self._key_widths)
 
     @cached_property
     def value_lines(self) -> Lines:
         """Lane 2c + i of field f: column c of sixteen, slot 2f + i."""
-        values = self._numbers().reshape(_VALUE_FIELDS, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
-        return Lines(values.reshape(-1, _VALUE_FIELDS, LANES), self._value_widths)
+        values = self._numbers().reshape(PAGE_TOKENS // 2, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
+        return Lines(values, self._value_widths)
 
     def _numbers(self) -> Int32s:
         return np.arange(PAGE_TOKENS * len(self.tables.key_weight), dtype=np.int32)

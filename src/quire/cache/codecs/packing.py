@@ -34,17 +34,18 @@ def parts(bits: int) -> list[tuple[int, int]]:
 class Lines:
     """Lines of blocks of codes, one block behind the other.
 
-    numbers  int32 [B, F, 32], each number once: whose code the lanes of F fields of B blocks have; F a multiple of 16
+    numbers  int32 [B * F * 32] in any shape, each number once: whose code the lanes of F fields of B blocks have; F a
+             multiple of 16
     widths   of each block the bits of its codes
     """
 
     def __init__(self, numbers: Int32s, widths: Sequence[int]) -> None:
         self._count = numbers.size
-        bits = 8 * numbers[..., None] + np.arange(8, dtype=np.int32)
+        bits = 8 * numbers.reshape(len(widths), -1, 1) + np.arange(8, dtype=np.int32)
         found = [bits[:0].ravel()]
         for block, of_block in zip(bits, widths, strict=True):
             for width, lowest in parts(of_block):
-                lines = block[..., lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width)
+                lines = block[:, lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width)
                 found.append(lines.swapaxes(1, 2).ravel())
         self._order = np.concatenate(found)  # of all bits of the lines, which bit of the codes, as bytes, each is
 
