@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from quire.cache.codecs import DENSE
 from quire.cache.codecs.slots import RUN, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.kernels.runtime import DTYPE_IDS
@@ -20,7 +19,7 @@ class DenseCodec(SlottedPages):
     dtype     bfloat16, float16 or float32
     """
 
-    name = DENSE
+    name = "dense"
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         self.kernel_id = DTYPE_IDS[dtype]

@@ -23,9 +23,6 @@ from quire.cache.codecs.packing import from_half, to_half
 from quire.cache.codecs.slots import RUN, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
-KERNEL_ID = 4
-"""GROUP in kernels/common.h."""
-
 GROUP_CHANNELS = 64
 TOP_CODE = 15
 
@@ -39,7 +36,7 @@ class GroupCodec(SlottedPages):
     """
 
     name = "g4"
-    kernel_id = KERNEL_ID
+    kernel_id = 4  # GROUP in kernels/common.h
 
     def __init__(self, head_dim: int, key_bias: torch.Tensor | None = None) -> None:
         self.head_dim = head_dim

@@ -29,9 +29,6 @@ from quire.cache.codecs.packing import LINE_BYTES, MAX_BITS, Lines, from_half, p
 from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
-KERNEL_ID = 3
-"""NUQ in kernels/common.h."""
-
 BLOCK_PAIRS = 4
 """Pairs of key channels of one width: 512 codes, a line for each bit."""
 
@@ -109,7 +106,7 @@ class NuqCodec(SlottedPages):
     page_bytes  int32 [L, H]: heads may differ in bits and slots
     """
 
-    kernel_id = KERNEL_ID
+    kernel_id = 3  # NUQ in kernels/common.h
 
     def __init__(self, name: str, tables: NuqTables) -> None:
         self.head_dim = tables.key_weight.shape[-1]

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from quire.cache.arrays import Bools, Floats, Int32s, Words
     from quire.cache.codecs import Moves
 
-KERNEL_ID = 5
-"""SUMS in kernels/common.h."""
-
 
 class Rows(Protocol):
     """The chunk table, as far as sums need it."""
@@ -44,7 +41,7 @@ class SumsCodec:
     """A page is float32 [P], little-endian."""
 
     name = "sums"
-    kernel_id = KERNEL_ID
+    kernel_id = 5  # SUMS in kernels/common.h
     page_bytes = 4 * PAGE_TOKENS
 
     def load(self, table: Rows, rows: Int32s) -> Floats:
@@ -59,7 +56,7 @@ class SumsCodec:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
         held, ids = _held(table, rows)
         if table.has_bytes:
-            images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
+            images = sums.reshape(*held.shape, PAGE_TOKENS)[held]
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 
     def move(self, arena: torch.Tensor, moves: Moves) -> None:
