@@ -23,10 +23,8 @@ class Arena:
     def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:
         self.num_bytes = num_bytes
         self.device = torch.device(device)
-        if self.device.type == "cpu":
-            self.data = huge_pages(num_bytes)
-        else:
-            self.data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        is_cpu = self.device.type == "cpu"
+        self.data = huge_pages(num_bytes) if is_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def rows(self, page_bytes: int) -> torch.Tensor:
         """The arena as overlapping pages, uint8 [units, page_bytes]. Row i is the page with id i, whatever its slab's

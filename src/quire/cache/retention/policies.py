@@ -111,7 +111,6 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
     *shape, num_tokens = sums.shape
     policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
     recovery = np.full((*shape, chain.full + 1), np.nan)
-    left = np.ones(shape, bool)  # heads for which nothing has passed
     columns = np.zeros(sums.shape, bool)  # of members that keep columns
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
     for policy, member in enumerate(chain.members):
@@ -123,11 +122,11 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
         else:
             columns = columns | marks[member]
         found = local_recovery(columns, window) if window else (sums * columns).sum(-1) / num_tokens
+        left = policies == chain.full  # heads for which nothing has passed
         recovery[left, policy] = found[left]
         passes = left & (found >= chain.threshold)
         policies[passes], kept[passes] = policy, (columns | last)[passes]
-        left &= ~passes
-    recovery[left, chain.full] = 1.0
+    recovery[policies == chain.full, chain.full] = 1.0
     return Decided(policies, kept, recovery, chain)
 
 
