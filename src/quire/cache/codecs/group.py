@@ -70,9 +70,9 @@ class GroupCodec(SlottedPages):
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
         pairs, ranges = pages.tensor_split((PAGE_TOKENS * self.head_dim,), 1)
-        pairs = pairs.reshape(len(pages), 2, PAGE_TOKENS, -1)
+        pairs = pairs.unflatten(1, (2, PAGE_TOKENS, -1))
         codes = torch.cat((pairs & TOP_CODE, pairs >> 4), -1).float()
-        groups = from_half(ranges).view(len(pages), 2, -1, 2, PAGE_TOKENS)
+        groups = from_half(ranges).unflatten(1, (2, -1, 2, PAGE_TOKENS))
         low, step = groups.repeat_interleave(GROUP_CHANNELS, 2)[:, :, : self.head_dim].permute(3, 0, 1, 4, 2)
         k, v = (low + codes * step).unbind(1)
         return k + self._bias(layer, head, k), v

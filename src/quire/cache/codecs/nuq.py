@@ -182,8 +182,8 @@ class HeadCodec:
         costliest = _ranked(missing * missing * self.tables.key_weight)[..., : int(self.tables.key_slots)]
         value_codes, ranges, value_slots = self._encode_values(v)
         page = torch.cat(
-            (self.key_lines.pack(codes.flatten(1)), _slots(missing, costliest),
-             self.value_lines.pack(value_codes.flatten(1)), ranges, value_slots), 1
+            (self.key_lines.pack(codes), _slots(missing, costliest),
+             self.value_lines.pack(value_codes), ranges, value_slots), 1
         )  # fmt: skip
         return torch.nn.functional.pad(page, (0, self.layout.page_bytes - self.layout.end))
 
@@ -235,7 +235,7 @@ class HeadCodec:
             s = torch.where(fits, slope / torch.where(fits, spread, 1.0), s)
             z = torch.where(fits, middle + (total - s * sum_c) / number, z)
         beyond = ((v - z).abs() * ~inner).amax(-1, keepdim=True)
-        s = torch.maximum(s, beyond * (1.0 / RESIDUAL_REACH))
+        s = torch.maximum(s, beyond / RESIDUAL_REACH)
         # Never minus zero: which of two zeros is the larger is nobody's promise.
         ranges = to_half(torch.stack((s, z), 1) + 0.0)
         s, z = ranges.float().unbind(1)

@@ -42,20 +42,22 @@ class Lines:
     def __init__(self, numbers: Int32s, widths: Sequence[int]) -> None:
         self._count = numbers.size
         bits = 8 * numbers.reshape(len(widths), -1, 1) + np.arange(8, dtype=np.int32)
-        found = [bits[:0].ravel()]
-        for block, of_block in zip(bits, widths, strict=True):
-            for width, lowest in parts(of_block):
-                lines = block[:, lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width)
-                found.append(lines.swapaxes(1, 2).ravel())
-        self._order = np.concatenate(found)  # of all bits of the lines, which bit of the codes, as bytes, each is
+        found = [
+            block[:, lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width).swapaxes(1, 2).ravel()
+            for block, of_block in zip(bits, widths, strict=True)
+            for width, lowest in parts(of_block)
+        ]
+        self._order = np.concatenate(
+            [bits[:0].ravel(), *found]
+        )  # of all bits of the lines, which bit of the codes, as bytes, each is
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes [n, numbers], below 2^bits, as lines, uint8 [n, bytes]."""
-        bits = np.unpackbits(codes.numpy().astype(np.uint8), 1, bitorder="little")
+        """Codes [n, ...], `numbers` of each n and below 2^bits, as lines, uint8 [n, bytes]."""
+        bits = np.unpackbits(codes.flatten(1).numpy().astype(np.uint8), 1, bitorder="little")
         return torch.from_numpy(np.packbits(bits[:, self._order], 1, "little"))
 
     def unpack(self, lines: torch.Tensor) -> torch.Tensor:
-        """The codes of `pack`, int64."""
+        """The codes of `pack`, int64 [n, numbers]."""
         bits = np.zeros((len(lines), 8 * self._count), np.uint8)
         bits[:, self._order] = np.unpackbits(lines.numpy(), 1, bitorder="little")
         return torch.from_numpy(np.packbits(bits, 1, "little")).long()
