@@ -32,8 +32,7 @@ class ByteCodec(SlottedPages):
         self.at_scales = 2 * PAGE_TOKENS * head_dim
         self.page_bytes = self.at_scales + 4 * PAGE_TOKENS
         self.head_dim = head_dim
-        runs = (0, head_dim), (PAGE_TOKENS * head_dim, head_dim), (self.at_scales, 2), (self.page_bytes - 128, 2)
-        super().__init__([[(RUN, start, size) for start, size in runs]])
+        super().__init__([[(RUN, size) for size in (head_dim, head_dim, 2, 2)]])
 
     @classmethod
     def of(cls, inputs: CodecInputs) -> ByteCodec:

@@ -146,7 +146,7 @@ def bytes_of_sealed(spec: AttentionSpec, chunks: NDArray[np.int32]) -> torch.Ten
     sidecar's rows left out.
     """
     sinks = spec.table.sinks
-    unused = 0 if sinks is None else sinks.sidecar_bytes - spec.num_layers * spec.num_kv_heads * sinks.head_bytes
+    unused = 0 if sinks is None else sinks.sidecar_bytes - spec.num_layers * sinks.layer_bytes
     places = [np.empty(0, np.int64)]
     for chunk in chunks.tolist():
         pages = bytes_of_pages(spec, chunk)
@@ -307,7 +307,9 @@ def fill(spec: AttentionSpec, chunk: int, slots: int, generator: torch.Generator
     for layer in range(spec.num_layers):
         k, v = torch.randn(2, spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, generator=generator).to(spec.dtype)
         if table.sinks is not None and table.sidecars[chunk] >= 0:
-            table.sinks.store(table, chunk, layer, k, v)
+            rows = table.sinks.rows(table.arena, int(table.sidecars[chunk]), layer)
+            for exact, part in zip(rows, (k, v), strict=True):
+                exact.copy_(part[:, : table.sinks.num_tokens])
         k[:, slots:] = v[:, slots:] = torch.nan
         for head in range(spec.num_kv_heads):
             image = codec.encode(layer, head, k[head : head + 1], v[head : head + 1])

@@ -35,8 +35,8 @@ from quire.attention.kernels.write import write
 from quire.attention.triton import PIECES_PER_PROCESSOR
 from quire.attention.triton_plan import ENCODE_WARPS, WRITE_ROWS
 from quire.attention.triton_profile import PLACE_ROWS
-from quire.cache.codecs.group import KERNEL_ID as GROUP
-from quire.cache.codecs.nuq import KERNEL_ID as NUQ
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 from quire.models import triton_ops, triton_packed
 
@@ -44,6 +44,7 @@ from .ahead import POINTERS, Compiled, compile_for
 
 HOPPER = 90
 REGISTERS, SHARED_BYTES = 65536, 227 << 10  # of a multiprocessor
+GROUP, NUQ = GroupCodec.kernel_id, NuqCodec.kernel_id
 KINDS = ("append", "append-seeded", "short", "short-seeded", "tall")
 COMMON = ("common-2", "common-8", "common-16", "common-64")
 """Shared runs of decode steps of so many rows, in tiles of 16, 32, 64 and, as tall, 128 queries for groups of 4."""

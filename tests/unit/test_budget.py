@@ -95,7 +95,7 @@ def test_pages_go_where_they_hold_most(seed: int, n: int, share: float, marked: 
     special = generator.random(n) < marked
     page_bytes = 2 ** generator.integers(0, 3, 5)
     most = share * page_bytes.sum() * -(-n // PAGE)
-    found = allocate(scores, positions, special, n, page_bytes, PAGE, most)
+    found = allocate(scores, positions, special, page_bytes, PAGE, most)
     assert np.array_equal(found, plain_allocation(scores, positions, special, n, page_bytes, most))
 
 
@@ -104,7 +104,7 @@ def test_a_head_that_is_looked_back_at_gets_the_pages() -> None:
     scores = np.zeros(positions.shape, np.float32)
     scores[1] = 0.5
     special = np.arange(64) == 0
-    found = allocate(scores, positions, special, 64, np.ones(3, np.int64), PAGE, 3 * 16 / 2)
+    found = allocate(scores, positions, special, np.ones(3, np.int64), PAGE, 3 * 16 / 2)
     # Two pages for each: what begins the sequence, and its end; the rest where something has a score.
     assert found[1].all() and found[:, 0].all() and found[:, -PAGE:].all() and found.sum() == 3 * 64 / 2
 
@@ -113,6 +113,6 @@ def test_a_head_that_is_looked_back_at_gets_the_pages() -> None:
 def test_special_tokens_are_kept_whatever_the_budget(most: float) -> None:
     positions = np.tile(np.arange(64, dtype=np.int32), (3, 1))
     special = np.isin(np.arange(64), (0, 30, 62))
-    found = allocate(np.ones(positions.shape, np.float32), positions, special, 64, np.ones(3, np.int64), PAGE, most)
+    found = allocate(np.ones(positions.shape, np.float32), positions, special, np.ones(3, np.int64), PAGE, most)
     # That of the first two, and the last one.
     assert found[:, special].all() and found.sum() == 3 * 2 * PAGE

@@ -178,7 +178,7 @@ def test_sinks_are_exact_and_not_in_the_page() -> None:
     ((_, segment),) = list(tree.segments())
     chunk = int(segment.chunks[0])
     for layer in range(2):
-        exact = table.sinks.rows(table, chunk, layer)
+        exact = torch.stack(table.sinks.rows(table.arena, int(table.sidecars[chunk]), layer), 1)
         assert exact.isfinite().all() and exact.abs().amin((-1, -2, -3)).ne(0).any()
         for head in range(2):
             size = table.page_bytes(table.sealed_codec, layer, head)

@@ -6,7 +6,7 @@ o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,11 +127,9 @@ class ReferencePlan:
                 row += high - low
         for source, chunk in self._seals:
             keys, values = (part.clone() for part in self._keys_values(source, layer))
-            sinks = spec.table.sinks
-            if sinks is not None and spec.table.sidecars[chunk] >= 0:
-                sinks.store(spec.table, chunk, layer, keys, values)
-                keys[:, : sinks.num_tokens] = 0
-                values[:, : sinks.num_tokens] = 0
+            for exact, first in self._sinks(chunk, layer, keys, values):
+                exact.copy_(first)
+                first.zero_()
             self._store(spec.table.sealed_codec, chunk, layer, keys, values)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -267,9 +265,17 @@ class ReferencePlan:
             keys.append(k)
             values.append(v)
         k, v = torch.cat(keys), torch.cat(values)
-        if table.sinks is not None and table.sidecars[chunk] >= 0 and codec is table.sealed_codec:
-            table.sinks.load(table, chunk, layer, k, v)
+        if codec is table.sealed_codec:
+            for exact, first in self._sinks(chunk, layer, k, v):
+                first.copy_(exact)
         return k, v
+
+    def _sinks(self, chunk: int, layer: int, *numbers: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows of a chunk's sidecar, if it has one, each with the same tokens of keys and values [H, P, D]."""
+        table = self.spec.table
+        if table.sinks is not None and (sidecar := int(table.sidecars[chunk])) >= 0:
+            for exact, part in zip(table.sinks.rows(table.arena, sidecar, layer), numbers, strict=True):
+                yield exact, part[:, : table.sinks.num_tokens]
 
     def _store(self, codec: Codec, chunk: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         table = self.spec.table

@@ -22,7 +22,8 @@ from quire.attention.kernels.write import write
 from quire.attention.plan import AttentionSpec
 from quire.attention.rows import RowSlice, wait_for
 from quire.attention.triton_profile import StepProfile, page_sizes
-from quire.cache.codecs import group, nuq
+from quire.cache.codecs.group import GroupCodec
+from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -192,12 +193,12 @@ class TritonPlan:
         grid = (spec.num_kv_heads, self._num_seals, num_layers)
         words, halves, octets = backend.views
         match tables.kernel_id:
-            case group.KERNEL_ID:
+            case GroupCodec.kernel_id:
                 encode_groups[grid](
                     backend.arena, halves, octets, mirror.pages, self._seals, self._staged_id, tables.books,
                     first_layer, **page_sizes(spec), num_warps=ENCODE_WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
-            case nuq.KERNEL_ID:
+            case NuqCodec.kernel_id:
                 encode_nuq[grid](
                     backend.arena, words, halves, octets, mirror.pages, mirror.sidecars, self._seals, self._staged_id,
                     tables.heads, tables.pairs, tables.edges, tables.books, tables.weight, tables.value_edges,

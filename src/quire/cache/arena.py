@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from quire.cache.arrays import Int32s
+from quire.cache.arrays import Bytes, Int32s
 from quire.cache.ledger import UNIT
 from quire.kernels.memory import huge_pages
 
@@ -24,35 +23,31 @@ class Arena:
     def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:
         self.num_bytes = num_bytes
         self.device = torch.device(device)
-        if self.device.type == "cpu":
-            self.data = huge_pages(num_bytes)
-        else:
-            self.data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        is_cpu = self.device.type == "cpu"
+        self.data = huge_pages(num_bytes) if is_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def rows(self, page_bytes: int) -> torch.Tensor:
         """The arena as overlapping pages, uint8 [units, page_bytes]. Row i is the page with id i, whatever its slab's
         page size.
         """
-        return self.data.as_strided((self._num_rows(page_bytes), page_bytes), (UNIT, 1))
+        return self.data.as_strided(((self.num_bytes - page_bytes) // UNIT + 1, page_bytes), (UNIT, 1))
 
     def load(self, ids: Int32s, page_bytes: int) -> torch.Tensor:
         """A copy of page images, uint8 [n, page_bytes] on the arena's device."""
         return self.rows(page_bytes).index_select(0, self._index(ids))
 
-    def store(self, ids: Int32s, page_bytes: int, images: torch.Tensor | NDArray[np.uint8]) -> None:
+    def store(self, ids: Int32s, page_bytes: int, images: torch.Tensor | Bytes) -> None:
         """Overwrites page images with uint8 [n, page_bytes]."""
         assert images.shape == (len(ids), page_bytes), f"{tuple(images.shape)} for {len(ids)} pages of {page_bytes}"
         # torch copies rows element by element. With elements of eight bytes this takes a fifth of the time.
-        words = self.data.view(torch.int64).as_strided((self._num_rows(page_bytes), page_bytes // 8), (UNIT // 8, 1))
         given = torch.as_tensor(images).to(self.device).contiguous().view(torch.int64)
-        words.index_copy_(0, self._index(ids), given)
+        self.rows(page_bytes).view(torch.int64).index_copy_(0, self._index(ids), given)
 
-    def read(self, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A copy of bytes from an offset on."""
-        found: NDArray[np.uint8] = self.data[start : start + num_bytes].cpu().numpy().copy()
-        return found
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        """Bytes from an offset on; on a CPU a view."""
+        return np.asarray(self.data[start : start + num_bytes].cpu())
 
-    def write(self, start: int, given: NDArray[np.uint8]) -> None:
+    def write(self, start: int, given: Bytes) -> None:
         """Overwrites bytes from an offset on."""
         self.data[start : start + len(given)] = torch.tensor(given, device=self.device)
 
@@ -62,9 +57,6 @@ class Arena:
         for first in range(0, len(before), step):
             part = slice(first, first + step)
             self.store(after[part], page_bytes, self.load(before[part], page_bytes))
-
-    def _num_rows(self, page_bytes: int) -> int:
-        return (self.num_bytes - page_bytes) // UNIT + 1
 
     def _index(self, ids: Int32s) -> torch.Tensor:
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)

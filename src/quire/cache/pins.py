@@ -53,11 +53,11 @@ class Pins:
         now.
         """
         tree = self.tree
-        whole = [segment for segment, count in tree.walk(keys) if count == len(segment.chunks)]
-        ended = [each for each in whole if self._is_protected.get(each) is False]
+        found = [segment for segment, count in tree.walk(keys) if count == len(segment.chunks)]
+        ended = [segment for segment in found if self._is_protected.get(segment) is False]
         if ended:
             tree.num_uses += 1
-            for each in whole[: whole.index(ended[-1]) + 1]:
+            for each in Path(ended[-1]).segments:
                 each.last_use, each.used_at = tree.num_uses, tree.now
         for each in ended:
             self._end(each)
@@ -83,10 +83,8 @@ class Pins:
     @property
     def num_protected(self) -> tuple[int, int]:
         """Number of chunks under protected pins, and number of their segments that begin a sequence."""
-        kept: set[Segment] = set()
-        for segment, is_protected in self._is_protected.items():
-            if is_protected:
-                kept.update(Path(segment).segments)
+        protected = (segment for segment, is_protected in self._is_protected.items() if is_protected)
+        kept = {each for segment in protected for each in Path(segment).segments}
         return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
 
     def check(self) -> None:

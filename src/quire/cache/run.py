@@ -142,7 +142,7 @@ class _Layout:
         lengths = np.where(self._held, self._sizes, 0).astype(np.int64) + self.placed * POSITIONS_BYTES
         ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
         self.starts, self.positions = ends - lengths, ends - POSITIONS_BYTES
-        self.beside = 0 if table.sinks is None else table.sinks.num_heads * table.sinks.head_bytes
+        self.beside = 0 if table.sinks is None else table.sinks.layer_bytes
         num_sidecars, end = int(run.has_sidecar.sum()), int(ends[-1, -1])
         self.sidecars = [end + index * self.beside for index in range(num_sidecars)]
         self.num_bytes = end + num_sidecars * self.beside

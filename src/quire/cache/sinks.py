@@ -11,24 +11,11 @@ codes of zeros, and their keys are rotated on read like all others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from quire.cache.arena import Arena
-from quire.cache.arrays import Int32s
 from quire.cache.ledger import UNIT
-
-
-class Sidecars(Protocol):
-    """The chunk table, as far as sinks need it."""
-
-    sidecars: Int32s
-
-    @property
-    def arena(self) -> Arena:
-        """The bytes of its pages."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -46,29 +33,17 @@ class Sinks:
     dtype: torch.dtype
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one layer."""
-        return 2 * self.num_tokens * self.head_dim * self.dtype.itemsize
+    def layer_bytes(self) -> int:
+        """Bytes of the rows of one layer."""
+        return self.num_heads * 2 * self.num_tokens * self.head_dim * self.dtype.itemsize
 
     @property
     def sidecar_bytes(self) -> int:
         """Bytes of a chunk's sidecar, a multiple of 128."""
-        return -(-self.num_layers * self.num_heads * self.head_bytes // UNIT) * UNIT
+        return -(-self.num_layers * self.layer_bytes // UNIT) * UNIT
 
-    def rows(self, table: Sidecars, chunk: int, layer: int) -> torch.Tensor:
-        """The rows of one layer, [H, 2, n, D], as a view of the arena."""
-        start = int(table.sidecars[chunk]) * UNIT + layer * self.num_heads * self.head_bytes
-        found = table.arena.data[start : start + self.num_heads * self.head_bytes]
-        return found.view(self.dtype).view(self.num_heads, 2, self.num_tokens, self.head_dim)
-
-    def store(self, table: Sidecars, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Copies the first tokens of keys and values [H, P, D] into the chunk's sidecar."""
-        rows = self.rows(table, chunk, layer)
-        rows[:, 0] = k[:, : self.num_tokens]
-        rows[:, 1] = v[:, : self.num_tokens]
-
-    def load(self, table: Sidecars, chunk: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Overwrites the first tokens of keys and values [H, P, D] with those of the sidecar."""
-        rows = self.rows(table, chunk, layer)
-        k[:, : self.num_tokens] = rows[:, 0]
-        v[:, : self.num_tokens] = rows[:, 1]
+    def rows(self, arena: Arena, sidecar: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """The rows of one layer of a sidecar, by its page id: keys and values [H, n, D], as views of the arena."""
+        start = sidecar * UNIT + layer * self.layer_bytes
+        found = arena.data[start : start + self.layer_bytes].view(self.dtype)
+        return found.view(self.num_heads, 2, self.num_tokens, self.head_dim).unbind(1)

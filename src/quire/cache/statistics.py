@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from quire.cache.counts import ChunkCounts
 from quire.cache.path import Path
 from quire.cache.tree import PrefixTree
@@ -46,12 +44,11 @@ class Statistics:
         """
         table, tree, cached = self.table, self.tree, self.cached()
         read = sum(
-            len(segment.chunks) * (1 if heads is None else heads.astype(np.int64))
+            len(segment.chunks) * (1 if heads is None else heads)
             for path in paths
             for segment, heads in path.reads()
             if not segment.is_dropped
         )
-        once = tree.num_read + tree.part_read
         return {
             "bytes_total": table.num_bytes,
             "bytes_used": table.bytes_out - cached,
@@ -59,7 +56,7 @@ class Statistics:
             "bytes_free": table.num_bytes - table.bytes_out,
             "bytes_peak": self._peak,
             "bytes_pinned": tree.num_pinned * self.chunk_bytes,
-            "bytes_saved": max(0, int(((read - once) * self.page_sizes).sum())),
+            "bytes_saved": max(0, int(((read - tree.num_read - tree.part_read) * self.page_sizes).sum())),
             "bytes_evicted": tree.num_evicted * self.chunk_bytes,
             "bytes_retention_freed": freed,
         }

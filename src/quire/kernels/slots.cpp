@@ -6,9 +6,9 @@ namespace {
 
 enum PartKind : int32_t { RUN, KEY_LINES, VALUE_LINES };
 
-// Of the pages of one layout, where each slot has some of its bits.
+// Some bits of every slot of a page, in parts one behind the other.
 struct Part {
-    int32_t kind, start, size;
+    int32_t kind, size;
 };
 
 typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
@@ -20,7 +20,7 @@ inline Word with_codes(Word old, Word source, uint32_t mask, int from, int to) {
 }
 
 inline void move_run(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
-    from += part.start + from_slot * part.size, to += part.start + to_slot * part.size;
+    from += from_slot * part.size, to += to_slot * part.size;
     switch (part.size) {
         case 1: *to = *from; break;
         case 2: std::memcpy(to, from, 2); break;
@@ -30,7 +30,7 @@ inline void move_run(const Part& part, const uint8_t* from, int from_slot, uint8
 
 inline void move_keys(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
     constexpr uint32_t MASKS[5] = {0, 0x11111111, 0x03030303, 0, 0x000f000f};   // every fourth field of both lanes
-    from += part.start + 4 * (from_slot % 16), to += part.start + 4 * (to_slot % 16);
+    from += 4 * (from_slot % 16), to += 4 * (to_slot % 16);
     for (int line = 0; line < part.size; line++, from += 64, to += 64) {
         uint32_t source, old;
         std::memcpy(&source, from, 4);
@@ -42,7 +42,7 @@ inline void move_keys(const Part& part, const uint8_t* from, int from_slot, uint
 
 inline void move_values(const Part& part, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
     const int width = part.size, per_line = 16 / width;
-    const auto line = [&](int slot) { return part.start + 64 * (slot / 2 / per_line); };
+    const auto line = [&](int slot) { return 64 * (slot / 2 / per_line); };
     const auto shift = [&](int slot) { return 16 * (slot % 2) + width * (slot / 2 % per_line); };
     const words source = *reinterpret_cast<const words*>(from + line(from_slot));
     auto* target = reinterpret_cast<words*>(to + line(to_slot));
@@ -71,6 +71,8 @@ QUIRE_API void quire_move_slots(uint8_t* arena, const void* parts, const int32_t
                 if (part->kind == RUN) move_run(*part, from, slots[i], to, to_slots[i]);
                 else if (part->kind == KEY_LINES) move_keys(*part, from, slots[i], to, to_slots[i]);
                 else move_values(*part, from, slots[i], to, to_slots[i]);
+                const int bytes = (part->kind == VALUE_LINES ? 128 : 64) * part->size;
+                from += bytes, to += bytes;
             }
         }
     });

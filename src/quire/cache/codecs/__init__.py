@@ -39,15 +39,15 @@ class PageFormat(Protocol):
 class Moves:
     """Token slots that other slots are overwritten with.
 
-    layers, heads  [m]
-    pages, slots   [2, m]: source first, then target. Both are pages of one codec, by id, and of the same layer and head
-                   if sizes differ between heads. No target slot occurs twice or is a source
+    layers, heads  int32 [m]
+    pages, slots   int32 [2, m]: source first, then target. Both are pages of one codec, by id, and of the same layer
+                   and head if sizes differ between heads. No target slot occurs twice or is a source
     """
 
-    layers: NDArray[np.integer[Any]]
-    heads: NDArray[np.integer[Any]]
-    pages: NDArray[np.integer[Any]]
-    slots: NDArray[np.integer[Any]]
+    layers: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    pages: NDArray[np.int32]
+    slots: NDArray[np.int32]
 
 
 @runtime_checkable

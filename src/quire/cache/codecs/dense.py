@@ -19,23 +19,23 @@ class DenseCodec(SlottedPages):
     dtype     bfloat16, float16 or float32
     """
 
+    name = "dense"
+
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
-        self.name = "dense"
         self.kernel_id = DTYPE_IDS[dtype]
         self.head_dim = head_dim
         self.dtype = dtype
-        self.data_bytes = 2 * PAGE_TOKENS * head_dim * dtype.itemsize
-        self.page_bytes = -(-self.data_bytes // UNIT) * UNIT
         row = head_dim * dtype.itemsize
-        super().__init__([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row)]])
+        self.page_bytes = -(-2 * PAGE_TOKENS * row // UNIT) * UNIT
+        super().__init__([[(RUN, row), (RUN, row)]])
 
     def encode(self, layer: int, head: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Copies; layer and head do not matter."""
         body = torch.stack((k, v), 1).to(self.dtype).flatten(1).view(torch.uint8)
-        return torch.nn.functional.pad(body, (0, self.page_bytes - self.data_bytes))
+        return torch.nn.functional.pad(body, (0, self.page_bytes - body.shape[1]))
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored values, widened to float32 [n, P, D]."""
-        body = pages[:, : self.data_bytes].contiguous().view(self.dtype).float()
-        k, v = body.view(-1, 2, PAGE_TOKENS, self.head_dim).unbind(1)
+        numbers = pages.contiguous().view(self.dtype)[:, : 2 * PAGE_TOKENS * self.head_dim].float()
+        k, v = numbers.unflatten(1, (2, PAGE_TOKENS, -1)).unbind(1)
         return k, v

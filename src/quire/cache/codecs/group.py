@@ -23,13 +23,8 @@ from quire.cache.codecs.packing import from_half, to_half
 from quire.cache.codecs.slots import RUN, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
 
-KERNEL_ID = 4
-"""GROUP in kernels/common.h."""
-
 GROUP_CHANNELS = 64
 TOP_CODE = 15
-_RANGE_BYTES = 4 * PAGE_TOKENS
-"""Of one group of every vector: low, then step, float16 each."""
 
 
 class GroupCodec(SlottedPages):
@@ -41,17 +36,16 @@ class GroupCodec(SlottedPages):
     """
 
     name = "g4"
-    kernel_id = KERNEL_ID
+    kernel_id = 4  # GROUP in kernels/common.h
 
     def __init__(self, head_dim: int, key_bias: torch.Tensor | None = None) -> None:
         self.head_dim = head_dim
         self.key_bias = None if key_bias is None else key_bias.float().contiguous()
-        self._at_ranges = PAGE_TOKENS * head_dim
-        self.page_bytes = self._at_ranges + 2 * _RANGE_BYTES * -(-head_dim // GROUP_CHANNELS)
+        # Two rows of codes of a token; then of every group of keys, and of values, low and step, float16 each.
+        sizes = [head_dim // 2] * 2 + [2] * 4 * -(-head_dim // GROUP_CHANNELS)
+        self.page_bytes = PAGE_TOKENS * sum(sizes)
         assert self.page_bytes % UNIT == 0
-        row = head_dim // 2
-        ranges = range(self._at_ranges, self.page_bytes, 2 * PAGE_TOKENS)
-        super().__init__([[(RUN, 0, row), (RUN, PAGE_TOKENS * row, row), *((RUN, start, 2) for start in ranges)]])
+        super().__init__([[(RUN, size) for size in sizes]])
 
     @classmethod
     def of(cls, inputs: CodecInputs) -> GroupCodec:
@@ -75,10 +69,10 @@ class GroupCodec(SlottedPages):
 
     def decode(self, layer: int, head: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images uint8 [n, page_bytes] as keys, not rotated, and values, float32 [n, P, D] each."""
-        pairs, ranges = pages.tensor_split((self._at_ranges,), 1)
-        pairs = pairs.reshape(len(pages), 2, PAGE_TOKENS, -1)
+        pairs, ranges = pages.tensor_split((PAGE_TOKENS * self.head_dim,), 1)
+        pairs = pairs.unflatten(1, (2, PAGE_TOKENS, -1))
         codes = torch.cat((pairs & TOP_CODE, pairs >> 4), -1).float()
-        groups = from_half(ranges).view(len(pages), 2, -1, 2, PAGE_TOKENS)
+        groups = from_half(ranges).unflatten(1, (2, -1, 2, PAGE_TOKENS))
         low, step = groups.repeat_interleave(GROUP_CHANNELS, 2)[:, :, : self.head_dim].permute(3, 0, 1, 4, 2)
         k, v = (low + codes * step).unbind(1)
         return k + self._bias(layer, head, k), v

@@ -15,23 +15,19 @@ tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from quire.cache.arrays import Int32s
 from quire.cache.codecs import CodecInputs
-from quire.cache.codecs.packing import LANES, LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
+from quire.cache.codecs.packing import LINE_BYTES, MAX_BITS, Lines, from_half, parts, to_half
 from quire.cache.codecs.slots import KEY_LINES, RUN, VALUE_LINES, Part, SlottedPages
 from quire.cache.ledger import PAGE_TOKENS, UNIT
-
-KERNEL_ID = 3
-"""NUQ in kernels/common.h."""
 
 BLOCK_PAIRS = 4
 """Pairs of key channels of one width: 512 codes, a line for each bit."""
@@ -47,9 +43,7 @@ FIT_ROUNDS = 2
 RESIDUAL_REACH = 256.0
 """How much larger than its vector's scale what is missing in a slot may be: kernels add it in units of the scale."""
 
-_KEY_FIELDS = BLOCK_PAIRS * PAGE_TOKENS // 16
 _VALUE_COLUMNS = 16
-_VALUE_FIELDS = PAGE_TOKENS // 2
 
 
 @dataclass(frozen=True)
@@ -112,31 +106,26 @@ class NuqCodec(SlottedPages):
     page_bytes  int32 [L, H]: heads may differ in bits and slots
     """
 
-    kernel_id = KERNEL_ID
+    kernel_id = 3  # NUQ in kernels/common.h
 
     def __init__(self, name: str, tables: NuqTables) -> None:
-        num_layers, num_heads, self.head_dim = tables.key_weight.shape
+        self.head_dim = tables.key_weight.shape[-1]
         # As kernels look them up: a centroid rounded on read is off by the same for all its tokens, and a mean over
         # many keeps that, 1.7 % of attention over 500 random tokens at 2 bits against 0.4 %. Scores average it out, and
         # keys far from zero want the digits.
         tables = replace(tables, value_books=tables.value_books.bfloat16().float())
         self.name = name
         self.tables = tables
-        self.heads = [
-            [HeadCodec(NuqTables(*(each[layer, head] for each in vars(tables).values()))) for head in range(num_heads)]
-            for layer in range(num_layers)
-        ]
-        self.page_bytes: NDArray[np.int32] = np.array(
-            [[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32
-        )
-        numbers: dict[tuple[Part, ...], int] = {}
-        of = [[numbers.setdefault(tuple(head.parts()), len(numbers)) for head in heads] for heads in self.heads]
-        super().__init__(list(numbers), np.array(of, np.int32))
+        of_layers = zip(*vars(tables).values(), strict=True)
+        self.heads = [[HeadCodec(NuqTables(*head)) for head in zip(*layer, strict=True)] for layer in of_layers]
+        self.page_bytes = np.array([[head.layout.page_bytes for head in heads] for heads in self.heads], np.int32)
+        layouts = [[head.parts() for head in heads] for heads in self.heads]
+        numbers = {parts: number for number, parts in enumerate({*chain(*layouts)})}
+        super().__init__([*numbers], np.array([[numbers[parts] for parts in row] for row in layouts], np.int32))
 
     @classmethod
     def of(cls, inputs: CodecInputs) -> NuqCodec:
         """The codec of some tables."""
-        assert inputs.tables is not None
         return cls(inputs.codec, inputs.tables)
 
     @staticmethod
@@ -168,62 +157,56 @@ class HeadCodec:
         self.tables = tables
         self._key_widths = tables.key_bits.tolist()
         self._value_widths = [int(tables.value_bits)] * (len(tables.key_weight) // _VALUE_COLUMNS)
-        bits, *counts = sum(self._key_widths), tables.key_slots, tables.value_bits, tables.value_slots
-        self.layout = layout_of(len(tables.key_weight), bits, *map(int, counts))
+        counts = tables.key_bits.sum(), tables.key_slots, tables.value_bits, tables.value_slots
+        self.layout = layout_of(len(tables.key_weight), *map(int, counts))
 
     @cached_property
     def key_lines(self) -> Lines:
         """Lane 2t + i of a field: slot t of a quarter of the page, half i of the pair."""
         keys = self._numbers().reshape(4, 16, 2, -1)[..., self.tables.key_order.numpy()].transpose(3, 0, 1, 2)
-        return Lines(keys.reshape(-1, _KEY_FIELDS, LANES), self._key_widths)
+        return Lines(keys, self._key_widths)
 
     @cached_property
     def value_lines(self) -> Lines:
         """Lane 2c + i of field f: column c of sixteen, slot 2f + i."""
-        values = self._numbers().reshape(_VALUE_FIELDS, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
-        return Lines(values.reshape(-1, _VALUE_FIELDS, LANES), self._value_widths)
+        values = self._numbers().reshape(PAGE_TOKENS // 2, 2, -1, _VALUE_COLUMNS).transpose(2, 0, 3, 1)
+        return Lines(values, self._value_widths)
 
-    def _numbers(self) -> NDArray[np.int32]:
+    def _numbers(self) -> Int32s:
         return np.arange(PAGE_TOKENS * len(self.tables.key_weight), dtype=np.int32)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Keys and values, float32 [n, P, D] each, as page images."""
         codes = _codes(k, self.tables.key_edges)
         missing = k - self._centroids(codes)
-        costliest = _largest(missing * missing * self.tables.key_weight, self.tables.key_slots)
+        costliest = _ranked(missing * missing * self.tables.key_weight)[..., : int(self.tables.key_slots)]
         value_codes, ranges, value_slots = self._encode_values(v)
         page = torch.cat(
-            (self.key_lines.pack(codes.flatten(1)), _slots(missing, costliest),
-             self.value_lines.pack(value_codes.flatten(1)), ranges, value_slots), 1
+            (self.key_lines.pack(codes), _slots(missing, costliest),
+             self.value_lines.pack(value_codes), ranges, value_slots), 1
         )  # fmt: skip
         return torch.nn.functional.pad(page, (0, self.layout.page_bytes - self.layout.end))
 
     def decode(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Page images as keys and values, float32 [n, P, D] each."""
         lines, key_slots, value_lines, ranges, value_slots, _ = pages.tensor_split(self.layout, 1)
-        key_codes, codes = (
-            of.unpack(bits).unflatten(1, (PAGE_TOKENS, -1))
-            for of, bits in ((self.key_lines, lines), (self.value_lines, value_lines))
-        )
+        keys = self._centroids(self.key_lines.unpack(lines).unflatten(1, (PAGE_TOKENS, -1)))
+        codes = self.value_lines.unpack(value_lines).unflatten(1, (PAGE_TOKENS, -1))
         s, z = from_half(ranges).view(-1, 2, PAGE_TOKENS, 1).unbind(1)
         values = self.tables.value_books[codes] * s + z
-        return _add_slots(self._centroids(key_codes), key_slots), _add_slots(values, value_slots)
+        return _add_slots(keys, key_slots), _add_slots(values, value_slots)
 
-    def parts(self) -> Iterator[Part]:
-        """Where slots have their bits in the pages."""
-        at = self.layout
-        for kind, start, size, widths in (
-            (KEY_LINES, 0, LINE_BYTES, self._key_widths),
-            (VALUE_LINES, at.values, 2 * LINE_BYTES, self._value_widths),
-        ):
-            for width in (width for bits in widths for width, _ in parts(bits)):
-                yield kind, start, width
-                start += size * width
-        for start in (at.ranges, at.ranges + 2 * PAGE_TOKENS):
-            yield RUN, start, 2
-        for start in (*range(at.key_slots, at.values, SLOT_BYTES), *range(at.value_slots, at.end, SLOT_BYTES)):
-            yield RUN, start, 1
-            yield RUN, start + PAGE_TOKENS, 2
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the pages, in their order."""
+        channel, half = (RUN, 1), (RUN, 2)
+        return (
+            *((KEY_LINES, width) for bits in self._key_widths for width, _ in parts(bits)),
+            *(channel, half) * int(self.tables.key_slots),
+            *((VALUE_LINES, width) for bits in self._value_widths for width, _ in parts(bits)),
+            half,
+            half,
+            *(channel, half) * int(self.tables.value_slots),
+        )
 
     def _centroids(self, codes: torch.Tensor) -> torch.Tensor:
         """What codes [n, P, D] of keys stand for."""
@@ -235,25 +218,24 @@ class HeadCodec:
         """
         book, edges = self.tables.value_books, self.tables.value_edges
         distance = (v - _ordered_sum(v) / v.shape[-1]).abs()
-        outliers = _largest(distance, self.tables.value_slots)
+        outliers, others = _ranked(distance).tensor_split((int(self.tables.value_slots),), -1)
         inner = torch.ones_like(v, dtype=torch.bool).scatter(-1, outliers, False)
-        high = v.masked_fill(~inner, -torch.inf).amax(-1, keepdim=True)
-        low = v.masked_fill(~inner, torch.inf).amin(-1, keepdim=True)
+        low, high = v.gather(-1, others).aminmax(dim=-1, keepdim=True)
         middle = (high + low) * 0.5
         s, z = (high - low) * 0.5, middle
         x = (v - middle) * inner
         total = _ordered_sum(x)
-        number = float(v.shape[-1] - outliers.shape[-1])
+        number = others.shape[-1]
         for _ in range(FIT_ROUNDS):
             c = book[_codes(v, edges * s[..., None] + z[..., None])] * inner
-            sum_c, sum_cc, sum_cx = _ordered_sum(c), _ordered_sum(c * c), _ordered_sum(c * x)
+            sum_c, sum_cc, sum_cx = map(_ordered_sum, (c, c * c, c * x))
             spread = sum_cc - sum_c * sum_c / number
             slope = sum_cx - sum_c * total / number
             fits = (spread > 0) & (slope > 0)
             s = torch.where(fits, slope / torch.where(fits, spread, 1.0), s)
             z = torch.where(fits, middle + (total - s * sum_c) / number, z)
         beyond = ((v - z).abs() * ~inner).amax(-1, keepdim=True)
-        s = torch.maximum(s, beyond * (1.0 / RESIDUAL_REACH))
+        s = torch.maximum(s, beyond / RESIDUAL_REACH)
         # Never minus zero: which of two zeros is the larger is nobody's promise.
         ranges = to_half(torch.stack((s, z), 1) + 0.0)
         s, z = ranges.float().unbind(1)
@@ -273,19 +255,18 @@ def _ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _largest(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Where so many largest numbers of vectors [n, P, D] are, [n, P, count]; of equals the first."""
-    return x.argsort(dim=-1, descending=True, stable=True)[..., : int(count)]
+def _ranked(x: torch.Tensor) -> torch.Tensor:
+    """The channels of vectors [n, P, D], the largest number first; of equals the first."""
+    return x.argsort(dim=-1, descending=True, stable=True)
 
 
 def _slots(missing: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     """The bytes [n, count * 192] of slots: of each the channels [n, P, count] of all vectors, then what they miss."""
-    halves = to_half(missing.gather(-1, channels)).transpose(1, 2).contiguous()
-    return torch.cat((channels.transpose(1, 2).to(torch.uint8), halves.view(torch.uint8)), 2).flatten(1)
+    halves = to_half(missing.gather(-1, channels)).mT.contiguous()
+    return torch.cat((channels.mT.to(torch.uint8), halves.view(torch.uint8)), 2).flatten(1)
 
 
 def _add_slots(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Adds to vectors [n, P, D] what their slots hold."""
-    slots = slots.reshape(len(x), slots.shape[1] // SLOT_BYTES, SLOT_BYTES)
-    channels, missing = slots[..., :PAGE_TOKENS].long(), from_half(slots[..., PAGE_TOKENS:])
-    return x.scatter_add(-1, channels.transpose(1, 2), missing.transpose(1, 2))
+    channels, halves = slots.unflatten(1, (-1, SLOT_BYTES)).tensor_split((PAGE_TOKENS,), -1)
+    return x.scatter_add(-1, channels.long().mT, from_half(halves).mT)

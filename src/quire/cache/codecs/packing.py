@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from quire.cache.arrays import Int32s
 
 LANES = 32
 """Codes of a field: 16-bit lanes of a 64-byte line."""
@@ -33,27 +34,30 @@ def parts(bits: int) -> list[tuple[int, int]]:
 class Lines:
     """Lines of blocks of codes, one block behind the other.
 
-    numbers  int32 [B, F, 32], each number once: whose code the lanes of F fields of B blocks have; F a multiple of 16
+    numbers  int32 [B * F * 32] in any shape, each number once: whose code the lanes of F fields of B blocks have; F a
+             multiple of 16
     widths   of each block the bits of its codes
     """
 
-    def __init__(self, numbers: NDArray[np.int32], widths: Sequence[int]) -> None:
+    def __init__(self, numbers: Int32s, widths: Sequence[int]) -> None:
         self._count = numbers.size
-        bits = 8 * numbers[..., None] + np.arange(8, dtype=np.int32)
-        found = [bits[:0].ravel()]
-        for block, of_block in zip(bits, widths, strict=True):
-            for width, lowest in parts(of_block):
-                lines = block[..., lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width)
-                found.append(lines.swapaxes(1, 2).ravel())
-        self._order = np.concatenate(found)  # of all bits of the lines, which bit of the codes, as bytes, each is
+        bits = 8 * numbers.reshape(len(widths), -1, 1) + np.arange(8, dtype=np.int32)
+        found = [
+            block[:, lowest : lowest + width].reshape(-1, LANE_BITS // width, LANES, width).swapaxes(1, 2).ravel()
+            for block, of_block in zip(bits, widths, strict=True)
+            for width, lowest in parts(of_block)
+        ]
+        self._order = np.concatenate(
+            [bits[:0].ravel(), *found]
+        )  # of all bits of the lines, which bit of the codes, as bytes, each is
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes [n, numbers], below 2^bits, as lines, uint8 [n, bytes]."""
-        bits = np.unpackbits(codes.numpy().astype(np.uint8), 1, bitorder="little")
+        """Codes [n, ...], `numbers` of each n and below 2^bits, as lines, uint8 [n, bytes]."""
+        bits = np.unpackbits(codes.flatten(1).numpy().astype(np.uint8), 1, bitorder="little")
         return torch.from_numpy(np.packbits(bits[:, self._order], 1, "little"))
 
     def unpack(self, lines: torch.Tensor) -> torch.Tensor:
-        """The codes of `pack`, int64."""
+        """The codes of `pack`, int64 [n, numbers]."""
         bits = np.zeros((len(lines), 8 * self._count), np.uint8)
         bits[:, self._order] = np.unpackbits(lines.numpy(), 1, bitorder="little")
         return torch.from_numpy(np.packbits(bits, 1, "little")).long()

@@ -14,20 +14,17 @@ from quire.cache.ledger import PAGE_TOKENS
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
     from quire.cache.arena import Arena
+    from quire.cache.arrays import Bools, Floats, Int32s, Words
     from quire.cache.codecs import Moves
-
-KERNEL_ID = 5
-"""SUMS in kernels/common.h."""
 
 
 class Rows(Protocol):
     """The chunk table, as far as sums need it."""
 
-    pages: NDArray[np.int32]
-    masks: NDArray[np.uint64] | None
+    pages: Int32s
+    masks: Words | None
 
     @property
     def arena(self) -> Arena:
@@ -39,10 +36,10 @@ class SumsCodec:
     """A page is float32 [P], little-endian."""
 
     name = "sums"
-    kernel_id = KERNEL_ID
+    kernel_id = 5  # SUMS in kernels/common.h
     page_bytes = 4 * PAGE_TOKENS
 
-    def load(self, table: Rows, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+    def load(self, table: Rows, rows: Int32s) -> Floats:
         """The sums in some rows of the table, one after the other, [L, H, n * P]; 0 where a row has no page."""
         held, ids = _held(table, rows)
         found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
@@ -50,21 +47,21 @@ class SumsCodec:
             found[held] = table.arena.load(ids, self.page_bytes).cpu().numpy().view(np.float32)
         return found.reshape(*held.shape[:2], -1)
 
-    def store(self, table: Rows, rows: NDArray[np.int32], sums: NDArray[np.float32]) -> None:
+    def store(self, table: Rows, rows: Int32s, sums: Floats) -> None:
         """Overwrites the sums in some rows of the table with [L, H, n * P], where the rows have pages."""
         held, ids = _held(table, rows)
         if len(ids):
-            images = np.ascontiguousarray(sums.reshape(*held.shape, PAGE_TOKENS)[held], np.float32)
+            images = sums.reshape(*held.shape, PAGE_TOKENS)[held]
             table.arena.store(ids, self.page_bytes, images.view(np.uint8))
 
     def move(self, arena: torch.Tensor, moves: Moves) -> None:
         """Overwrites slots of pages with other ones; see Codec."""
         from quire.cache.codecs.slots import RUN, SlottedPages
 
-        SlottedPages([[(RUN, 0, 4)]]).move(arena, moves)
+        SlottedPages([[(RUN, 4)]]).move(arena, moves)
 
 
-def _held(table: Rows, rows: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+def _held(table: Rows, rows: Int32s) -> tuple[Bools, Int32s]:
     """Of which heads rows have pages, [L, H, n], and these pages' ids."""
     assert table.masks is not None
     held = np.not_equal(table.masks[rows], 0).transpose(1, 2, 0)

@@ -54,7 +54,6 @@ def allocate(
     scores: Floats,
     positions: Int32s,
     special: Bools,
-    num_tokens: int,
     page_bytes: NDArray[Any],
     page_tokens: int,
     most_bytes: float,
@@ -63,16 +62,16 @@ def allocate(
     first of equal tokens are kept.
 
     scores      float32 [heads, slots], not negative
-    positions   int32 [heads, slots]; -1 in slots without a token. The last `page_tokens` positions are one page, which
-                is kept or dropped as a whole
-    special     bool [num_tokens]: pages that hold these tokens are always allocated, even beyond the budget
+    positions   int32 [heads, slots]; -1 in slots without a token. The last `page_tokens` positions of the sequence are
+                one page, which is kept or dropped as a whole
+    special     bool [tokens of the sequence]: pages that hold these tokens are always allocated, even beyond the budget
     page_bytes  [heads], bytes of a page with all that stands beside it
     most_bytes  of all pages together
     """
     if not positions.size:
         return np.zeros(positions.shape, bool)
     held = positions >= 0
-    is_last = held & (positions >= num_tokens - page_tokens)
+    is_last = held & (positions >= len(special) - page_tokens)
     is_special = held & special[positions]
     # One sort ranks by score, then position: the bits of floats that are not negative rise with their values.
     ranked = np.where(is_special, np.float32(np.inf), scores).view(np.uint32).astype(np.uint64) << 32
@@ -81,19 +80,15 @@ def allocate(
     pages = ordered.reshape(len(keys), -1, page_tokens)
     values = (pages >> 32).astype(np.uint32).view(np.float32).sum(-1)
     last = np.where((is_last & is_special).any(1), np.inf, np.where(is_last.any(1), LAST * page_tokens, -1))
-    taken = _best(np.column_stack((last, np.where(pages[..., 0] > 0, values, -1))), page_bytes, most_bytes)
+    # Pages are allocated by gain per byte, the most first. A negative gain means no page.
+    gains = np.column_stack((last, np.where(pages[..., 0] > 0, values, -1)))
+    rate = (gains / page_bytes[:, None]).ravel()
+    order = np.argsort(-rate, kind="stable")
+    total = np.cumsum(np.repeat(page_bytes, gains.shape[1])[order])
+    taken = np.zeros(gains.shape, bool)
+    taken.flat[order] = (rate[order] >= 0) & ((total <= most_bytes) | np.isinf(rate[order]))
     # A head keeps the tokens that rank at least as high as the last one in its pages.
     count = taken[:, 1:].sum(1) * page_tokens
     least = ordered[np.arange(len(keys)), count - 1]
     kept = (keys >= least[:, None]) & (keys > 0) & (count > 0)[:, None]
     return np.asarray(kept | (is_last & taken[:, :1]))
-
-
-def _best(gains: NDArray[np.float64], page_bytes: NDArray[Any], most_bytes: float) -> Bools:
-    """The pages that are allocated, bool [heads, pages]: most gain per byte first. A negative gain means no page."""
-    rate = (gains / page_bytes[:, None]).ravel()
-    order = np.argsort(-rate, kind="stable")
-    total = np.cumsum(np.repeat(page_bytes, gains.shape[1])[order])
-    taken = np.zeros(gains.size, bool)
-    taken[order] = (rate[order] >= 0) & ((total <= most_bytes) | np.isinf(rate[order]))
-    return taken.reshape(gains.shape)

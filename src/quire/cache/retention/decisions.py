@@ -140,7 +140,7 @@ class Retention:
         # A marker may go on in the open chunk.
         special, at = self._special(tokens)[:end], positions.reshape(num_heads, -1)
         scores = scores_of(peaks.reshape(at.shape), at, end)
-        return allocate(scores, at, special, end, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
+        return allocate(scores, at, special, sealed + page_bytes.beside, PAGE_TOKENS, most).reshape(peaks.shape)
 
     def keep_on(self, retained: Retained, tokens: Int32s, sums: Floats) -> Bools:
         """The tokens to keep of a sequence that has just sealed a chunk, bool [L, H, slots].

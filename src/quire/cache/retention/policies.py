@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Bools, Bytes, Int32s
 
 Sums = NDArray[np.float64]
 
@@ -65,9 +65,9 @@ class Chain:
         """The policy that keeps everything. Policy p keeps the chain's members up to and with number p."""
         return len(self.members)
 
-    def has(self, policy: int, member: str) -> bool:
-        """Whether a policy that is not `full` has a member."""
-        return member in self.members[: policy + 1]
+    def has(self, policies: Bytes, member: str) -> Bools:
+        """Which policies have a member; `full` has none."""
+        return (policies >= (*self.members, member).index(member)) & (policies < self.full)
 
     def num_frequent(self, num_tokens: int) -> int:
         """Number of tokens of a sequence that `frequent` keeps beside those of other members."""
@@ -89,7 +89,7 @@ class Decided:
     budget    within which it was decided; the chain then only says which heads have sums
     """
 
-    policies: NDArray[np.uint8]
+    policies: Bytes
     kept: Bools
     recovery: Sums
     chain: Chain
@@ -111,7 +111,6 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
     *shape, num_tokens = sums.shape
     policies, kept = np.full(shape, chain.full, np.uint8), np.ones(sums.shape, bool)
     recovery = np.full((*shape, chain.full + 1), np.nan)
-    left = np.ones(shape, bool)  # heads for which nothing has passed
     columns = np.zeros(sums.shape, bool)  # of members that keep columns
     window, last = 0, np.zeros(num_tokens, bool)  # of the last tokens, once a member keeps them
     for policy, member in enumerate(chain.members):
@@ -123,17 +122,17 @@ def decide(chain: Chain, marks: Mapping[str, Bools], sums: Sums, local_recovery:
         else:
             columns = columns | marks[member]
         found = local_recovery(columns, window) if window else (sums * columns).sum(-1) / num_tokens
+        left = policies == chain.full  # heads for which nothing has passed
         recovery[left, policy] = found[left]
         passes = left & (found >= chain.threshold)
         policies[passes], kept[passes] = policy, (columns | last)[passes]
-        left &= ~passes
-    recovery[left, chain.full] = 1.0
+    recovery[policies == chain.full, chain.full] = 1.0
     return Decided(policies, kept, recovery, chain)
 
 
 def keep_on(
     chain: Chain,
-    policies: NDArray[np.uint8],
+    policies: Bytes,
     positions: Int32s,
     marks: Mapping[str, Bools],
     sums: NDArray[Any],
@@ -147,21 +146,15 @@ def keep_on(
     marks      bool [num_tokens]
     sums       [L, H, slots], the attention that these tokens have had so far
     """
-    window = chain.num_local(num_prompt)
-    kept = positions >= 0
-    for policy in np.unique(policies[policies < chain.full]).tolist():
-        heads = policies == policy
-        at, held = positions[heads], kept[heads]
-        wanted = np.zeros_like(held)
-        for member in chain.members[: policy + 1]:
-            if member == "local":
-                wanted |= at >= num_tokens - window
-            elif member != "frequent":
-                wanted |= marks[member][at]
-        wanted &= held
-        if chain.has(policy, "frequent"):
-            wanted |= largest(sums[heads], held & ~wanted, chain.num_frequent(num_tokens), at)
-        kept[heads] = wanted
+    first_local = num_tokens - chain.num_local(num_prompt)
+    held = positions >= 0
+    kept: Bools = held & (policies == chain.full)[..., None]
+    for member in chain.members:
+        if member != "frequent":
+            found = positions >= first_local if member == "local" else marks[member][positions]
+            kept |= held & found & chain.has(policies, member)[..., None]
+    heads = chain.has(policies, "frequent")
+    kept[heads] |= largest(sums[heads], (held & ~kept)[heads], chain.num_frequent(num_tokens), positions[heads])
     return kept
 
 

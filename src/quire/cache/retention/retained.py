@@ -44,7 +44,7 @@ class Retained:
 
     def __post_init__(self) -> None:
         shape, chain = self.policies.shape, self.chain
-        self.has_sums = np.isin(self.policies, [each for each in range(chain.full) if chain.has(each, "frequent")])
+        self.has_sums = chain.has(self.policies, "frequent")
         self.is_packed = self.policies < chain.full
         self.positions = np.empty((*shape, 0, PAGE_TOKENS), np.int32)
         self.in_place: NDArray[Any] = np.empty((*shape, 0), bool)
