@@ -15,6 +15,7 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import Demand
 from quire.cache.path import Path, Swapped
 from quire.cache.run import Run, demand_of, take_rows
+from quire.cache.segment import NO_ROWS
 from quire.cache.store import Store, Transfer, put_rows
 from quire.cache.table import ChunkTable
 
@@ -84,7 +85,7 @@ class Fetching:
             return None
         rows = np.concatenate((path.chunks, path.sums))
         run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        kept = replace(path, tip=None, heads={}, num_shared=0, sums=path.sums[:0], shared=((-1, -1), ()))
+        kept = replace(path, tip=None, heads={}, num_shared=0, sums=NO_ROWS, shared=((-1, -1), ()))
         return Swapped(kept, run)
 
     def has(self, swapped: Swapped) -> bool:
@@ -98,9 +99,8 @@ class Fetching:
     def swap_in(self, swapped: Swapped) -> Path:
         """The path that was swapped out, with new rows, whose chunks are in transfer."""
         run = swapped.run
-        rows = take_rows(self._pages, run)
-        path = swapped.path
-        path.put(rows[: len(rows) - run.num_attached], rows[len(rows) - run.num_attached :])
+        path, rows = swapped.path, take_rows(self._pages, run)
+        path.chunks, path.sums = np.split(rows, [len(rows) - run.num_attached])
         self._start(path, [(run, rows)])
         return path
 

@@ -26,7 +26,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
-from quire.cache.segment import Segment
+from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.statistics import Statistics
 from quire.cache.store import Nowhere, Store
 from quire.cache.tree import PrefixTree
@@ -242,13 +242,11 @@ class CacheManager:
         if num_sealed:
             sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
             if has_open:
-                begun = int(path.chunks[-1])
+                begun, sealed = path.replace(len(path.chunks) - 1, sealed[:1]), sealed[1:]
                 if path.num_tokens > path.num_stored * PAGE_TOKENS:
-                    path.filled = begun
+                    path.filled = int(begun[0])
                 else:  # it has no token yet
-                    table.give(np.array([begun], np.int32))
-                path.replace(path.num_stored - path.num_dropped, sealed[:1])
-                sealed = sealed[1:]
+                    table.give(begun)
             path.append(sealed)
             path.num_stored += num_sealed
         if wants_open:
@@ -263,7 +261,7 @@ class CacheManager:
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
-            f"{num_tokens} tokens in {path.num_chunks} chunks"
+            f"{num_tokens} tokens in {len(path.chunks)} chunks"
         )
         path.num_tokens = num_tokens
         if num_tokens // PAGE_TOKENS == path.num_sealed:
@@ -312,10 +310,8 @@ class CacheManager:
         self._give_filled(path)
         self.table.give(path.private)
         self.table.give(path.sums)
-        path.sums = path.sums[:0]
-        path.truncate(path.num_shared)
         self.tree.release(path)
-        path.truncate(0)
+        path.chunks = path.sums = NO_ROWS
 
     def forget(self, holder: Holder) -> None:
         """Drops the swapped path of a sequence that will not run again."""

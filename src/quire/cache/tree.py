@@ -80,12 +80,12 @@ class PrefixTree(TreeCounts):
         is_hit  whether this counts as a hit; not if a preempted sequence finds its own chunks
         """
         first = path.num_shared
-        assert path.num_chunks == first, "a path with chunks of its own cannot take others"
+        assert len(path.chunks) == first, "a path with chunks of its own cannot take others"
         for segment in self._follow(path.tip or self._root, keys.first(max(first, limit))[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
-            path.tip, path.num_shared = segment, path.num_chunks
-        return path.num_chunks - first
+            path.tip, path.num_shared = segment, len(path.chunks)
+        return path.num_shared - first
 
     def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
         """Puts a path's sealed chunks into the tree, from its last shared one up to chunk `end`, and locks them.
@@ -93,20 +93,13 @@ class PrefixTree(TreeCounts):
         If the tree already has some of them, the path takes the tree's. Returns the rows it no longer needs; the caller
         frees them.
         """
-        first, taken, new = path.num_shared, 0, keys.first(end)[path.num_shared :]
-        at = path.tip or self._root
-        held = [NO_ROWS]
-        for segment in self._follow(at, new):
-            at = segment
-            at.computed += 1
-            taken += len(at.chunks)
-            held.append(at.chunks)
-        spare = NO_ROWS
-        if taken:
-            spare = path.chunks[first : first + taken].copy()
-            path.replace(first, np.concatenate(held))
-        if first + taken < end:
-            at = self._add(at, path, keys, path.chunks[first + taken : end].copy())
+        at, first, spare = path.tip or self._root, path.num_shared, NO_ROWS
+        for segment in self._follow(at, keys.first(end)[first:]):
+            segment.computed += 1
+            spare = np.concatenate((spare, path.replace(first, segment.chunks)))
+            at, first = segment, first + len(segment.chunks)
+        if first < end:
+            at = self._add(at, path, keys, path.chunks[first:end])
         path.tip, path.num_shared = at, end
         return spare
 

@@ -186,7 +186,7 @@ class Retainer(NoRetention):
             places = places_of(path.chunks[chunk - path.num_dropped :], retained.is_packed[..., None])
             positions = np.arange(PAGE_TOKENS, dtype=np.int32) + chunk * PAGE_TOKENS
             table.place(places, np.tile(positions, (len(places[0]), 1)))
-        missing = path.num_chunks - len(path.sums)
+        missing = len(path.chunks) - len(path.sums)
         if missing and (retained is not None or not path.is_decided):
             rows = table.take(missing, self.sums)
             if retained is not None:
