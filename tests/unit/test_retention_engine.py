@@ -341,7 +341,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
         assert not manager.retention.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
-        assert not any(segment.locks.any() or segment.users for _, segment in manager.retention.tree.segments())
+        assert not any(segment.locks.any() or segment.users for segment in manager.retention.tree.segments())
     assert len(phases) >= 3, phases
 
 

@@ -163,7 +163,7 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
     expected = [generate(make_engine(), [common + ids(40, index)])[0] for index in (1, 2)]
     assert [left[str(index)].outputs[0].token_ids for index in (1, 2)] == expected
     tree = engine.scheduler.manager.tree
-    assert tree is not None and not any(segment.locks.any() for _, segment in tree.segments())
+    assert tree is not None and not any(segment.locks.any() for segment in tree.segments())
     cache = engine.stats()["cache"]
     assert cache["bytes_used"] == 0 and cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]
 
@@ -271,7 +271,7 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
         for output in collected[name].outputs:
             assert output.token_ids == alone(prompt, count)
     manager = engine.scheduler.manager
-    assert manager.tree is not None and not any(segment.locks.any() for _, segment in manager.tree.segments())
+    assert manager.tree is not None and not any(segment.locks.any() for segment in manager.tree.segments())
     cache = engine.stats()["cache"]
     assert cache["bytes_used"] == cache["bytes_saved"] == 0
     assert cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]

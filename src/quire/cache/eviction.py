@@ -11,7 +11,7 @@ from quire.cache.ledger import Demand
 from quire.cache.segment import Segment
 from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
-from quire.cache.tree import PrefixTree, Vacated
+from quire.cache.tree import PrefixTree
 
 
 class Eviction:
@@ -71,16 +71,11 @@ class Eviction:
 
     def evict(self, count: int) -> None:
         """Evicts `count` idle chunks, or all of them, and offers them to the store."""
-        for vacated in self.tree.vacate(count):
-            self._put(vacated)
-            self.table.give(vacated.rows)
-
-    def _put(self, vacated: Vacated) -> None:
-        """Offers evicted chunks to the store, before their pages are overwritten."""
-        keys, tokens, _, attached = vacated
-        if self.store.wants(keys):
-            assert isinstance(self.table, ChunkTable), "a table without pages"
-            put_rows(self.store, self.table, tuple(keys), vacated.rows, attached=len(attached), tokens=tokens)
+        for keys, tokens, rows, num_attached in self.tree.vacate(count):
+            if self.store.wants(keys):
+                assert isinstance(self.table, ChunkTable), "a table without pages"
+                put_rows(self.store, self.table, tuple(keys), rows, attached=num_attached, tokens=tokens)
+            self.table.give(rows)
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""

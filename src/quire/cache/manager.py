@@ -86,7 +86,7 @@ class CacheManager:
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
                 " leave",
-                given_up.end,
+                given_up.end * PAGE_TOKENS,
                 len(holder.token_ids),
             )
         self._refused = None
@@ -340,7 +340,7 @@ class CacheManager:
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         self.tree.check()
         self.pins.check()
-        for _, segment in self.tree.segments():
+        for segment in self.tree.segments():
             held += [*segment.chunks, *segment.attached]
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"

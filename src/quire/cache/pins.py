@@ -91,7 +91,7 @@ class Pins:
 
     def check(self) -> None:
         """Proves that these are the pinned segments of the tree."""
-        pinned = {segment for _, segment in self.tree.segments() if segment.pinned_until}
+        pinned = {segment for segment in self.tree.segments() if segment.pinned_until}
         assert pinned == self._is_protected.keys(), "pins are not those of the tree"
 
     def _end(self, segment: Segment) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,19 +34,14 @@ from quire.cache.tree_counts import TreeCounts
 
 
 class Vacated(NamedTuple):
-    """Consecutive chunks that the tree dropped: keys, tokens, rows of the chunk table, and the rows attached to their
-    end.
+    """Consecutive chunks that the tree dropped: their keys, tokens and rows of the chunk table. The last `num_attached`
+    rows are the attachment of their end.
     """
 
     keys: list[bytes]
     tokens: Int32s
-    chunks: Int32s
-    attached: Int32s
-
-    @property
-    def rows(self) -> Int32s:
-        """All rows, the attachment last."""
-        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
+    rows: Int32s
+    num_attached: int
 
 
 @dataclass
@@ -69,7 +64,6 @@ class PrefixTree(TreeCounts):
     num_divided: int = 0
     _root: Segment = field(default_factory=lambda: Segment(NO_ROWS, [], NO_ROWS, 0))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _pushes: Iterator[int] = field(default_factory=itertools.count)
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
 
     def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
@@ -136,9 +130,8 @@ class PrefixTree(TreeCounts):
     def boundary(self, path: Path, num_chunks: int) -> Segment:
         """The segment of a path that ends after `num_chunks` shared chunks. Divides one if none ends there."""
         assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
-        end = num_chunks * PAGE_TOKENS
-        segment = next(each for each in path.segments if each.end >= end)
-        return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
+        segment = next(each for each in path.segments if each.end >= num_chunks)
+        return segment if segment.end == num_chunks else self._divide(segment, num_chunks - segment.start)
 
     def attach(self, segment: Segment, rows: Int32s) -> Int32s:
         """Replaces the attachment of a segment's end. Returns the rows of the old one; the caller frees them."""
@@ -150,7 +143,7 @@ class PrefixTree(TreeCounts):
 
     def detach_all(self) -> Int32s:
         """Ends all attachments. Returns their rows; the caller frees them."""
-        return _joined([self.attach(segment, NO_ROWS) for _, segment in list(self.segments())])
+        return np.concatenate([NO_ROWS, *(self.attach(segment, NO_ROWS) for segment in self.segments())])
 
     def vacate(self, count: int) -> list[Vacated]:
         """Drops `count` idle chunks, or all: from the ends of leaves, least recently used first. The caller frees their
@@ -201,18 +194,18 @@ class PrefixTree(TreeCounts):
             path.shared = (self.num_divided, path.num_shared), found
         return found
 
-    def segments(self) -> Iterator[tuple[Hashable, Segment]]:
-        """Every segment with its namespace, parents first."""
+    def segments(self) -> Iterator[Segment]:
+        """Every segment, parents first."""
         todo = list(self._root.children.values())
         while todo:
             segment = todo.pop()
-            yield segment.namespace, segment
+            yield segment
             todo.extend(segment.children.values())
 
     def check(self) -> None:
         """Proves the invariants."""
         counted = TreeCounts(self.shape)
-        for _, segment in self.segments():
+        for segment in self.segments():
             parent = segment.parent
             assert not segment.is_dropped, "a dropped segment is in the tree"
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
@@ -241,13 +234,12 @@ class PrefixTree(TreeCounts):
 
     def _add(self, at: Segment, path: Path, keys: ChunkKeys, chunks: Int32s) -> Segment:
         """Puts chunks after a segment: at its end if it has no child and no other user so far, else as a child."""
-        first = at.end // PAGE_TOKENS
-        end = first + len(chunks)
+        first, end = at.end, at.end + len(chunks)
         new = keys.first(end)[first:]
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end).copy(), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start, end).copy(), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
@@ -256,7 +248,7 @@ class PrefixTree(TreeCounts):
             keys.tokens(first, end).copy(),
             new,
             chunks,
-            at.end,
+            first,
             next(self._numbers),
             at,
             keys.namespace,
@@ -304,10 +296,9 @@ class PrefixTree(TreeCounts):
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
             # Stale entries leave only by eviction: a server with spare memory would collect them for ever.
-            current = [leaf for _, leaf in self.segments() if leaf.is_evictable]
-            self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
+            self._leaves = [(leaf.last_use, leaf.number, leaf) for leaf in self.segments() if leaf.is_evictable]
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (segment.last_use, next(self._pushes), segment))
+        heapq.heappush(self._leaves, (segment.last_use, segment.number, segment))
 
     def _oldest_leaf(self) -> Segment | None:
         """The leaf to evict next, left at the head of the heap."""
@@ -321,7 +312,8 @@ class PrefixTree(TreeCounts):
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         first = num_kept * PAGE_TOKENS
-        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], leaf.chunks[num_kept:], leaf.attached)
+        rows = np.concatenate((leaf.chunks[num_kept:], leaf.attached))
+        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], rows, len(leaf.attached))
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
@@ -345,7 +337,3 @@ class NoSharing(PrefixTree):
     def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
         """The path keeps its chunks to itself."""
         return NO_ROWS
-
-
-def _joined(rows: list[Int32s]) -> Int32s:
-    return np.concatenate([NO_ROWS, *rows])

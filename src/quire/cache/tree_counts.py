@@ -22,7 +22,7 @@ class TreeCounts:
     num_idle      chunks with pages that can be evicted
     num_parted    chunks of which some path no longer reads some heads
     part_read, part_idle  int64 [L, H]: pages of parted chunks that are read, and that can be evicted
-    num_unread_firsts  segments at position 0 that no live path uses; their first chunks may have sidecars
+    num_unread_firsts  segments at the start of sequences that no live path uses; their first chunks may have sidecars
     num_idle_firsts    those of them that are not pinned
     num_attached  attached rows
     """
