@@ -331,7 +331,7 @@ def test_bytes_saved_are_those_that_sharers_would_take_on_top() -> None:
         engine.add(str(index), None, common + ids(5, index), GREEDY)
     while any(sequence.num_pending > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
-    assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.chunk_bytes
+    assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.statistics.chunk_bytes
 
 
 def cached_tokens(engine: Engine, prompt: list[int], hints: CacheHints = NO_HINTS) -> int | None:
@@ -357,7 +357,7 @@ def test_a_pinned_prompt_outlives_everything_else_and_a_pin_can_be_ended() -> No
         generate(engine, [ids(250, seed)])
     assert engine.stats()["cache"]["bytes_evicted"] > 0
     assert cached_tokens(engine, prompt) == 128
-    assert engine.stats()["cache"]["bytes_pinned"] == 2 * engine.scheduler.manager.chunk_bytes
+    assert engine.stats()["cache"]["bytes_pinned"] == 2 * engine.scheduler.manager.statistics.chunk_bytes
     cached_tokens(engine, prompt, CacheHints(cache_pin=0))
     assert engine.stats()["cache"]["bytes_pinned"] == 0
 

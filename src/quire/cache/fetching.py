@@ -34,15 +34,12 @@ class Fetching:
         self._changed = threading.Condition()
 
     def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
-        """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Empty if
-        the first chunk is already in transfer: the sequence waits, and then finds it in the tree.
+        """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Ends at
+        a chunk that is already in transfer: the sequence waits, and then finds it in the tree.
         """
-        names = keys.first(limit)[near:]
-        if names and names[0] in self.arriving:
-            return []
         found: list[Run] = []
-        for name in names:
-            run = self.store.find(name)
+        for name in keys.first(limit)[near:]:
+            run = None if name in self.arriving else self.store.find(name)
             if run is None:
                 break
             found.append(run)
@@ -62,7 +59,6 @@ class Fetching:
         if len(path.sums) and last.ends_with_sums(names[-1]):
             parts[last][len(last.names) :] = path.sums[: last.num_attached]
         self._start(path, list(parts.items()))
-        path.num_arriving = near + len(runs)
         path.arriving = names
         self.arriving.update(names)
 

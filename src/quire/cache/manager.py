@@ -68,7 +68,6 @@ class CacheManager:
         self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
-        self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
         self.statistics = Statistics(table, tree)
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
@@ -139,16 +138,18 @@ class CacheManager:
 
     def assume_fetched(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
-        holder.path.num_tokens = max(holder.path.num_tokens, holder.path.num_arriving * PAGE_TOKENS)
+        path = holder.path
+        if path.arriving:
+            path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
 
     def end_fetch(self, holder: Holder) -> bool:
         """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
         and the sequence must start again.
         """
-        path = holder.path
-        has_arrived = self.fetching.end(path)
-        if has_arrived and path.num_arriving:
-            self.commit(holder, max(path.num_tokens, path.num_arriving * PAGE_TOKENS))
+        self.assume_fetched(holder)
+        has_arrived = self.fetching.end(holder.path)
+        if has_arrived:
+            self.commit(holder, holder.path.num_tokens)
         return has_arrived
 
     def swap_out(self, holder: Holder) -> None:
@@ -292,10 +293,6 @@ class CacheManager:
         self._settle(holder)
         if retainer.watch is not None:
             retainer.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
-
-    def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
-        """See PrefixTree.shared; empty after retention has packed the path."""
-        return () if holder.path.retained is not None else self.tree.shared(holder.path)
 
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""

@@ -39,8 +39,7 @@ class Path:
     num_dropped  number of chunks of which retention keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
     sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
     transfer     the transfer that brings its chunks from a store; None: there is none
-    num_arriving number of leading chunks that are there once the transfer is over; 0 if the whole path comes back
-    arriving     keys of the chunks in transfer
+    arriving     keys of the chunks in transfer, which follow the shared ones; empty if the whole path comes back
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     """
 
@@ -60,7 +59,6 @@ class Path:
     num_dropped: int = 0
     sums: Int32s = field(default_factory=lambda: NO_ROWS)
     transfer: Transfer | None = None
-    num_arriving: int = 0
     arriving: list[bytes] = field(default_factory=list)
     chunks: Int32s = field(default_factory=lambda: NO_ROWS)
 

@@ -186,11 +186,12 @@ class PrefixTree(TreeCounts):
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
-        prefix.
+        prefix. Empty after retention has packed the path.
         """
         known, found = path.shared
         if known != (self.num_divided, path.num_shared):
-            found = tuple((segment.number, len(segment.chunks)) for segment in path.segments)
+            segments = path.segments if path.num_shared else ()
+            found = tuple((segment.number, len(segment.chunks)) for segment in segments)
             path.shared = (self.num_divided, path.num_shared), found
         return found
 
