@@ -49,13 +49,13 @@ class Demand(tuple[int, ...]):
     __slots__ = ()
 
     def __add__(self, other: tuple[int, ...]) -> Demand:  # type: ignore[override]
-        return Demand(map(operator.add, self, other))
+        return tuple.__new__(Demand, map(operator.add, self, other))
 
     def __sub__(self, other: tuple[int, ...]) -> Demand:
-        return Demand(map(operator.sub, self, other))
+        return tuple.__new__(Demand, map(operator.sub, self, other))
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
-        return Demand(map(count.__mul__, self))
+        return tuple.__new__(Demand, map(count.__mul__, self))
 
 
 @dataclass(slots=True)

@@ -240,13 +240,13 @@ class PrefixTree(TreeCounts):
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = keys.tokens(at.start, end).copy(), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start, end), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            keys.tokens(first, end).copy(),
+            keys.tokens(first, end),
             new,
             chunks,
             first,
