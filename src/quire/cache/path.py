@@ -4,6 +4,7 @@ grows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,26 +81,15 @@ class Path:
     @property
     def segments(self) -> list[Segment]:
         """The segments of the tree on the path, from its beginning."""
-        found = []
-        segment = self.tip
-        while segment is not None and segment.parent is not None:
-            found.append(segment)
-            segment = segment.parent
-        return found[::-1]
+        return [] if self.tip is None else self.tip.branch
 
-    def reads(self) -> list[tuple[Segment, Bools | None]]:
-        """The segments of the tree on the path, from its beginning, and for each the heads whose pages it reads; None:
-        all.
-        """
-        found: list[tuple[Segment, Bools | None]] = []
+    def reads(self) -> Iterator[tuple[Segment, Bools | None]]:
+        """The segments of the tree on the path, the last one first, and the heads whose pages it reads; None: all."""
         heads: Bools | None = None
-        if not self.heads:
-            return [(segment, None) for segment in self.segments]
         for segment in reversed(self.segments):
             # A front that was divided off later has the heads of the rest of its segment.
             heads = self.heads.get(segment, heads)
-            found.append((segment, heads))
-        return found[::-1]
+            yield segment, heads
 
     @property
     def private(self) -> Int32s:

@@ -7,7 +7,6 @@ import math
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.path import Path
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
 
@@ -86,7 +85,7 @@ class Pins:
         kept: set[Segment] = set()
         for segment, is_protected in self._is_protected.items():
             if is_protected:
-                kept.update(Path(segment).segments)
+                kept.update(segment.branch)
         return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
 
     def check(self) -> None:

@@ -69,6 +69,15 @@ class Segment:
         return self.start + len(self.chunks)
 
     @property
+    def branch(self) -> list[Segment]:
+        """The segments from the beginning of sequences to this one."""
+        found, segment = [], self
+        while segment.parent is not None:
+            found.append(segment)
+            segment = segment.parent
+        return found[::-1]
+
+    @property
     def locks(self) -> Int32s:
         """Number of live paths that read its pages: [L, H], or one number for all pages."""
         return np.asarray(self.users, np.int32) if self.unread is None else self.users - self.unread

@@ -75,7 +75,7 @@ class PrefixTree(TreeCounts):
         """
         first = path.num_shared
         assert len(path.chunks) == first, "a path with chunks of its own cannot take others"
-        for segment in self._follow(path.tip or self._root, keys.first(max(first, limit))[first:]):
+        for segment in self._follow(path.tip or self._root, keys.first(limit)[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
             path.tip, path.num_shared = segment, len(path.chunks)
@@ -166,13 +166,11 @@ class PrefixTree(TreeCounts):
 
     def add_pins(self, segment: Segment, by: int) -> None:
         """Adds a pin (by = 1) to a segment and all its ancestors, or removes one (-1)."""
-        at: Segment | None = segment
-        while at is not None and at.parent is not None:
-            self._count(at, -1)
-            at.pins += by
-            self._count(at, 1)
-            self._offer(at)
-            at = at.parent
+        for each in segment.branch:
+            self._count(each, -1)
+            each.pins += by
+            self._count(each, 1)
+            self._offer(each)
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
