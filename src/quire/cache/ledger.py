@@ -96,6 +96,7 @@ class PageCounts:
         self.num_bytes = self.num_slabs * self.slab_bytes
         self.bytes_out = 0
         self._classes: list[_SizeClass] = []
+        self._slab_shares = 1  # of a slab: a whole number of them for a page of each size
 
     @property
     def page_sizes(self) -> list[int]:
@@ -111,6 +112,7 @@ class PageCounts:
                     " raise cache.memory"
                 )
             self._classes.append(_SizeClass(page_bytes, self.slab_bytes // page_bytes))
+            self._slab_shares = math.lcm(self._slab_shares, self.slab_bytes // page_bytes)
         return self.page_sizes.index(page_bytes)
 
     def out(self, page_bytes: int) -> int:
@@ -131,11 +133,11 @@ class PageCounts:
         """Least number of times that as much as `each` must be given back until `needs` fit, by size class: a lower
         bound, because pages fill whole slabs.
         """
-        units = math.lcm(*(pages.pages_per_slab for pages in self._classes))
-        over, freed = -self.num_slabs * units, 0
+        over, freed = -self.num_slabs * self._slab_shares, 0
         for pages, need, one in zip(self._classes, needs, each, strict=False):
-            over += (pages.num_out + need) * (units // pages.pages_per_slab)
-            freed += one * (units // pages.pages_per_slab)
+            share = self._slab_shares // pages.pages_per_slab
+            over += (pages.num_out + need) * share
+            freed += one * share
         return -(-over // freed)
 
     def count(self, needs: Sequence[int], by: int) -> None:
