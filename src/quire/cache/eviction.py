@@ -34,9 +34,8 @@ class Eviction:
         tree, table = self.tree, self.table
         beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached)
         found = self._of_chunk * tree.num_unused + beside
-        num_parted = tree.num_idle - tree.num_unused
-        if num_parted:
-            found += table.demand_of_pages(tree.part_idle) + table.demand(rows=num_parted)
+        if tree.num_part_idle:
+            found += table.demand_of_pages(tree.part_idle) + table.demand(rows=tree.num_part_idle)
         return found
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
