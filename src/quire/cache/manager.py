@@ -26,7 +26,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
-from quire.cache.segment import NO_ROWS, Segment
+from quire.cache.segment import NO_ROWS
 from quire.cache.statistics import Statistics
 from quire.cache.store import Nowhere, Store
 from quire.cache.tree import PrefixTree
@@ -104,7 +104,6 @@ class CacheManager:
         self.eviction.evict_for(lambda: demand)
         holder.path, holder.swapped = self.fetching.swap_in(holder.swapped), None
         if not self._has_room_beside_holds():
-            self.fetching.end(holder.path)
             self._give_back(holder.path)
             return False
         self.room.promise(holder)
@@ -130,7 +129,6 @@ class CacheManager:
             self.fetching.begin(holder, near, runs)
             if self._has_room_beside_holds():
                 return
-            self.fetching.end(path)
         # Chunks without their sums are of no use.
         self._give_back(path)
         self._settle_shared(holder)
@@ -172,13 +170,11 @@ class CacheManager:
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
-        found: list[tuple[Segment, int]] = []
         if holder.swapped is not None:
             if self.fetching.has(holder.swapped):
                 return self.room.fits(self.fetching.demand(holder.swapped) + self.room.growth())
             holder.swapped = None
-        if holder.reads_cache:
-            found = list(self.tree.walk(holder.keys, self.retention.findable(holder)))
+        found = list(self.tree.walk(holder.keys, self.retention.findable(holder))) if holder.reads_cache else []
         # Found chunks will be locked, and cannot be evicted.
         demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
         return self.room.fits(demand)
@@ -296,14 +292,14 @@ class CacheManager:
 
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
-        if holder.path.transfer is not None:
-            self.fetching.end(holder.path)
         self._give_back(holder.path)
         self.retention.leave(holder)
         self.room.forget(holder)
         holder.path = Path()
 
     def _give_back(self, path: Path) -> None:
+        if path.transfer is not None:
+            self.fetching.end(path)
         self._give_filled(path)
         self.table.give(path.private)
         self.table.give(path.sums)
