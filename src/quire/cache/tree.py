@@ -174,13 +174,7 @@ class PrefixTree(TreeCounts):
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
-        at, rest = self._root, keys.first(limit)
-        while rest and (child := at.children.get(rest[0])) is not None:
-            at, count = child, num_common(child.keys, rest)
-            yield at, count
-            if count < len(at.chunks):
-                return
-            rest = rest[count:]
+        return self._match(self._root, keys.first(limit))
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
@@ -218,18 +212,23 @@ class PrefixTree(TreeCounts):
         for name, value in vars(counted).items():
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
 
+    def _match(self, at: Segment, keys: list[bytes]) -> Iterator[tuple[Segment, int]]:
+        """Finds the segments after one that match the keys: (segment, number of its chunks that do)."""
+        while keys and (child := at.children.get(keys[0])) is not None:
+            at, count = child, num_common(child.keys, keys)
+            keys = keys[count:] if count == len(at.chunks) else []
+            yield at, count
+
     def _follow(self, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
-        while keys and (child := at.children.get(keys[0])) is not None:
-            count = num_common(child.keys, keys)
-            at = self._divide(child, count) if count < len(child.chunks) else child
+        for segment, count in self._match(at, keys):
+            at = self._divide(segment, count) if count < len(segment.chunks) else segment
             self._count(at, -1)
             at.users += 1
             self.num_uses += 1
             at.last_use, at.used_at = self.num_uses, self.now
             self._count(at, 1)
             yield at
-            keys = keys[count:]
 
     def _add(self, at: Segment, path: Path, keys: ChunkKeys, chunks: Int32s) -> Segment:
         """Puts chunks after a segment: at its end if it has no child and no other user so far, else as a child."""
