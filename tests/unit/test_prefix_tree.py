@@ -618,7 +618,7 @@ class Churn(RuleBasedStateMachine):
         if holder not in self.holders:
             return
         self.count()
-        self.manager.match_again(holder)
+        self.manager.match(holder)
         path = holder.path
         end = min(len(holder.token_ids), (path.num_tokens // PAGE_TOKENS + steps) * PAGE_TOKENS)
         if end > path.num_tokens:

@@ -81,7 +81,7 @@ class Fetching:
             return None
         rows = np.concatenate((path.chunks, path.sums))
         run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        kept = replace(path, tip=None, heads={}, num_shared=0, sums=NO_ROWS, shared=((-1, -1), ()))
+        kept = replace(path, tip=None, heads={}, num_shared=0, sums=NO_ROWS)
         return Swapped(kept, run)
 
     def has(self, swapped: Swapped) -> bool:

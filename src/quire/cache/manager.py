@@ -93,7 +93,7 @@ class CacheManager:
             holder.path = Path()
             self.retention.enter(holder)
             self.room.promise(holder)
-            self._match(holder)
+            self.match(holder)
             self._fetch(holder)
         return True
 
@@ -132,13 +132,12 @@ class CacheManager:
         # Chunks without their sums are of no use.
         self._give_back(path)
         self._settle_shared(holder)
-        self._match(holder)
+        self.match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
         path = holder.path
-        if path.arriving:
-            path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
+        path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
 
     def end_fetch(self, holder: Holder) -> bool:
         """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
@@ -179,18 +178,14 @@ class CacheManager:
         demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
         return self.room.fits(demand)
 
-    def match_again(self, holder: Holder) -> int:
-        """Extends a path over chunks that other sequences have cached since. Returns the number of tokens. Only between
+    def match(self, holder: Holder) -> int:
+        """Extends a path over cached chunks, if it has none of its own. Returns the number of tokens. Only between
         slices, on a chunk boundary.
         """
-        return self._match(holder) * PAGE_TOKENS if holder.path.is_all_shared else 0
-
-    def _match(self, holder: Holder) -> int:
-        """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
-        count = self.retention.match(holder) if holder.reads_cache else 0
+        count = self.retention.match(holder) if holder.reads_cache and holder.path.is_all_shared else 0
         if count:
             self._settle_shared(holder)
-        return count
+        return count * PAGE_TOKENS
 
     def _settle_shared(self, holder: Holder) -> None:
         """Notes that all chunks of a path are shared."""
@@ -269,7 +264,6 @@ class CacheManager:
         attached = self.retention.seal(holder)
         if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
-        path.free_until, path.next_seal = self._events(path)
         if self.table.encodes:  # else sealing changes no reservation
             self.room.update(holder)
 
@@ -324,7 +318,7 @@ class CacheManager:
         held: list[int] = []
         for holder in self.room.live:
             path = holder.path
-            assert (path.free_until, path.next_seal) == self._events(path), "what happens next is not known"
+            assert path.free_until == self._free_until(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
             if path.transfer is None:  # a transfer's hold looks like a second owner
                 self.retention.check(path)
@@ -348,14 +342,13 @@ class CacheManager:
 
     def _settle(self, holder: Holder) -> None:
         """Follows a change of a sequence's chunks."""
-        holder.path.free_until, holder.path.next_seal = self._events(holder.path)
+        holder.path.free_until = self._free_until(holder.path)
         self.room.update(holder)
         self.statistics.note_peak()
 
-    def _events(self, path: Path) -> tuple[int, int]:
-        """See Path.free_until and Path.next_seal."""
-        has_event = self.table.encodes or path.retained is not None
-        return max(0, path.num_begun * PAGE_TOKENS - has_event), (path.num_sealed + 1) * PAGE_TOKENS
+    def _free_until(self, path: Path) -> int:
+        """See Path."""
+        return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
 
     def _give_filled(self, path: Path) -> None:
         if path.filled >= 0:

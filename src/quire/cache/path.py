@@ -31,7 +31,6 @@ class Path:
     num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
                  chunks have the same codec
     free_until   number of tokens up to which nothing is allocated, encoded or freed
-    next_seal    number of tokens with which the next chunk is full
     num_reserved number of tokens that admission reserved room for
     filled       open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1: none
     shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
@@ -51,7 +50,6 @@ class Path:
     num_sealed: int = 0
     num_stored: int = 0
     free_until: int = 0
-    next_seal: int = PAGE_TOKENS
     num_reserved: int = 0
     filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
@@ -62,6 +60,11 @@ class Path:
     transfer: Transfer | None = None
     arriving: list[bytes] = field(default_factory=list)
     chunks: Int32s = field(default_factory=lambda: NO_ROWS)
+
+    @property
+    def next_seal(self) -> int:
+        """Number of tokens with which the next chunk is full."""
+        return (self.num_sealed + 1) * PAGE_TOKENS
 
     @property
     def num_begun(self) -> int:

@@ -458,7 +458,7 @@ class Scheduler:
         """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
         the prompt finds it in the next one.
         """
-        found = self.manager.match_again(sequence)
+        found = self.manager.match(sequence)
         self._count_found(sequence, found)
         if found:
             log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)
