@@ -15,7 +15,6 @@ from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import Demand
 from quire.cache.path import Path, Swapped
 from quire.cache.run import Run, demand_of, take_rows
-from quire.cache.segment import NO_ROWS
 from quire.cache.store import Store, Transfer, put_rows
 from quire.cache.table import ChunkTable
 
@@ -81,7 +80,7 @@ class Fetching:
             return None
         rows = np.concatenate((path.chunks, path.sums))
         run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        kept = replace(path, tip=None, heads={}, num_shared=0, sums=NO_ROWS)
+        kept = replace(path, tip=None, heads={}, num_shared=0)
         return Swapped(kept, run)
 
     def has(self, swapped: Swapped) -> bool:

@@ -29,12 +29,11 @@ class Room:
         """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
         begin sequences.
         """
-        table = self.table
-        kept = table.demand(num_chunks, int(table.encodes), num_firsts + 1)
+        table, beside = self.table, self.retention.beside
 
         def is_too_much(count: int) -> bool:
-            beside = self.retention.beside(count * PAGE_TOKENS)
-            return not table.fits(kept + table.demand(count) + beside)
+            demand = table.demand(num_chunks + count, int(table.encodes), num_firsts + 1)
+            return not table.fits(demand + beside(count * PAGE_TOKENS))
 
         return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
 
