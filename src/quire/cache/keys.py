@@ -55,8 +55,8 @@ class ChunkKeys:
         """The keys of the first `count` chunks; of all complete chunks if there are fewer."""
         known = self._keys
         if len(known) < count:
-            count = min(count, len(self._token_ids) // PAGE_TOKENS)
-            tokens = self._token_ids[len(known) * PAGE_TOKENS : count * PAGE_TOKENS]
+            num_whole = len(self._token_ids) // PAGE_TOKENS * PAGE_TOKENS
+            tokens = self._token_ids[len(known) * PAGE_TOKENS : num_whole]
             key = known[-1] if known else namespace_key(self.namespace)
             data = struct.pack(f"<{len(tokens)}i", *tokens)  # twice as fast as numpy
             for start in range(0, len(data), _CHUNK_BYTES):

@@ -310,7 +310,9 @@ class PrefixTree(TreeCounts):
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         first = num_kept * PAGE_TOKENS
-        rows = np.concatenate((leaf.chunks[num_kept:], leaf.attached))
+        rows = leaf.chunks[num_kept:]
+        if len(leaf.attached):
+            rows = np.concatenate((rows, leaf.attached))
         vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], rows, len(leaf.attached))
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
