@@ -44,16 +44,16 @@ class Fetching:
             found.append(run)
         return found
 
-    def begin(self, holder: Holder, near: int, runs: list[Run]) -> None:
-        """Starts a transfer of the chunks from `near` on into rows that the path already has. `runs` has the run of
-        each chunk. If the last run ends with its attachment, the column sums of all chunks come with it.
+    def begin(self, holder: Holder, runs: list[Run]) -> None:
+        """Starts a transfer into the chunks that a path has beside shared ones. `runs` has the run of each. If the last
+        run ends with its attachment, the column sums of all chunks come with it.
         """
         path = holder.path
         parts: dict[Run, Int32s] = {}
-        names = holder.keys.first(near + len(runs))[near:]
-        for index, (name, run) in enumerate(zip(names, runs, strict=True), near):
+        names = holder.keys.first(len(path.chunks))[path.num_shared :]
+        for name, chunk, run in zip(names, path.private, runs, strict=True):
             rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
-            rows[run.names.index(name)] = path.chunks[index]
+            rows[run.names.index(name)] = chunk
         last = runs[-1]
         if len(path.sums) and last.ends_with_sums(names[-1]):
             parts[last][len(last.names) :] = path.sums[: last.num_attached]

@@ -309,7 +309,7 @@ class PageLedger(PageCounts):
         slabs = self.slabs_of(ids)
         units = self._page_units[slabs]
         assert units.all(), "a page of a free slab was named"
-        index, rest = np.divmod(ids - slabs * self._slab_units, units)
+        index, rest = np.divmod(ids % self._slab_units, units)
         assert not rest.any(), "no page of its slab has this id"
         return slabs, index
 
@@ -330,9 +330,10 @@ class PageLedger(PageCounts):
         slabs = slabs[: int(np.searchsorted(num_free, count)) + 1]
         free = self._holders[slabs, : pages.pages_per_slab] == 0
         at, index = np.divmod(np.flatnonzero(free)[:count], pages.pages_per_slab)
-        self._holders[slabs[at], index] = 1
-        self._out[slabs] += np.bincount(at, minlength=len(slabs)).astype(np.int32)
-        return self._ids(slabs[at], index)
+        slabs = slabs[at]
+        self._holders[slabs, index] = 1
+        np.add.at(self._out, slabs, 1)
+        return self._ids(slabs, index)
 
     def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:
         """Moves the pages of some slabs, without holds, into the others of the class."""

@@ -99,10 +99,10 @@ class CacheManager:
 
     def _swap_in(self, holder: Holder) -> bool:
         """Starts to bring back a path that was swapped out. False, and the path is lost, if its holds do not fit."""
-        assert holder.swapped is not None
-        demand = self.fetching.demand(holder.swapped)
-        self.eviction.evict_for(lambda: demand)
-        holder.path, holder.swapped = self.fetching.swap_in(holder.swapped), None
+        swapped = holder.swapped
+        assert swapped is not None
+        self.eviction.evict_for(lambda: self.fetching.demand(swapped))
+        holder.path, holder.swapped = self.fetching.swap_in(swapped), None
         if not self._has_room_beside_holds():
             self._give_back(holder.path)
             return False
@@ -126,7 +126,7 @@ class CacheManager:
         self.tree.extend(path, keys, near, not holder.num_preemptions)
         self._settle_shared(holder)
         if self.extend(holder, (near + len(runs)) * PAGE_TOKENS):
-            self.fetching.begin(holder, near, runs)
+            self.fetching.begin(holder, runs)
             if self._has_room_beside_holds():
                 return
         # Chunks without their sums are of no use.
@@ -272,8 +272,8 @@ class CacheManager:
         path, retainer = holder.path, self.retention
         assert isinstance(retainer, Retainer) and path.retained is None
         table = retainer.table
-        before, rows = table.bytes_of(path.chunks), table.demand(rows=path.num_shared)
-        self.eviction.evict_for(lambda: rows)
+        before = table.bytes_of(path.chunks)
+        self.eviction.evict_for(lambda: table.demand(rows=path.num_shared))
 
         def fits(demand: Demand) -> bool:
             self.room.update(holder)
