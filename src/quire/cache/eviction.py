@@ -32,10 +32,10 @@ class Eviction:
         they can be computed again.
         """
         tree, table = self.tree, self.table
-        beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached)
+        beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached, rows=tree.num_part_idle)
         found = self._of_chunk * tree.num_unused + beside
         if tree.num_part_idle:
-            found += table.demand_of_pages(tree.part_idle) + table.demand(rows=tree.num_part_idle)
+            found += table.demand_of_pages(tree.part_idle)
         return found
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:

@@ -123,10 +123,9 @@ class PageCounts:
         """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. `needs` may go
         on with a number of rows, which is ignored.
         """
-        assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
-        for pages, need in zip(self._classes, needs, strict=False):
-            left -= pages.slabs_for(need)
+        for index, pages in enumerate(self._classes):
+            left -= pages.slabs_for(needs[index])
         return left >= 0
 
     def shortage(self, needs: Sequence[int], each: Sequence[int]) -> int:
@@ -134,17 +133,18 @@ class PageCounts:
         bound, because pages fill whole slabs.
         """
         over, freed = -self.num_slabs * self._slab_shares, 0
-        for pages, need, one in zip(self._classes, needs, each, strict=False):
+        for index, pages in enumerate(self._classes):
             share = self._slab_shares // pages.pages_per_slab
-            over += (pages.num_out + need) * share
-            freed += one * share
+            over += (pages.num_out + needs[index]) * share
+            freed += each[index] * share
         return -(-over // freed)
 
     def count(self, needs: Sequence[int], by: int) -> None:
         """Counts pages of each class as taken (by = 1) or given back (-1)."""
-        for pages, need in zip(self._classes, needs, strict=False):
-            pages.num_out += by * need
-            self.bytes_out += by * need * pages.page_bytes
+        for index, pages in enumerate(self._classes):
+            change = by * needs[index]
+            pages.num_out += change
+            self.bytes_out += change * pages.page_bytes
             assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
@@ -188,7 +188,7 @@ class PageLedger(PageCounts):
         nothing if they do not fit the free pages of their sizes and the free slabs.
         """
         ids, free, needs = np.zeros(sizes.shape, np.int32), np.flatnonzero(self._page_units == 0), self._by_class(sizes)
-        new = [max(0, self._lacking(pages, need)) for pages, need in zip(self._classes, needs, strict=True)]
+        new = [max(0, count) for count in self._lacking(needs)]
         assert sum(needs) == sizes.size, "pages of an unknown size"
         if sum(new) > len(free):
             raise CacheFullError(
@@ -255,7 +255,7 @@ class PageLedger(PageCounts):
         The caller copies the bytes of the moved pages and renames them for their holders before it takes any.
         """
         assert self.has_room(needs), f"{needs} pages by size class do not fit, however they lie"
-        more = [self._lacking(pages, need) for pages, need in zip(self._classes, needs, strict=False)]
+        more = self._lacking(needs)
         wanted = sum(max(0, count) for count in more) - int((self._page_units == 0).sum())
         if wanted <= 0:
             return []
@@ -296,9 +296,9 @@ class PageLedger(PageCounts):
         """The slabs of a size class."""
         return np.flatnonzero(self._page_units == pages.page_bytes // UNIT)
 
-    def _lacking(self, pages: _SizeClass, need: int) -> int:
-        """Slabs for `need` more pages of a size beyond the slabs it has; negative if it has too many."""
-        return pages.slabs_for(need) - self._slabs(pages).size
+    def _lacking(self, needs: Sequence[int]) -> list[int]:
+        """Slabs that each size class needs beyond those it has; negative if it has too many."""
+        return [pages.slabs_for(needs[at]) - self._slabs(pages).size for at, pages in enumerate(self._classes)]
 
     def _by_class(self, sizes: NDArray[Any]) -> list[int]:
         """Number of pages of each size class among pages of some sizes."""
