@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import Demand
 from quire.cache.segment import Segment
@@ -45,10 +43,10 @@ class Eviction:
             if not segment.is_idle:
                 continue
             if segment.unread is None:
-                total = total + self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
+                total += self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
             else:
-                pages = count * (segment.unread == segment.users).astype(np.int64)
-                total = total + self.table.demand_of_pages(pages) + self.table.demand(rows=count)
+                num_pages = count * (segment.unread == segment.users)
+                total += self.table.demand_of_pages(num_pages) + self.table.demand(rows=count)
         return total
 
     def fits(self, demand: Demand) -> bool:

@@ -80,8 +80,7 @@ class Fetching:
             return None
         rows = np.concatenate((path.chunks, path.sums))
         run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        kept = replace(path, tip=None, heads={}, num_shared=0)
-        return Swapped(kept, run)
+        return Swapped(replace(path, tip=None, heads={}, num_shared=0), run)
 
     def has(self, swapped: Swapped) -> bool:
         """Whether the store still has a swapped path."""

@@ -180,12 +180,11 @@ class PrefixTree(TreeCounts):
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
         prefix. Empty after retention has packed the path.
         """
-        known, found = path.shared
-        if known != (self.num_divided, path.num_shared):
+        now = self.num_divided, path.num_shared
+        if path.shared[0] != now:
             segments = path.segments if path.num_shared else ()
-            found = tuple((segment.number, len(segment.chunks)) for segment in segments)
-            path.shared = (self.num_divided, path.num_shared), found
-        return found
+            path.shared = now, tuple((segment.number, len(segment.chunks)) for segment in segments)
+        return path.shared[1]
 
     def segments(self) -> Iterator[Segment]:
         """Every segment, parents first."""
