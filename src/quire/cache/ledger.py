@@ -270,8 +270,11 @@ class PageLedger(PageCounts):
             slabs = slabs[np.argsort(self._out[slabs], kind="stable")[: max(0, min(-missing, count))]]
             found += [(int(self._out[slab]) * pages.page_bytes, pages.page_bytes, int(slab)) for slab in slabs]
         chosen = sorted(found)[:count]
-        emptied = [[slab for _, size, slab in chosen if size == pages.page_bytes] for pages in self._classes]
-        return [self._empty(*each) for each in zip(self._classes, map(np.array, emptied), strict=True) if len(each[1])]
+        moves = []
+        for pages in self._classes:
+            if emptied := [slab for _, page_bytes, slab in chosen if page_bytes == pages.page_bytes]:
+                moves.append(self._empty(pages, np.array(emptied)))
+        return moves
 
     def slabs_of(self, ids: Int32s) -> Int32s:
         """The slabs of pages, in the shape of the ids."""

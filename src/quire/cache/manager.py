@@ -207,11 +207,11 @@ class CacheManager:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
         the same one. None if the chunk will not be shared.
         """
-        path, keys = holder.path, holder.keys
+        path = holder.path
         may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
         if not may_share or path.num_sealed >= self.retention.limit(holder):
             return None
-        return keys.first(path.num_sealed + 1)[-1]
+        return holder.keys.first(path.num_sealed + 1)[-1]
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
@@ -256,7 +256,7 @@ class CacheManager:
             f"{num_tokens} tokens in {len(path.chunks)} chunks"
         )
         path.num_tokens = num_tokens
-        if num_tokens // PAGE_TOKENS == path.num_sealed:
+        if num_tokens < path.next_seal:
             return
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"

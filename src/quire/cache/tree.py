@@ -74,7 +74,7 @@ class PrefixTree(TreeCounts):
         is_hit  whether this counts as a hit; not if a preempted sequence finds its own chunks
         """
         first = path.num_shared
-        assert len(path.chunks) == first, "a path with chunks of its own cannot take others"
+        assert path.is_all_shared, "a path with chunks of its own cannot take others"
         for segment in self._follow(path.tip or self._root, keys.first(limit)[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
