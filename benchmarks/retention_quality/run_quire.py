@@ -113,7 +113,7 @@ class Runner:
         while self.engine.has_work:
             path, table = sequence.path, self.manager.table
             if path.retained is not None:
-                full = -(-len(sequence.token_ids) // PAGE_TOKENS) * self.manager.chunk_bytes
+                full = -(-len(sequence.token_ids) // PAGE_TOKENS) * self.manager.statistics.chunk_bytes
                 end = table.bytes_of(np.concatenate((path.chunks, path.sums))) / full
             for output in self.engine.step():
                 written += output.outputs[0].token_ids

@@ -154,7 +154,7 @@ async def test_a_key_stands_in_no_log_salt_or_answer(folder, caplog):
             answers = [await http.get(path, headers=headers) for path in ("/debug/cache", "/metrics", "/openapi.json")]
             answers += [await http.get("/debug/cache", headers={"authorization": "Bearer key-of-wrong"})]
             answers += [await http.post("/v1/completions", json={"cache_salt": 1}, headers=headers)]
-            salts = [namespace.salt for namespace, _ in llm._parts.engine.scheduler.manager.tree.segments()]
+            salts = [each.namespace.salt for each in llm._parts.engine.scheduler.manager.tree.segments()]
             found = app.state.service.found
     assert "found in the cache" in caplog.text, "the log says why a request hit or missed"
     shown = caplog.text + "".join(answer.text for answer in answers) + json.dumps(salts) + repr(found)

@@ -87,7 +87,7 @@ def state(scheduler: Scheduler) -> dict[str, object]:
         name: np.asarray(value).tolist() for name, value in vars(tree).items() if name.startswith(("num_", "part"))
     }
     running = [
-        (each.sequence_id, each.path.num_tokens, each.path.num_chunks, each.path.num_dropped, each.path.num_shared)
+        (each.sequence_id, each.path.num_tokens, len(each.path.chunks), each.path.num_dropped, each.path.num_shared)
         for each in scheduler.running
     ]
     pages = [table.ledger.out(size) for size in table.ledger.page_sizes]

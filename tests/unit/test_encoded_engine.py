@@ -109,7 +109,7 @@ def test_equal_prompts_make_equal_pages() -> None:
         table = engine.scheduler.manager.table
         tree = engine.scheduler.manager.tree
         assert tree is not None
-        ((_, segment),) = list(tree.segments())
+        (segment,) = tree.segments()
         images.append(
             [
                 table.arena.load(
@@ -175,7 +175,7 @@ def test_sinks_are_exact_and_not_in_the_page() -> None:
     table = engine.scheduler.manager.table
     tree = engine.scheduler.manager.tree
     assert tree is not None and table.sinks is not None
-    ((_, segment),) = list(tree.segments())
+    (segment,) = tree.segments()
     chunk = int(segment.chunks[0])
     for layer in range(2):
         exact = torch.stack(table.sinks.rows(table.arena, int(table.sidecars[chunk]), layer), 1)
@@ -199,7 +199,7 @@ def test_an_overwritten_page_changes_the_next_logits() -> None:
     assert torch.equal(next_logits(engine, prompt), next_logits(engine, prompt))
     table, tree = engine.scheduler.manager.table, engine.scheduler.manager.tree
     assert tree is not None
-    ((_, segment),) = list(tree.segments())
+    (segment,) = tree.segments()
     size = table.page_bytes(table.sealed_codec, 0, 0)
     table.arena.store(table.pages[segment.chunks[1], 0, :1], size, torch.zeros(1, size, dtype=torch.uint8))
     assert (next_logits(engine, prompt) - before).abs().max() > 1e-4

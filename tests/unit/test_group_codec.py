@@ -135,7 +135,7 @@ def test_an_engine_of_group_codes_answers_as_the_reference_does(of: ModelShape) 
         assert manager.table.sealed_codec.name == "g4" and manager.table.sinks is None
         assert (
             manager.stats()["bytes_cached"]
-            == 5 * manager.chunk_bytes
+            == 5 * manager.statistics.chunk_bytes
             == 5 * of.num_layers * of.num_kv_heads * (64 * of.head_dim + 512)
         )
     assert answers[1:] == answers[:1] * 3

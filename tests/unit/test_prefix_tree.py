@@ -398,13 +398,13 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
     manager.check()
     manager.lifetime = 10.0
     manager.tick(15.0)
-    assert [segment.tokens[0] for _, segment in tree.segments()] == [1], "the older one is gone"
+    assert [segment.tokens[0] for segment in tree.segments()] == [1], "the older one is gone"
     assert tree.num_evicted == 0, "of lack of memory nothing was dropped"
     manager.lifetime = None
     assert run_prompt(manager, old)
     manager.release(old)
     manager.eviction.evict(2)
-    assert [segment.tokens[0] for _, segment in tree.segments()] == [4] and tree.num_evicted == 2
+    assert [segment.tokens[0] for segment in tree.segments()] == [4] and tree.num_evicted == 2
 
 
 def test_what_waits_is_looked_at_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,7 +618,7 @@ class Churn(RuleBasedStateMachine):
         if holder not in self.holders:
             return
         self.count()
-        self.manager.match_again(holder)
+        self.manager.match(holder)
         path = holder.path
         end = min(len(holder.token_ids), (path.num_tokens // PAGE_TOKENS + steps) * PAGE_TOKENS)
         if end > path.num_tokens:
@@ -719,21 +719,21 @@ class Churn(RuleBasedStateMachine):
             fresh = tuple((segment.number, len(segment.chunks)) for segment in holder.path.segments)
             assert self.tree.shared(holder.path) == fresh, "what a path remembers of its segments is out of date"
         rows = sorted(self.holders, key=lambda holder: self.tree.shared(holder.path))
-        for _, segment in self.tree.segments():
+        for segment in self.tree.segments():
             reading = [row for row, holder in enumerate(rows) if segment in holder.path.segments]
             assert (segment.locks == len(reading)).all(), "locks are not the paths that read a segment"
             assert reading == list(range(reading[0], reading[-1] + 1)) if reading else True
 
     @invariant()
     def the_tree_holds_what_was_sealed_and_not_dropped(self) -> None:
-        held = {int(each) for _, segment in self.tree.segments() for each in segment.chunks}
+        held = {int(each) for segment in self.tree.segments() for each in segment.chunks}
         assert held == set(self.cached.values())
 
     def teardown(self) -> None:
         for holder in self.holders:
             self.manager.release(holder)
         tree = self.tree
-        assert all(not segment.locks.any() for _, segment in tree.segments())
+        assert all(not segment.locks.any() for segment in tree.segments())
         assert tree.num_idle + tree.num_pinned == tree.num_chunks == self.manager.table.num_taken
         assert self.manager.stats()["bytes_used"] == 0
         while self.manager.pins.end_oldest():
@@ -793,6 +793,6 @@ def test_segments_keep_no_other_tokens_in_memory() -> None:
         assert manager.admit(holder) and manager.extend(holder, len(holder.token_ids))
         manager.commit(holder, len(holder.token_ids))
         manager.release(holder)
-    found = [segment.tokens for _, segment in manager.tree.segments()]
+    found = [segment.tokens for segment in manager.tree.segments()]
     bases = {id(base): base for base in (tokens if tokens.base is None else tokens.base for tokens in found)}
     assert sum(base.nbytes for base in bases.values()) == sum(tokens.nbytes for tokens in found)

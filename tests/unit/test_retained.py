@@ -98,7 +98,7 @@ def write(manager: CacheManager, holder: Holder, start: int, end: int) -> None:
 def compute(manager: CacheManager, holder: Holder, most: int = 10**6) -> None:
     """Computes the prompt in slices of so many tokens at most."""
     while holder.path.num_tokens < holder.num_prompt:
-        manager.match_again(holder)
+        manager.match(holder)
         start = holder.path.num_tokens
         end = min(
             manager.retention.slice_end(holder), max(start + most // 64 * 64, manager.retention.undivided(holder))
@@ -364,7 +364,7 @@ def test_of_two_equal_prompts_the_second_waits_for_the_sums_of_the_first() -> No
     assert manager.retention.must_wait(second)
     compute(manager, first)
     assert not manager.retention.must_wait(second)
-    assert manager.match_again(second) == 576
+    assert manager.match(second) == 576
     compute(manager, second)
     for holder in (first, second):
         retain(manager, holder, MIXED)

@@ -251,7 +251,7 @@ def test_the_next_request_gets_the_pages_of_a_decision_in_the_next_step(backend:
             witness.step({})
             assert scheduler.running == [sequence] and len(scheduler.waiting) == 1
         free = engine.stats()["cache"]["bytes_free"] + engine.stats()["cache"]["bytes_cached"]
-        chunk_bytes = scheduler.manager.chunk_bytes
+        chunk_bytes = scheduler.manager.statistics.chunk_bytes
         witness.step({})
         if threshold == "off":
             assert free < 3 * chunk_bytes and len(scheduler.running) == 1 == len(scheduler.waiting)
@@ -300,7 +300,7 @@ def test_a_report_is_of_what_was_decided(backend: str, budget: float | None) -> 
         (sequence,) = bench.witness.sequences[name]
         n, run = sequence.num_prompt, bench.runs[sequence]
         assert report.kept_fraction == pytest.approx(sequence.kept_fraction)
-        assert report.bytes_full == -(-n // 64) * manager.chunk_bytes and report.budget == budget
+        assert report.bytes_full == -(-n // 64) * manager.statistics.chunk_bytes and report.budget == budget
         open_chunk = set(range(n // 64 * 64, n))
         assert report.kept.tolist() == [[len(each | open_chunk) for each in of_layer] for of_layer in run.of_prompt]
         for layer, head in np.ndindex(report.policies.shape):
@@ -341,7 +341,7 @@ def test_an_abort_in_any_phase_disturbs_nobody_and_leaves_nothing(victim: str) -
         assert set(outputs) | {victim} == {"first", "equal", "other", "late"}
         bench.check()
         assert not manager.retention.stops and witness.engine.stats()["cache"]["bytes_used"] == 0
-        assert not any(segment.locks.any() or segment.users for _, segment in manager.retention.tree.segments())
+        assert not any(segment.locks.any() or segment.users for segment in manager.retention.tree.segments())
     assert len(phases) >= 3, phases
 
 
@@ -407,7 +407,7 @@ def test_a_budget_is_kept_to_whenever_pages_are_dealt_and_used_up(budget: float)
     witness, manager = bench.witness, bench.witness.engine.scheduler.manager
     table = manager.table
     assert table.sums is not None
-    page_bytes = table.page_bytes(table.sealed_codec, 0, 0) + table.sums.page_bytes
+    page_bytes = int(table.page_sizes(table.sealed_codec)[0, 0]) + table.sums.page_bytes
     least = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * page_bytes
     witness.add("x", [token if token != BOS else 32 for token in prompt_of(370, 31)], greedy(141))
     (sequence,) = witness.sequences["x"]
@@ -418,7 +418,7 @@ def test_a_budget_is_kept_to_whenever_pages_are_dealt_and_used_up(budget: float)
         if path.retained is not None:
             num_tokens = len(sequence.token_ids) - 1
             held = table.bytes_of(path.chunks) + table.bytes_of(path.sums)
-            room = budget * -(-num_tokens // 64) * manager.chunk_bytes
+            room = budget * -(-num_tokens // 64) * manager.statistics.chunk_bytes
             assert held <= max(room, least), num_tokens
             assert num_tokens % 64 == 0 or held > room - page_bytes, num_tokens
             checked.add(num_tokens)
@@ -436,7 +436,7 @@ def test_a_prompt_may_be_pinned_though_its_answer_keeps_less() -> None:
     for seed in range(20, 30):
         answer(bench, str(seed), (prompt_of(400, seed), greedy(2)))
     assert engine.stats()["cache"]["bytes_evicted"] > 0
-    assert engine.stats()["cache"]["bytes_pinned"] == 3 * engine.scheduler.manager.chunk_bytes
+    assert engine.stats()["cache"]["bytes_pinned"] == 3 * engine.scheduler.manager.statistics.chunk_bytes
     (again,) = answer(bench, "again", (prompt, greedy(70)))
     bench.check()
     assert again.num_cached_tokens == 128

@@ -54,10 +54,12 @@ def test_chunks_are_taken_whole_or_not_at_all() -> None:
     assert table.ledger.bytes_out == 0
 
 
-def test_a_segment_holds_whole_chunks_from_a_chunk_boundary() -> None:
-    for tokens, start in ((63, 0), (64, 1)):
+def test_a_segment_holds_whole_chunks() -> None:
+    """It begins on a chunk boundary, because its place is counted in chunks."""
+    for tokens in (63, 65):
         with pytest.raises(AssertionError):
-            Segment(np.zeros(tokens, np.int32), [b"key"], np.array([1], np.int32), start)
+            Segment(np.zeros(tokens, np.int32), [b"key"], np.array([1], np.int32), 0)
+    assert Segment(np.zeros(64, np.int32), [b"key"], np.array([1], np.int32), 1).end == 2
 
 
 def test_partials_merge_to_attention_over_the_union_in_any_order() -> None:

@@ -163,7 +163,7 @@ def test_an_abort_at_any_moment_leaves_every_lock_undone(steps: int) -> None:
     expected = [generate(make_engine(), [common + ids(40, index)])[0] for index in (1, 2)]
     assert [left[str(index)].outputs[0].token_ids for index in (1, 2)] == expected
     tree = engine.scheduler.manager.tree
-    assert tree is not None and not any(segment.locks.any() for _, segment in tree.segments())
+    assert tree is not None and not any(segment.locks.any() for segment in tree.segments())
     cache = engine.stats()["cache"]
     assert cache["bytes_used"] == 0 and cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]
 
@@ -182,7 +182,7 @@ def test_bytes_of_sharers_are_those_of_the_unique_chunks() -> None:
         )
     drain(engine)
     table = engine.scheduler.manager.table
-    chunk_bytes = table.pages_per_chunk * table.open_codec.page_bytes
+    chunk_bytes = table.chunk_bytes(table.open_codec)
     unique = 16 + 32 * 2  # the prefix, and for each its own 64 tokens and an open chunk
     assert engine.stats()["cache"]["bytes_peak"] <= 1.05 * unique * chunk_bytes
 
@@ -271,7 +271,7 @@ def test_any_mix_of_arrivals_forks_aborts_and_evictions_answers_as_if_nothing_we
         for output in collected[name].outputs:
             assert output.token_ids == alone(prompt, count)
     manager = engine.scheduler.manager
-    assert manager.tree is not None and not any(segment.locks.any() for _, segment in manager.tree.segments())
+    assert manager.tree is not None and not any(segment.locks.any() for segment in manager.tree.segments())
     cache = engine.stats()["cache"]
     assert cache["bytes_used"] == cache["bytes_saved"] == 0
     assert cache["bytes_cached"] + cache["bytes_free"] == cache["bytes_total"]
@@ -331,7 +331,7 @@ def test_bytes_saved_are_those_that_sharers_would_take_on_top() -> None:
         engine.add(str(index), None, common + ids(5, index), GREEDY)
     while any(sequence.num_pending > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
-    assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.chunk_bytes
+    assert engine.stats()["cache"]["bytes_saved"] == 2 * 2 * engine.scheduler.manager.statistics.chunk_bytes
 
 
 def cached_tokens(engine: Engine, prompt: list[int], hints: CacheHints = NO_HINTS) -> int | None:
@@ -357,7 +357,7 @@ def test_a_pinned_prompt_outlives_everything_else_and_a_pin_can_be_ended() -> No
         generate(engine, [ids(250, seed)])
     assert engine.stats()["cache"]["bytes_evicted"] > 0
     assert cached_tokens(engine, prompt) == 128
-    assert engine.stats()["cache"]["bytes_pinned"] == 2 * engine.scheduler.manager.chunk_bytes
+    assert engine.stats()["cache"]["bytes_pinned"] == 2 * engine.scheduler.manager.statistics.chunk_bytes
     cached_tokens(engine, prompt, CacheHints(cache_pin=0))
     assert engine.stats()["cache"]["bytes_pinned"] == 0
 

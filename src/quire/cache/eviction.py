@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import Demand
 from quire.cache.segment import Segment
 from quire.cache.store import Store, put_rows
 from quire.cache.table import ChunkTable
-from quire.cache.tree import PrefixTree, Vacated
+from quire.cache.tree import PrefixTree
 
 
 class Eviction:
@@ -32,11 +30,10 @@ class Eviction:
         they can be computed again.
         """
         tree, table = self.tree, self.table
-        beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached)
+        beside = table.demand(sidecars=tree.num_idle_firsts, sums=tree.num_attached, rows=tree.num_part_idle)
         found = self._of_chunk * tree.num_unused + beside
-        num_parted = tree.num_idle - tree.num_unused
-        if num_parted:
-            found += table.demand_of_pages(tree.part_idle, num_parted)
+        if tree.num_part_idle:
+            found += table.demand_of_pages(tree.part_idle)
         return found
 
     def evictable_of(self, found: Iterable[tuple[Segment, int]]) -> Demand:
@@ -46,10 +43,10 @@ class Eviction:
             if not segment.is_idle:
                 continue
             if segment.unread is None:
-                total = total + self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
+                total += self._of_chunk * count + self.table.demand(sidecars=segment.start == 0)
             else:
-                pages = count * (segment.unread == segment.users).astype(np.int64)
-                total = total + self.table.demand_of_pages(pages, count)
+                num_pages = count * (segment.unread == segment.users)
+                total += self.table.demand_of_pages(num_pages, count)
         return total
 
     def fits(self, demand: Demand) -> bool:
@@ -71,16 +68,11 @@ class Eviction:
 
     def evict(self, count: int) -> None:
         """Evicts `count` idle chunks, or all of them, and offers them to the store."""
-        for vacated in self.tree.vacate(count):
-            self._put(vacated)
-            self.table.give(vacated.rows)
-
-    def _put(self, vacated: Vacated) -> None:
-        """Offers evicted chunks to the store, before their pages are overwritten."""
-        keys, tokens, _, attached = vacated
-        if self.store.wants(keys):
-            assert isinstance(self.table, ChunkTable), "a table without pages"
-            put_rows(self.store, self.table, tuple(keys), vacated.rows, attached=len(attached), tokens=tokens)
+        for keys, tokens, rows, num_attached in self.tree.vacate(count):
+            if self.store.wants(keys):
+                assert isinstance(self.table, ChunkTable), "a table without pages"
+                put_rows(self.store, self.table, tuple(keys), rows, attached=num_attached, tokens=tokens)
+            self.table.give(rows)
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""

@@ -33,35 +33,31 @@ class Fetching:
         self._changed = threading.Condition()
 
     def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
-        """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Empty if
-        the first chunk is already in transfer: the sequence waits, and then finds it in the tree.
+        """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Ends at
+        a chunk that is already in transfer: the sequence waits, and then finds it in the tree.
         """
-        names = keys.first(limit)[near:]
-        if names and names[0] in self.arriving:
-            return []
         found: list[Run] = []
-        for name in names:
-            run = self.store.find(name)
+        for name in keys.first(limit)[near:]:
+            run = None if name in self.arriving else self.store.find(name)
             if run is None:
                 break
             found.append(run)
         return found
 
-    def begin(self, holder: Holder, near: int, runs: list[Run]) -> None:
-        """Starts a transfer of the chunks from `near` on into rows that the path already has. `runs` has the run of
-        each chunk. If the last run ends with its attachment, the column sums of all chunks come with it.
+    def begin(self, holder: Holder, runs: list[Run]) -> None:
+        """Starts a transfer into the chunks that a path has beside shared ones. `runs` has the run of each. If the last
+        run ends with its attachment, the column sums of all chunks come with it.
         """
         path = holder.path
         parts: dict[Run, Int32s] = {}
-        names = holder.keys.first(near + len(runs))[near:]
-        for index, (name, run) in enumerate(zip(names, runs, strict=True), near):
+        names = holder.keys.first(len(path.chunks))[path.num_shared :]
+        for name, chunk, run in zip(names, path.private, runs, strict=True):
             rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
-            rows[run.names.index(name)] = path.chunks[index]
+            rows[run.names.index(name)] = chunk
         last = runs[-1]
         if len(path.sums) and last.ends_with_sums(names[-1]):
             parts[last][len(last.names) :] = path.sums[: last.num_attached]
         self._start(path, list(parts.items()))
-        path.num_arriving = near + len(runs)
         path.arriving = names
         self.arriving.update(names)
 
@@ -84,8 +80,7 @@ class Fetching:
             return None
         rows = np.concatenate((path.chunks, path.sums))
         run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        kept = replace(path, tip=None, heads={}, num_shared=0, sums=path.sums[:0], shared=((-1, -1), ()))
-        return Swapped(kept, run)
+        return Swapped(replace(path, tip=None, heads={}, num_shared=0), run)
 
     def has(self, swapped: Swapped) -> bool:
         """Whether the store still has a swapped path."""
@@ -98,9 +93,8 @@ class Fetching:
     def swap_in(self, swapped: Swapped) -> Path:
         """The path that was swapped out, with new rows, whose chunks are in transfer."""
         run = swapped.run
-        rows = take_rows(self._pages, run)
-        path = swapped.path
-        path.put(rows[: len(rows) - run.num_attached], rows[len(rows) - run.num_attached :])
+        path, rows = swapped.path, take_rows(self._pages, run)
+        path.chunks, path.sums = np.split(rows, [len(rows) - run.num_attached])
         self._start(path, [(run, rows)])
         return path
 

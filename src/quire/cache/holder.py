@@ -14,28 +14,19 @@ class Holder(Protocol):
     path             the chunks it attends to
     num_preemptions  number of times that its pages were taken away
     swapped          its path while that is in a store; None otherwise
+    keys             the keys of its chunks
+    token_ids        prompt and generated tokens so far
+    num_prompt       number of prompt tokens
     """
 
     path: Path
     num_preemptions: int
     swapped: Swapped | None
-
-    @property
-    def keys(self) -> ChunkKeys:
-        """The keys of its chunks."""
-        ...
+    keys: ChunkKeys
+    token_ids: list[int]
+    num_prompt: int
 
     @property
     def reads_cache(self) -> bool:
         """Whether its prompt may be found in the cache. It may not if every prompt row must be computed."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens so far."""
-        ...
-
-    @property
-    def num_prompt(self) -> int:
-        """Number of prompt tokens."""
         ...

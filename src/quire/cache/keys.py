@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import struct
 from collections.abc import Hashable
 
 import numpy as np
@@ -17,6 +18,10 @@ from quire.cache.ledger import PAGE_TOKENS
 
 KEY_BYTES = 16
 """Two of about 2^64 chunks are likely to have equal keys. Nobody can find such a pair by trial."""
+
+_CHUNK_BYTES = 4 * PAGE_TOKENS
+_DIGEST = hashlib.blake2b(digest_size=KEY_BYTES)
+"""Of nothing. Its copies take the data: to make a new one each time costs a quarter more."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,36 +48,31 @@ class ChunkKeys:
     def __init__(self, namespace: Hashable, token_ids: list[int]) -> None:
         self.namespace = namespace
         self._token_ids = token_ids
-        self._tokens = np.empty(0, np.int32)
-        self._num_tokens = 0
         self._keys: list[bytes] = []
+        self._data = bytearray()  # the tokens of the chunks that have keys, as they are hashed
 
     def first(self, count: int) -> list[bytes]:
         """The keys of the first `count` chunks; of all complete chunks if there are fewer."""
         known = self._keys
         if len(known) < count:
-            count = min(count, len(self._token_ids) // PAGE_TOKENS)
-            tokens = self.tokens(len(known), count)
+            num_whole = len(self._token_ids) // PAGE_TOKENS * PAGE_TOKENS
+            tokens = self._token_ids[len(known) * PAGE_TOKENS : num_whole]
             key = known[-1] if known else namespace_key(self.namespace)
-            data, step = tokens.astype("<i4", copy=False).tobytes(), 4 * PAGE_TOKENS
-            for start in range(0, len(data), step):
-                key = hashlib.blake2b(key + data[start : start + step], digest_size=KEY_BYTES).digest()
+            data = struct.pack(f"<{len(tokens)}i", *tokens)  # twice as fast as numpy
+            for start in range(0, len(data), _CHUNK_BYTES):
+                digest = _DIGEST.copy()
+                digest.update(key + data[start : start + _CHUNK_BYTES])
+                key = digest.digest()
                 known.append(key)
+            self._data += data
         return known[:count]
 
     def tokens(self, first: int, end: int) -> NDArray[np.int32]:
-        """The tokens of chunks [first, end), int32 [n * 64], as a view."""
-        first, end = first * PAGE_TOKENS, end * PAGE_TOKENS
-        if self._num_tokens < end:
-            if not self._num_tokens:  # a slice of the list would touch every token twice
-                self._tokens = np.fromiter(self._token_ids, np.int32, end)
-            else:
-                if len(self._tokens) < end:
-                    known, self._tokens = self._tokens, np.empty(2 * end, np.int32)
-                    self._tokens[: len(known)] = known
-                self._tokens[self._num_tokens : end] = self._token_ids[self._num_tokens : end]
-            self._num_tokens = end
-        return self._tokens[first:end]
+        """The tokens of chunks [first, end), int32 [n * 64], which are complete."""
+        if len(self._keys) < end:
+            self.first(end)
+        data = self._data[first * _CHUNK_BYTES : end * _CHUNK_BYTES]
+        return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
 def num_common(left: list[bytes], right: list[bytes]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,19 +49,20 @@ class Demand(tuple[int, ...]):
     __slots__ = ()
 
     def __add__(self, other: tuple[int, ...]) -> Demand:  # type: ignore[override]
-        return Demand(map(operator.add, self, other))
+        return tuple.__new__(Demand, map(operator.add, self, other))
 
     def __sub__(self, other: tuple[int, ...]) -> Demand:
-        return Demand(map(operator.sub, self, other))
+        return tuple.__new__(Demand, map(operator.sub, self, other))
 
     def __mul__(self, count: int) -> Demand:  # type: ignore[override]
-        return Demand(map(count.__mul__, self))
+        return tuple.__new__(Demand, map(count.__mul__, self))
 
 
 @dataclass(slots=True)
 class _SizeClass:
     """Pages of one size.
 
+    num_out    pages that are taken and not given back
     num_held   slabs with a page under a hold
     """
 
@@ -94,66 +95,63 @@ class PageCounts:
             raise ConfigError(f"a cache of {num_bytes} bytes holds no slab of {slab_bytes} bytes; raise cache.memory")
         self.num_bytes = self.num_slabs * self.slab_bytes
         self.bytes_out = 0
-        self._classes: dict[int, _SizeClass] = {}
+        self._classes: list[_SizeClass] = []
+        self._slab_shares = 1  # of a slab: a whole number of them for a page of each size
 
     @property
     def page_sizes(self) -> list[int]:
         """The size classes so far, in the order of a `Demand`."""
-        return list(self._classes)
+        return [pages.page_bytes for pages in self._classes]
 
     def size_class(self, page_bytes: int) -> int:
         """The index of a size in that order. A new size comes last. Raises ConfigError for an impossible size."""
-        self._size_class(page_bytes)
+        if page_bytes not in self.page_sizes:
+            if page_bytes < UNIT or page_bytes % UNIT or page_bytes > self.slab_bytes:
+                raise ConfigError(
+                    f"a page of {page_bytes} bytes must be a multiple of {UNIT} and fit a slab of {self.slab_bytes};"
+                    " raise cache.memory"
+                )
+            self._classes.append(_SizeClass(page_bytes, self.slab_bytes // page_bytes))
+            self._slab_shares = math.lcm(self._slab_shares, self.slab_bytes // page_bytes)
         return self.page_sizes.index(page_bytes)
 
     def out(self, page_bytes: int) -> int:
         """Number of pages of a size that are taken and not given back."""
-        return self._size_class(page_bytes).num_out
+        return self._classes[self.size_class(page_bytes)].num_out
 
     def has_room(self, needs: Sequence[int]) -> bool:
         """Whether `needs` more pages of each size class fit if pages are packed as densely as possible. `needs` may go
         on with a number of rows, which is ignored.
         """
-        assert len(needs) >= len(self._classes), "needs of other size classes"
         left = self.num_slabs
-        for pages, need in zip(self._classes.values(), needs, strict=False):
-            left -= max(pages.num_held, -(-(pages.num_out + need) // pages.pages_per_slab))
+        for index, pages in enumerate(self._classes):
+            left -= pages.slabs_for(needs[index])
         return left >= 0
 
     def shortage(self, needs: Sequence[int], each: Sequence[int]) -> int:
         """Least number of times that as much as `each` must be given back until `needs` fit, by size class: a lower
         bound, because pages fill whole slabs.
         """
-        units = math.lcm(*(pages.pages_per_slab for pages in self._classes.values()))
-        over, freed = -self.num_slabs * units, 0
-        for pages, need, one in zip(self._classes.values(), needs, each, strict=False):
-            over += (pages.num_out + need) * (units // pages.pages_per_slab)
-            freed += one * (units // pages.pages_per_slab)
+        over, freed = -self.num_slabs * self._slab_shares, 0
+        for index, pages in enumerate(self._classes):
+            share = self._slab_shares // pages.pages_per_slab
+            over += (pages.num_out + needs[index]) * share
+            freed += each[index] * share
         return -(-over // freed)
 
     def count(self, needs: Sequence[int], by: int) -> None:
         """Counts pages of each class as taken (by = 1) or given back (-1)."""
-        for pages, need in zip(self._classes.values(), needs, strict=False):
-            pages.num_out += by * need
-            self.bytes_out += by * need * pages.page_bytes
+        for index, pages in enumerate(self._classes):
+            change = by * needs[index]
+            pages.num_out += change
+            self.bytes_out += change * pages.page_bytes
             assert pages.num_out >= 0, f"more pages of {pages.page_bytes} bytes were given back than taken"
 
     def check(self) -> None:
         """Proves that the pages that are out fit."""
         assert self.has_room([0] * len(self._classes)), "more pages are out than there is room for"
-        bytes_out = sum(pages.num_out * page_bytes for page_bytes, pages in self._classes.items())
+        bytes_out = sum(pages.num_out * pages.page_bytes for pages in self._classes)
         assert bytes_out == self.bytes_out, f"{bytes_out} != {self.bytes_out} bytes out"
-
-    def _size_class(self, page_bytes: int) -> _SizeClass:
-        pages = self._classes.get(page_bytes)
-        if pages is None:
-            if page_bytes < UNIT or page_bytes % UNIT or page_bytes > self.slab_bytes:
-                raise ConfigError(
-                    f"a page of {page_bytes} bytes must be a multiple of {UNIT} and fit a slab of {self.slab_bytes};"
-                    " raise cache.memory"
-                )
-            pages = self._classes[page_bytes] = _SizeClass(page_bytes, self.slab_bytes // page_bytes)
-        return pages
 
 
 class PageLedger(PageCounts):
@@ -173,26 +171,35 @@ class PageLedger(PageCounts):
         self._slab_units = np.int32(self.slab_bytes // UNIT)
         self._page_units = np.zeros(self.num_slabs, np.int32)  # of the slab's pages; 0: a free slab
         self._out = np.zeros(self.num_slabs, np.int32)  # pages taken and not given back
-        self._held = np.zeros(self.num_slabs, np.int32)  # pages under a hold
+        self._is_held = np.zeros(self.num_slabs, bool)  # whether a page of it is under a hold
         self._holders = np.zeros((self.num_slabs, 0), np.int16)  # by slab, and page in the slab
         self._holds = np.zeros((self.num_slabs, 0), np.int16)  # how many of the holders are holds
+
+    def size_class(self, page_bytes: int) -> int:
+        """See PageCounts."""
+        index = super().size_class(page_bytes)
+        wider = self._classes[index].pages_per_slab - self._holders.shape[1]
+        if wider > 0:
+            self._holders, self._holds = (np.pad(each, ((0, 0), (0, wider))) for each in (self._holders, self._holds))
+        return index
 
     def take(self, sizes: NDArray[Any]) -> Int32s:
         """Takes one page of each size. Returns their ids, in the shape of the sizes. Raises CacheFullError and takes
         nothing if they do not fit the free pages of their sizes and the free slabs.
         """
-        ids, free = np.zeros(sizes.shape, np.int32), np.flatnonzero(self._page_units == 0)
-        wanted = [(pages, at, int(at.sum())) for pages in self._sized() if (at := sizes == pages.page_bytes).any()]
-        new = [max(0, -(-(count - self._num_free(pages)) // pages.pages_per_slab)) for pages, _, count in wanted]
-        assert sum(count for _, _, count in wanted) == sizes.size, "pages of an unknown size"
+        ids, free, needs = np.zeros(sizes.shape, np.int32), np.flatnonzero(self._page_units == 0), self._by_class(sizes)
+        new = [max(0, count) for count in self._lacking(needs)]
+        assert sum(needs) == sizes.size, "pages of an unknown size"
         if sum(new) > len(free):
             raise CacheFullError(
                 f"{sizes.size} pages do not fit: they take {sum(new)} slabs of {self.slab_bytes} bytes, and"
                 f" {len(free)} of {self.num_slabs} are free (cache.memory)"
             )
-        self._page_units[free[: sum(new)]] = np.repeat([pages.page_bytes // UNIT for pages, _, _ in wanted], new)
-        for pages, at, count in wanted:
-            ids[at] = self._pop(pages, count)
+        self._page_units[free[: sum(new)]] = np.repeat(self.page_sizes, new) // UNIT
+        for pages, need in zip(self._classes, needs, strict=True):
+            if need:
+                ids[sizes == pages.page_bytes] = self._pop(pages, self._slabs(pages), need)
+        self.count(needs, 1)
         return ids
 
     def share(self, ids: Int32s) -> None:
@@ -232,31 +239,23 @@ class PageLedger(PageCounts):
         self._holders[at] -= 1
         slabs = slabs[holders == 1]
         np.subtract.at(self._out, slabs, 1)
-        freed = self._page_units[slabs] * UNIT
-        self.count([int((freed == pages.page_bytes).sum()) for pages in self._sized()], -1)
+        self.count(self._by_class(self._page_units[slabs] * UNIT), -1)
         self._page_units[slabs[self._out[slabs] == 0]] = 0
 
     def page_bytes(self, ids: Int32s) -> Int32s:
         """The sizes of pages that are out."""
         return np.asarray(self._page_units[self.slabs_of(ids)] * UNIT)
 
-    def available(self, page_bytes: int) -> int:
-        """How many pages of a size `take` can give now, without moves."""
-        pages = self._size_class(page_bytes)
-        return self._num_free(pages) + int((self._page_units == 0).sum()) * pages.pages_per_slab
-
     def ids_out(self) -> Int32s:
         """The ids of the pages that are out, int32 [out] in rising order."""
-        return self._ids_out(np.flatnonzero(self._page_units))
+        return self._ids(*np.nonzero(self._holders))
 
     def make_room(self, needs: Sequence[int]) -> list[Move]:
         """Empties the slabs with the fewest bytes out until `take` can give all of the needs, by size class, which fit.
         The caller copies the bytes of the moved pages and renames them for their holders before it takes any.
         """
         assert self.has_room(needs), f"{needs} pages by size class do not fit, however they lie"
-        more = [
-            pages.slabs_for(need) - self._slabs(pages).size for pages, need in zip(self._sized(), needs, strict=False)
-        ]
+        more = self._lacking(needs)
         wanted = sum(max(0, count) for count in more) - int((self._page_units == 0).sum())
         if wanted <= 0:
             return []
@@ -264,16 +263,18 @@ class PageLedger(PageCounts):
         # Such a size can empty as many slabs as it has too many. None of these has a hold, and together they are
         # enough.
         count, found = max(wanted, self.num_slabs // _MOVED_SHARE), []
-        for pages, missing in zip(self._sized(), more, strict=False):
+        for pages, missing in zip(self._classes, more, strict=True):
             # From the end of the arena, where slabs are equally full: pages gather at its start.
             slabs = self._slabs(pages)[::-1]
-            slabs = slabs[self._held[slabs] == 0]
+            slabs = slabs[~self._is_held[slabs]]
             slabs = slabs[np.argsort(self._out[slabs], kind="stable")[: max(0, min(-missing, count))]]
             found += [(int(self._out[slab]) * pages.page_bytes, pages.page_bytes, int(slab)) for slab in slabs]
-        emptied: dict[int, list[int]] = {}
-        for _, page_bytes, slab in sorted(found)[:count]:
-            emptied.setdefault(page_bytes, []).append(slab)
-        return [self._empty(self._classes[page_bytes], np.array(slabs)) for page_bytes, slabs in emptied.items()]
+        chosen = sorted(found)[:count]
+        moves = []
+        for pages in self._classes:
+            if emptied := [slab for _, page_bytes, slab in chosen if page_bytes == pages.page_bytes]:
+                moves.append(self._empty(pages, np.array(emptied)))
+        return moves
 
     def slabs_of(self, ids: Int32s) -> Int32s:
         """The slabs of pages, in the shape of the ids."""
@@ -285,12 +286,12 @@ class PageLedger(PageCounts):
             "a free slab has pages out, or an empty one was kept"
         )
         assert (self._holds <= self._holders).all(), "a page has more holds than holders"
-        assert np.array_equal((self._holds > 0).sum(1), self._held), "held pages are counted wrongly"
+        assert np.array_equal(self._holds.any(1), self._is_held), "a slab has holds and is not known to"
         assert np.array_equal((self._holders > 0).sum(1), self._out), "leak: pages are counted wrongly"
-        for pages in self._sized():
+        for pages in self._classes:
             slabs = self._slabs(pages)
             assert not self._holders[slabs, pages.pages_per_slab :].any(), "a page crosses the end of its slab"
-            assert (self._held[slabs] > 0).sum() == pages.num_held, "slabs with holds are counted wrongly"
+            assert self._is_held[slabs].sum() == pages.num_held, "slabs with holds are counted wrongly"
             assert self._out[slabs].sum() == pages.num_out, "pages are counted wrongly"
         super().check()
 
@@ -298,72 +299,54 @@ class PageLedger(PageCounts):
         """The slabs of a size class."""
         return np.flatnonzero(self._page_units == pages.page_bytes // UNIT)
 
-    def _num_free(self, pages: _SizeClass) -> int:
-        """Free pages in the slabs of a size class."""
-        return self._slabs(pages).size * pages.pages_per_slab - pages.num_out
+    def _lacking(self, needs: Sequence[int]) -> list[int]:
+        """Slabs that each size class needs beyond those it has; negative if it has too many."""
+        return [pages.slabs_for(needs[at]) - self._slabs(pages).size for at, pages in enumerate(self._classes)]
+
+    def _by_class(self, sizes: NDArray[Any]) -> list[int]:
+        """Number of pages of each size class among pages of some sizes."""
+        return [int((sizes == page_bytes).sum()) for page_bytes in self.page_sizes]
 
     def _at(self, ids: Int32s) -> tuple[Int32s, Int32s]:
         """The slabs of pages, and their indices in them."""
         slabs = self.slabs_of(ids)
         units = self._page_units[slabs]
         assert units.all(), "a page of a free slab was named"
-        index, rest = np.divmod(ids - slabs * self._slab_units, units)
+        index, rest = np.divmod(ids % self._slab_units, units)
         assert not rest.any(), "no page of its slab has this id"
         return slabs, index
 
-    def _size_class(self, page_bytes: int) -> _SizeClass:
-        pages = super()._size_class(page_bytes)
-        wider = pages.pages_per_slab - self._holders.shape[1]
-        if wider > 0:
-            self._holders, self._holds = (np.pad(each, ((0, 0), (0, wider))) for each in (self._holders, self._holds))
-        return pages
-
     def _count_holds(self, ids: Int32s, by: int) -> None:
         """Each page has one hold more or less."""
-        at = slabs, _ = self._at(ids)
-        was_held = self._holds[at] > 0
-        self._holds[at] += by
-        np.add.at(self._held, slabs[was_held != (self._holds[at] > 0)], by)
-        units = self._page_units[self._held > 0]
-        for pages in self._sized():
-            pages.num_held = int((units == pages.page_bytes // UNIT).sum())
+        self._holds[self._at(ids)] += by
+        slabs = np.unique(self.slabs_of(ids))
+        self._is_held[slabs] = self._holds[slabs].any(1)
+        for pages in self._classes:
+            pages.num_held = int(self._is_held[self._slabs(pages)].sum())
 
-    def _pop(self, pages: _SizeClass, count: int, without: Int64s | None = None) -> Int32s:
-        """Ids of free pages of a size in rising order, from the lowest slabs that have some: pages gather there, and
-        slabs above become empty.
-
-        without  slabs that are passed over
+    def _pop(self, pages: _SizeClass, slabs: Int64s, count: int) -> Int32s:
+        """Ids of free pages in slabs of a size in rising order, from the lowest slabs that have some: pages gather
+        there, and slabs above become empty.
         """
-        slabs = self._slabs(pages)
-        has_free = self._out[slabs] < pages.pages_per_slab
-        if without is not None:
-            has_free &= ~np.isin(slabs, without)
-        slabs = slabs[has_free]
+        slabs = slabs[self._out[slabs] < pages.pages_per_slab]
         num_free = np.cumsum(pages.pages_per_slab - self._out[slabs])
         slabs = slabs[: int(np.searchsorted(num_free, count)) + 1]
         free = self._holders[slabs, : pages.pages_per_slab] == 0
         at, index = np.divmod(np.flatnonzero(free)[:count], pages.pages_per_slab)
-        self._holders[slabs[at], index] = 1
-        self._out[slabs] += np.bincount(at, minlength=len(slabs)).astype(np.int32)
-        self.count([count * (each is pages) for each in self._sized()], 1)
-        return self._ids(slabs[at], index)
+        slabs = slabs[at]
+        self._holders[slabs, index] = 1
+        np.add.at(self._out, slabs, 1)
+        return self._ids(slabs, index)
 
     def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:
         """Moves the pages of some slabs, without holds, into the others of the class."""
-        before = self._ids_out(slabs)
-        after = self._pop(pages, len(before), slabs)
-        self._holders[self._at(after)] = self.holders(before)
-        self._holders[self._at(before)] = 1
-        self.give(before)
-        return Move(pages.page_bytes, before, after)
-
-    def _ids_out(self, slabs: Int64s) -> Int32s:
         at, index = np.nonzero(self._holders[slabs])
-        return self._ids(slabs[at], index)
+        before = self._ids(slabs[at], index)
+        after = self._pop(pages, np.setdiff1d(self._slabs(pages), slabs), len(before))
+        self._holders[self._at(after)] = self.holders(before)
+        self._holders[slabs], self._out[slabs], self._page_units[slabs] = 0, 0, 0
+        return Move(pages.page_bytes, before, after)
 
     def _ids(self, slabs: NDArray[Any], index: NDArray[Any]) -> Int32s:
         """Ids of the pages at some indices in slabs."""
         return np.asarray(slabs * self._slab_units + index * self._page_units[slabs], np.int32)
-
-    def _sized(self) -> Iterable[_SizeClass]:
-        return self._classes.values()

@@ -27,7 +27,7 @@ from quire.cache.retention.none import NoRetention
 from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.room import Room
-from quire.cache.segment import Segment
+from quire.cache.segment import NO_ROWS
 from quire.cache.statistics import Statistics
 from quire.cache.store import Nowhere, Store
 from quire.cache.tree import PrefixTree
@@ -70,7 +70,6 @@ class CacheManager:
         self.room = Room(self.eviction, self.retention)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
-        self.chunk_bytes = table.chunk_bytes(table.sealed_codec)
         self.statistics = Statistics(table, tree)
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
 
@@ -88,7 +87,7 @@ class CacheManager:
             log.warning(
                 "the pin of a prefix of %d tokens is given up: a request of %d tokens needs more memory than the pins"
                 " leave",
-                given_up.end,
+                given_up.end * PAGE_TOKENS,
                 len(holder.token_ids),
             )
         self._refused = None
@@ -96,18 +95,17 @@ class CacheManager:
             holder.path = Path()
             self.retention.enter(holder)
             self.room.promise(holder)
-            self._match(holder)
+            self.match(holder)
             self._fetch(holder)
         return True
 
     def _swap_in(self, holder: Holder) -> bool:
         """Starts to bring back a path that was swapped out. False, and the path is lost, if its holds do not fit."""
-        assert holder.swapped is not None
-        demand = self.fetching.demand(holder.swapped)
-        self.eviction.evict_for(lambda: demand)
-        holder.path, holder.swapped = self.fetching.swap_in(holder.swapped), None
+        swapped = holder.swapped
+        assert swapped is not None
+        self.eviction.evict_for(lambda: self.fetching.demand(swapped))
+        holder.path, holder.swapped = self.fetching.swap_in(swapped), None
         if not self._has_room_beside_holds():
-            self.fetching.end(holder.path)
             self._give_back(holder.path)
             return False
         self.room.promise(holder)
@@ -130,27 +128,27 @@ class CacheManager:
         self.tree.extend(path, keys, near, not holder.num_preemptions)
         self._settle_shared(holder)
         if self.extend(holder, (near + len(runs)) * PAGE_TOKENS):
-            self.fetching.begin(holder, near, runs)
+            self.fetching.begin(holder, runs)
             if self._has_room_beside_holds():
                 return
-            self.fetching.end(path)
         # Chunks without their sums are of no use.
         self._give_back(path)
         self._settle_shared(holder)
-        self._match(holder)
+        self.match(holder)
 
     def assume_fetched(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
-        holder.path.num_tokens = max(holder.path.num_tokens, holder.path.num_arriving * PAGE_TOKENS)
+        path = holder.path
+        path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
 
     def end_fetch(self, holder: Holder) -> bool:
         """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
         and the sequence must start again.
         """
-        path = holder.path
-        has_arrived = self.fetching.end(path)
-        if has_arrived and path.num_arriving:
-            self.commit(holder, max(path.num_tokens, path.num_arriving * PAGE_TOKENS))
+        self.assume_fetched(holder)
+        has_arrived = self.fetching.end(holder.path)
+        if has_arrived:
+            self.commit(holder, holder.path.num_tokens)
         return has_arrived
 
     def swap_out(self, holder: Holder) -> None:
@@ -173,29 +171,23 @@ class CacheManager:
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
-        found: list[tuple[Segment, int]] = []
         if holder.swapped is not None:
             if self.fetching.has(holder.swapped):
                 return self.room.fits(self.fetching.demand(holder.swapped) + self.room.growth())
             holder.swapped = None
-        if holder.reads_cache:
-            found = list(self.tree.walk(holder.keys, self.retention.findable(holder)))
+        found = list(self.tree.walk(holder.keys, self.retention.findable(holder))) if holder.reads_cache else []
         # Found chunks will be locked, and cannot be evicted.
         demand = self.retention.wanted(holder, found) + self.room.growth() + self.eviction.evictable_of(found)
         return self.room.fits(demand)
 
-    def match_again(self, holder: Holder) -> int:
-        """Extends a path over chunks that other sequences have cached since. Returns the number of tokens. Only between
+    def match(self, holder: Holder) -> int:
+        """Extends a path over cached chunks, if it has none of its own. Returns the number of tokens. Only between
         slices, on a chunk boundary.
         """
-        return self._match(holder) * PAGE_TOKENS if holder.path.is_all_shared else 0
-
-    def _match(self, holder: Holder) -> int:
-        """Extends a path without chunks of its own over cached chunks. Returns how many it took."""
-        count = self.retention.match(holder) if holder.reads_cache else 0
+        count = self.retention.match(holder) if holder.reads_cache and holder.path.is_all_shared else 0
         if count:
             self._settle_shared(holder)
-        return count
+        return count * PAGE_TOKENS
 
     def _settle_shared(self, holder: Holder) -> None:
         """Notes that all chunks of a path are shared."""
@@ -217,11 +209,11 @@ class CacheManager:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
         the same one. None if the chunk will not be shared.
         """
-        path, keys = holder.path, holder.keys
+        path = holder.path
         may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
         if not may_share or path.num_sealed >= self.retention.limit(holder):
             return None
-        return keys.first(path.num_sealed + 1)[-1]
+        return holder.keys.first(path.num_sealed + 1)[-1]
 
     def extend(self, holder: Holder, num_tokens: int) -> bool:
         """Takes chunks for a sequence's first `num_tokens` tokens. False, and nothing changes, if they do not fit
@@ -244,13 +236,11 @@ class CacheManager:
         if num_sealed:
             sealed = table.take(num_sealed, table.sealed_codec, sidecar=has_sidecar)
             if has_open:
-                begun = int(path.chunks[-1])
+                begun, sealed = path.replace(len(path.chunks) - 1, sealed[:1]), sealed[1:]
                 if path.num_tokens > path.num_stored * PAGE_TOKENS:
-                    path.filled = begun
+                    path.filled = int(begun[0])
                 else:  # it has no token yet
-                    table.give(np.array([begun], np.int32))
-                path.replace(path.num_stored - path.num_dropped, sealed[:1])
-                sealed = sealed[1:]
+                    table.give(begun)
             path.append(sealed)
             path.num_stored += num_sealed
         if wants_open:
@@ -265,10 +255,10 @@ class CacheManager:
         """
         path = holder.path
         assert path.num_tokens <= num_tokens <= path.num_begun * PAGE_TOKENS, (
-            f"{num_tokens} tokens in {path.num_chunks} chunks"
+            f"{num_tokens} tokens in {len(path.chunks)} chunks"
         )
         path.num_tokens = num_tokens
-        if num_tokens // PAGE_TOKENS == path.num_sealed:
+        if num_tokens < path.next_seal:
             return
         path.num_sealed = num_tokens // PAGE_TOKENS
         assert path.num_sealed <= path.num_stored, "a chunk is full and was not encoded"
@@ -276,7 +266,6 @@ class CacheManager:
         attached = self.retention.seal(holder)
         if any(attached) and self.room.make(attached, holder):
             self.retention.attach(holder)
-        path.free_until, path.next_seal = self._events(path)
         if self.table.encodes:  # else sealing changes no reservation
             self.room.update(holder)
 
@@ -284,8 +273,7 @@ class CacheManager:
         """Shrinks a sequence to the tokens that its heads keep of the prompt, which is stored."""
         path, retainer = holder.path, self.retention
         assert isinstance(retainer, Retainer) and path.retained is None
-        rows = self.table.demand(rows=path.num_shared)
-        self.eviction.evict_for(lambda: rows)
+        self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
 
         def fits(demand: Demand) -> bool:
             self.room.update(holder)
@@ -294,27 +282,21 @@ class CacheManager:
         retainer.retain(holder, decided, fits)
         self._settle(holder)
 
-    def shared(self, holder: Holder) -> tuple[tuple[int, int], ...]:
-        """See PrefixTree.shared; empty after retention has packed the path."""
-        return () if holder.path.retained is not None else self.tree.shared(holder.path)
-
     def release(self, holder: Holder) -> None:
         """Ends or preempts a sequence: unlocks its shared chunks, which stay cached, and frees its own."""
-        if holder.path.transfer is not None:
-            self.fetching.end(holder.path)
         self._give_back(holder.path)
         self.retention.leave(holder)
         self.room.forget(holder)
         holder.path = Path()
 
     def _give_back(self, path: Path) -> None:
+        if path.transfer is not None:
+            self.fetching.end(path)
         self._give_filled(path)
         self.table.give(path.private)
         self.table.give(path.sums)
-        path.sums = path.sums[:0]
-        path.truncate(path.num_shared)
         self.tree.release(path)
-        path.truncate(0)
+        path.chunks = path.sums = NO_ROWS
 
     def forget(self, holder: Holder) -> None:
         """Drops the swapped path of a sequence that will not run again."""
@@ -334,7 +316,7 @@ class CacheManager:
         held: list[int] = []
         for holder in self.room.live:
             path = holder.path
-            assert (path.free_until, path.next_seal) == self._events(path), "what happens next is not known"
+            assert path.free_until == self._free_until(path), "what happens next is not known"
             held += [*path.private, *path.sums, *([path.filled] if path.filled >= 0 else [])]
             if path.transfer is None:  # a transfer's hold looks like a second owner
                 self.retention.check(path)
@@ -343,7 +325,7 @@ class CacheManager:
                 assert shared == path.chunks[: path.num_shared].tolist(), "a path does not read the tree's chunks"
         self.tree.check()
         self.pins.check()
-        for _, segment in self.tree.segments():
+        for segment in self.tree.segments():
             held += [*segment.chunks, *segment.attached]
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
@@ -358,14 +340,13 @@ class CacheManager:
 
     def _settle(self, holder: Holder) -> None:
         """Follows a change of a sequence's chunks."""
-        holder.path.free_until, holder.path.next_seal = self._events(holder.path)
+        holder.path.free_until = self._free_until(holder.path)
         self.room.update(holder)
         self.statistics.note_peak()
 
-    def _events(self, path: Path) -> tuple[int, int]:
-        """See Path.free_until and Path.next_seal."""
-        has_event = self.table.encodes or path.retained is not None
-        return max(0, path.num_begun * PAGE_TOKENS - has_event), (path.num_sealed + 1) * PAGE_TOKENS
+    def _free_until(self, path: Path) -> int:
+        """See Path."""
+        return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
 
     def _give_filled(self, path: Path) -> None:
         if path.filled >= 0:

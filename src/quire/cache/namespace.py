@@ -37,3 +37,7 @@ class Namespace:
     rope: str = ""
     version: int = FORMAT_VERSION
     salt: str = ""
+
+    def __hash__(self) -> int:
+        # Namespaces of one engine differ by their salts alone, and every sequence looks its namespace up.
+        return hash(self.salt)

@@ -4,6 +4,7 @@ grows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +31,6 @@ class Path:
     num_stored   number of leading chunks that have, or get in this step, the codec of sealed chunks; all chunks if open
                  chunks have the same codec
     free_until   number of tokens up to which nothing is allocated, encoded or freed
-    next_seal    number of tokens with which the next chunk is full
     num_reserved number of tokens that admission reserved room for
     filled       open chunk that this step fills and encodes into another chunk, which replaces it in `chunks`; -1: none
     shared       the result of `PrefixTree.shared`, with the numbers of divisions and of shared chunks it is valid for
@@ -39,8 +39,8 @@ class Path:
     num_dropped  number of chunks of which retention keeps nothing; an unsealed chunk i is chunks[i - num_dropped]
     sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
     transfer     the transfer that brings its chunks from a store; None: there is none
-    num_arriving number of leading chunks that are there once the transfer is over; 0 if the whole path comes back
-    arriving     keys of the chunks in transfer
+    arriving     keys of the chunks in transfer, which follow the shared ones; empty if the whole path comes back
+    chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     """
 
     tip: Segment | None = None
@@ -49,9 +49,7 @@ class Path:
     num_tokens: int = 0
     num_sealed: int = 0
     num_stored: int = 0
-    num_chunks: int = 0
     free_until: int = 0
-    next_seal: int = PAGE_TOKENS
     num_reserved: int = 0
     filled: int = -1
     shared: tuple[tuple[int, int], tuple[tuple[int, int], ...]] = ((-1, -1), ())
@@ -60,19 +58,18 @@ class Path:
     num_dropped: int = 0
     sums: Int32s = field(default_factory=lambda: NO_ROWS)
     transfer: Transfer | None = None
-    num_arriving: int = 0
     arriving: list[bytes] = field(default_factory=list)
-    _chunks: Int32s = field(default_factory=lambda: np.empty(8, np.int32))
+    chunks: Int32s = field(default_factory=lambda: NO_ROWS)
 
     @property
-    def chunks(self) -> Int32s:
-        """Chunk ids in order of position, int32 [num_chunks]. A view: do not keep it across steps."""
-        return self._chunks[: self.num_chunks]
+    def next_seal(self) -> int:
+        """Number of tokens with which the next chunk is full."""
+        return (self.num_sealed + 1) * PAGE_TOKENS
 
     @property
     def num_begun(self) -> int:
         """Number of chunks with tokens or room for them, dropped chunks included."""
-        return self.num_chunks + self.num_dropped
+        return len(self.chunks) + self.num_dropped
 
     @property
     def has_open(self) -> bool:
@@ -82,69 +79,42 @@ class Path:
     @property
     def is_all_shared(self) -> bool:
         """Whether it has no private chunks, so that it may extend over cached ones."""
-        return self.retained is None and self.num_chunks == self.num_shared
+        return self.retained is None and len(self.chunks) == self.num_shared
 
     @property
     def segments(self) -> list[Segment]:
         """The segments of the tree on the path, from its beginning."""
-        found = []
-        segment = self.tip
-        while segment is not None and segment.parent is not None:
-            found.append(segment)
-            segment = segment.parent
-        return found[::-1]
+        return [] if self.tip is None else self.tip.branch
 
-    def reads(self) -> list[tuple[Segment, Bools | None]]:
-        """The segments of the tree on the path, from its beginning, and for each the heads whose pages it reads; None:
-        all.
-        """
-        found: list[tuple[Segment, Bools | None]] = []
+    def reads(self) -> Iterator[tuple[Segment, Bools | None]]:
+        """The segments of the tree on the path, the last one first, and the heads whose pages it reads; None: all."""
         heads: Bools | None = None
-        if not self.heads:
-            return [(segment, None) for segment in self.segments]
         for segment in reversed(self.segments):
             # A front that was divided off later has the heads of the rest of its segment.
             heads = self.heads.get(segment, heads)
-            found.append((segment, heads))
-        return found[::-1]
+            yield segment, heads
 
     @property
     def private(self) -> Int32s:
         """The chunks of this sequence alone."""
         return self.chunks[self.num_shared :]
 
-    def put(self, chunks: Int32s, sums: Int32s) -> None:
-        """Replaces the rows of all its chunks and sums."""
-        assert len(chunks) == self.num_chunks, f"{len(chunks)} rows for {self.num_chunks} chunks"
-        self._chunks, self.sums = chunks, sums
-
-    def truncate(self, num_chunks: int) -> None:
-        """Keeps the first chunks."""
-        self.num_chunks = num_chunks
-
     def append(self, chunks: Int32s) -> None:
         """Adds chunks at the end."""
-        need = self.num_chunks + len(chunks)
-        if need > len(self._chunks):
-            grown = np.empty(max(need, 2 * len(self._chunks)), np.int32)
-            grown[: self.num_chunks] = self.chunks
-            self._chunks = grown
-        self._chunks[self.num_chunks : need] = chunks
-        self.num_chunks = need
+        self.chunks = np.concatenate((self.chunks, chunks))
 
-    def replace(self, first: int, chunks: Int32s) -> None:
-        """Replaces chunks from index `first` on by others with the same contents. Makes a new array, so that callers
-        that kept the old one notice the change.
-        """
-        self._chunks = self._chunks.copy()
-        self._chunks[first : first + len(chunks)] = chunks
+    def replace(self, first: int, chunks: Int32s) -> Int32s:
+        """Replaces chunks from index `first` on by others with the same contents. Returns the replaced ones."""
+        end = first + len(chunks)
+        replaced = self.chunks[first:end]
+        self.chunks = np.concatenate((self.chunks[:first], chunks, self.chunks[end:]))
+        return replaced
 
     def forget(self, indices: NDArray[np.intp]) -> Int32s:
         """Removes chunks that hold nothing. Returns their rows and those of their sums; the caller frees them."""
         rows = np.concatenate((self.chunks[indices], self.sums[indices]))
         self.sums = np.delete(self.sums, indices)
-        self._chunks = np.delete(self.chunks, indices)
-        self.num_chunks -= len(indices)
+        self.chunks = np.delete(self.chunks, indices)
         self.num_dropped += len(indices)
         return rows
 

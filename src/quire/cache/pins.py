@@ -7,7 +7,6 @@ import math
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
-from quire.cache.path import Path
 from quire.cache.segment import Segment
 from quire.cache.tree import PrefixTree
 
@@ -57,7 +56,7 @@ class Pins:
         ended = [segment for segment in found if self._is_protected.get(segment) is False]
         if ended:
             tree.num_uses += 1
-            for each in Path(ended[-1]).segments:
+            for each in ended[-1].branch:
                 each.last_use, each.used_at = tree.num_uses, tree.now
         for each in ended:
             self._end(each)
@@ -84,12 +83,12 @@ class Pins:
     def num_protected(self) -> tuple[int, int]:
         """Number of chunks under protected pins, and number of their segments that begin a sequence."""
         protected = (segment for segment, is_protected in self._is_protected.items() if is_protected)
-        kept = {each for segment in protected for each in Path(segment).segments}
+        kept = {each for segment in protected for each in segment.branch}
         return sum(len(segment.chunks) for segment in kept), sum(segment.start == 0 for segment in kept)
 
     def check(self) -> None:
         """Proves that these are the pinned segments of the tree."""
-        pinned = {segment for _, segment in self.tree.segments() if segment.pinned_until}
+        pinned = {segment for segment in self.tree.segments() if segment.pinned_until}
         assert pinned == self._is_protected.keys(), "pins are not those of the tree"
 
     def _end(self, segment: Segment) -> None:

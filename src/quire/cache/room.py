@@ -20,27 +20,27 @@ class Room:
 
     def __init__(self, eviction: Eviction, retention: NoRetention) -> None:
         self.eviction = eviction
+        self.table = eviction.table
         self.retention = retention
         self.live: dict[Holder, Demand] = {}
-        self._promised = eviction.table.nothing
+        self._promised = self.table.nothing
 
     def capacity(self, num_chunks: int = 0, num_firsts: int = 0) -> int:
         """Most sealed chunks of one sequence beside `num_chunks` chunks more than there are now, of which `num_firsts`
         begin sequences.
         """
-        table = self.eviction.table
-        kept = table.demand(num_chunks, int(table.encodes), num_firsts + 1)
+        table, beside = self.table, self.retention.beside
 
         def is_too_much(count: int) -> bool:
-            beside = self.retention.beside(count * PAGE_TOKENS)
-            return not table.fits(kept + table.demand(count) + beside)
+            demand = table.demand(num_chunks + count, int(table.encodes), num_firsts + 1)
+            return not table.fits(demand + beside(count * PAGE_TOKENS))
 
         return bisect.bisect_left(range(1, table.capacity + 1), True, key=is_too_much)
 
     def promise(self, holder: Holder) -> None:
         """Reserves room for an admitted sequence: for its tokens so far, or for its prompt with retention."""
         holder.path.num_reserved = self.retention.num_reserved(holder)
-        self.live[holder] = self.eviction.table.nothing
+        self.live[holder] = self.table.nothing
         self.update(holder)
 
     def update(self, holder: Holder) -> None:
@@ -57,25 +57,25 @@ class Room:
     def promised(self, apart_from: Holder | None = None) -> Demand:
         """The outstanding demand of all live sequences, or of all but one."""
         total, expected = self._promised, self.retention.expected(apart_from)
-        if expected is not self.eviction.table.nothing:
+        if expected is not self.table.nothing:
             total += expected
         return total if apart_from is None else total - self.live[apart_from]
 
     def growth(self) -> Demand:
         """Room to grow that an admission must leave: a chunk for every live sequence and one for the new one."""
-        table = self.eviction.table
+        table = self.table
         return self.retention.per_chunk * len(self.live) + table.demand(1) if self.live else table.nothing
 
-    def fits(self, demand: Demand, apart_from: Holder | None = None) -> bool:
+    def fits(self, demand: Demand) -> bool:
         """Whether a demand fits beside all reservations, after eviction."""
-        return self.eviction.fits(demand + self.promised(apart_from))
+        return self.eviction.fits(demand + self.promised())
 
-    def make(self, demand: Demand, apart_from: Holder | None = None) -> bool:
-        """Makes room for a demand, by eviction if needed. False, and nothing is evicted, if it does not fit beside the
-        reservations of others.
+    def make(self, demand: Demand, holder: Holder) -> bool:
+        """Makes room for a demand of a sequence, by eviction if needed. False, and nothing is evicted, if it does not
+        fit beside the reservations of others.
         """
-        beside = demand + self.promised(apart_from)
-        if not self.eviction.table.fits(beside):
+        beside = demand + self.promised(holder)
+        if not self.table.fits(beside):
             if not self.eviction.fits(beside):
                 return False
             self.eviction.evict_for(lambda: demand)
@@ -83,7 +83,7 @@ class Room:
 
     def check(self) -> None:
         """Proves that the running sum is the outstanding demand of all sequences."""
-        total = self.eviction.table.nothing
+        total = self.table.nothing
         for holder, share in self.live.items():
             now = self.retention.lacking(holder.path)
             assert share == now, f"{share} promised, {now} lacking"

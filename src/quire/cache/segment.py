@@ -21,7 +21,7 @@ class Segment:
     tokens        int32 [n * 64], the tokens the chunks hold
     keys          of the chunks, [n]
     chunks        int32 [n], chunk ids
-    start         position of the first token, a multiple of 64
+    start         index of the first chunk in its sequence
     users         number of live paths that found or computed it, whatever they still read of it
     unread        int32 [L, H]: number of users that no longer read any of its pages, per layer and head; None while
                   all users read all pages
@@ -62,12 +62,20 @@ class Segment:
         assert len(self.tokens) == len(self.chunks) * PAGE_TOKENS and len(self.keys) == len(self.chunks), (
             f"{len(self.tokens)} tokens and {len(self.keys)} keys in {len(self.chunks)} chunks"
         )
-        assert self.start % PAGE_TOKENS == 0, f"a segment starts on a chunk boundary, not at {self.start}"
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
-        return self.start + len(self.tokens)
+        """Index after the last chunk."""
+        return self.start + len(self.chunks)
+
+    @property
+    def branch(self) -> list[Segment]:
+        """The segments from the beginning of sequences to this one."""
+        found, segment = [], self
+        while segment.parent is not None:
+            found.append(segment)
+            segment = segment.parent
+        return found[::-1]
 
     @property
     def locks(self) -> Int32s:

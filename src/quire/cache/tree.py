@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,19 +34,14 @@ from quire.cache.tree_counts import TreeCounts
 
 
 class Vacated(NamedTuple):
-    """Consecutive chunks that the tree dropped: keys, tokens, rows of the chunk table, and the rows attached to their
-    end.
+    """Consecutive chunks that the tree dropped: their keys, tokens and rows of the chunk table. The last `num_attached`
+    rows are the attachment of their end.
     """
 
     keys: list[bytes]
     tokens: Int32s
-    chunks: Int32s
-    attached: Int32s
-
-    @property
-    def rows(self) -> Int32s:
-        """All rows, the attachment last."""
-        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
+    rows: Int32s
+    num_attached: int
 
 
 @dataclass
@@ -69,7 +64,6 @@ class PrefixTree(TreeCounts):
     num_divided: int = 0
     _root: Segment = field(default_factory=lambda: Segment(NO_ROWS, [], NO_ROWS, 0))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _pushes: Iterator[int] = field(default_factory=itertools.count)
     _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
 
     def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
@@ -80,12 +74,12 @@ class PrefixTree(TreeCounts):
         is_hit  whether this counts as a hit; not if a preempted sequence finds its own chunks
         """
         first = path.num_shared
-        assert path.num_chunks == first, "a path with chunks of its own cannot take others"
-        for segment in self._follow(path.tip or self._root, keys.first(max(first, limit))[first:]):
+        assert path.is_all_shared, "a path with chunks of its own cannot take others"
+        for segment in self._follow(path.tip or self._root, keys.first(limit)[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
-            path.tip, path.num_shared = segment, path.num_chunks
-        return path.num_chunks - first
+            path.tip, path.num_shared = segment, len(path.chunks)
+        return path.num_shared - first
 
     def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
         """Puts a path's sealed chunks into the tree, from its last shared one up to chunk `end`, and locks them.
@@ -93,20 +87,13 @@ class PrefixTree(TreeCounts):
         If the tree already has some of them, the path takes the tree's. Returns the rows it no longer needs; the caller
         frees them.
         """
-        first, taken, new = path.num_shared, 0, keys.first(end)[path.num_shared :]
-        at = path.tip or self._root
-        held = [NO_ROWS]
-        for segment in self._follow(at, new):
-            at = segment
-            at.computed += 1
-            taken += len(at.chunks)
-            held.append(at.chunks)
-        spare = NO_ROWS
-        if taken:
-            spare = path.chunks[first : first + taken].copy()
-            path.replace(first, np.concatenate(held))
-        if first + taken < end:
-            at = self._add(at, path, keys, path.chunks[first + taken : end].copy())
+        at, first, spare = path.tip or self._root, path.num_shared, NO_ROWS
+        for segment in self._follow(at, keys.first(end)[first:]):
+            segment.computed += 1
+            spare = np.concatenate((spare, path.replace(first, segment.chunks)))
+            at, first = segment, first + len(segment.chunks)
+        if first < end:
+            at = self._add(at, path, keys, path.chunks[first:end])
         path.tip, path.num_shared = at, end
         return spare
 
@@ -143,9 +130,8 @@ class PrefixTree(TreeCounts):
     def boundary(self, path: Path, num_chunks: int) -> Segment:
         """The segment of a path that ends after `num_chunks` shared chunks. Divides one if none ends there."""
         assert 0 < num_chunks <= path.num_shared, f"{num_chunks} chunks of {path.num_shared} in the tree"
-        end = num_chunks * PAGE_TOKENS
-        segment = next(each for each in path.segments if each.end >= end)
-        return segment if segment.end == end else self._divide(segment, (end - segment.start) // PAGE_TOKENS)
+        segment = next(each for each in path.segments if each.end >= num_chunks)
+        return segment if segment.end == num_chunks else self._divide(segment, num_chunks - segment.start)
 
     def attach(self, segment: Segment, rows: Int32s) -> Int32s:
         """Replaces the attachment of a segment's end. Returns the rows of the old one; the caller frees them."""
@@ -157,7 +143,7 @@ class PrefixTree(TreeCounts):
 
     def detach_all(self) -> Int32s:
         """Ends all attachments. Returns their rows; the caller frees them."""
-        return _joined([self.attach(segment, NO_ROWS) for _, segment in list(self.segments())])
+        return np.concatenate([NO_ROWS, *(self.attach(segment, NO_ROWS) for segment in self.segments())])
 
     def vacate(self, count: int) -> list[Vacated]:
         """Drops `count` idle chunks, or all: from the ends of leaves, least recently used first. The caller frees their
@@ -180,46 +166,38 @@ class PrefixTree(TreeCounts):
 
     def add_pins(self, segment: Segment, by: int) -> None:
         """Adds a pin (by = 1) to a segment and all its ancestors, or removes one (-1)."""
-        at: Segment | None = segment
-        while at is not None and at.parent is not None:
-            self._count(at, -1)
-            at.pins += by
-            self._count(at, 1)
-            self._offer(at)
-            at = at.parent
+        for each in segment.branch:
+            self._count(each, -1)
+            each.pins += by
+            self._count(each, 1)
+            self._offer(each)
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
-        at, rest = self._root, keys.first(limit)
-        while rest and (child := at.children.get(rest[0])) is not None:
-            at, count = child, num_common(child.keys, rest)
-            yield at, count
-            if count < len(at.chunks):
-                return
-            rest = rest[count:]
+        return self._match(self._root, keys.first(limit))
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
-        prefix.
+        prefix. Empty after retention has packed the path.
         """
-        known, found = path.shared
-        if known != (self.num_divided, path.num_shared):
-            found = tuple((segment.number, len(segment.chunks)) for segment in path.segments)
-            path.shared = (self.num_divided, path.num_shared), found
-        return found
+        now = self.num_divided, path.num_shared
+        if path.shared[0] != now:
+            segments = path.segments if path.num_shared else ()
+            path.shared = now, tuple((segment.number, len(segment.chunks)) for segment in segments)
+        return path.shared[1]
 
-    def segments(self) -> Iterator[tuple[Hashable, Segment]]:
-        """Every segment with its namespace, parents first."""
+    def segments(self) -> Iterator[Segment]:
+        """Every segment, parents first."""
         todo = list(self._root.children.values())
         while todo:
             segment = todo.pop()
-            yield segment.namespace, segment
+            yield segment
             todo.extend(segment.children.values())
 
     def check(self) -> None:
         """Proves the invariants."""
         counted = TreeCounts(self.shape)
-        for _, segment in self.segments():
+        for segment in self.segments():
             parent = segment.parent
             assert not segment.is_dropped, "a dropped segment is in the tree"
             assert parent is not None and segment.start == parent.end, "a segment does not begin where its parent ends"
@@ -233,37 +211,41 @@ class PrefixTree(TreeCounts):
         for name, value in vars(counted).items():
             assert np.array_equal(getattr(self, name), value), f"{name}: {getattr(self, name)} counted, {value} there"
 
+    def _match(self, at: Segment, keys: list[bytes]) -> Iterator[tuple[Segment, int]]:
+        """Finds the segments after one that match the keys: (segment, number of its chunks that do)."""
+        while keys and (child := at.children.get(keys[0])) is not None:
+            at, count = child, num_common(child.keys, keys)
+            keys = keys[count:] if count == len(at.chunks) else []
+            yield at, count
+
     def _follow(self, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
-        while keys and (child := at.children.get(keys[0])) is not None:
-            count = num_common(child.keys, keys)
-            at = self._divide(child, count) if count < len(child.chunks) else child
+        for segment, count in self._match(at, keys):
+            at = self._divide(segment, count) if count < len(segment.chunks) else segment
             self._count(at, -1)
             at.users += 1
             self.num_uses += 1
             at.last_use, at.used_at = self.num_uses, self.now
             self._count(at, 1)
             yield at
-            keys = keys[count:]
 
     def _add(self, at: Segment, path: Path, keys: ChunkKeys, chunks: Int32s) -> Segment:
         """Puts chunks after a segment: at its end if it has no child and no other user so far, else as a child."""
-        first = at.end // PAGE_TOKENS
-        end = first + len(chunks)
+        first, end = at.end, at.end + len(chunks)
         new = keys.first(end)[first:]
         is_own = at is path.tip and (at.users, at.hits, at.computed) == (1, 0, 1)
         if is_own and not at.children and not at.pins and not len(at.attached):
             self._count(at, -1)
-            at.tokens, at.keys = keys.tokens(at.start // PAGE_TOKENS, end).copy(), at.keys + new
+            at.tokens, at.keys = keys.tokens(at.start, end), at.keys + new
             at.chunks = np.concatenate((at.chunks, chunks))
             self._count(at, 1)
             return at
         self.num_uses += 1
         child = Segment(
-            keys.tokens(first, end).copy(),
+            keys.tokens(first, end),
             new,
             chunks,
-            at.end,
+            first,
             next(self._numbers),
             at,
             keys.namespace,
@@ -311,10 +293,9 @@ class PrefixTree(TreeCounts):
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
             # Stale entries leave only by eviction: a server with spare memory would collect them for ever.
-            current = [leaf for _, leaf in self.segments() if leaf.is_evictable]
-            self._leaves = [(leaf.last_use, number, leaf) for number, leaf in enumerate(current)]
+            self._leaves = [(leaf.last_use, leaf.number, leaf) for leaf in self.segments() if leaf.is_evictable]
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (segment.last_use, next(self._pushes), segment))
+        heapq.heappush(self._leaves, (segment.last_use, segment.number, segment))
 
     def _oldest_leaf(self) -> Segment | None:
         """The leaf to evict next, left at the head of the heap."""
@@ -328,7 +309,10 @@ class PrefixTree(TreeCounts):
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
         first = num_kept * PAGE_TOKENS
-        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], leaf.chunks[num_kept:], leaf.attached)
+        rows = leaf.chunks[num_kept:]
+        if len(leaf.attached):
+            rows = np.concatenate((rows, leaf.attached))
+        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], rows, len(leaf.attached))
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
@@ -352,7 +336,3 @@ class NoSharing(PrefixTree):
     def publish(self, path: Path, keys: ChunkKeys, end: int) -> Int32s:
         """The path keeps its chunks to itself."""
         return NO_ROWS
-
-
-def _joined(rows: list[Int32s]) -> Int32s:
-    return np.concatenate([NO_ROWS, *rows])

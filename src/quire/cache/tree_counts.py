@@ -19,10 +19,10 @@ class TreeCounts:
     num_read      chunks that live paths read in all heads
     num_pinned    chunks that are pinned, read or not
     num_unused    chunks that are not pinned and that no live path reads: all their pages can be evicted
-    num_idle      chunks with pages that can be evicted
     num_parted    chunks of which some path no longer reads some heads
+    num_part_idle those of them with pages that can be evicted
     part_read, part_idle  int64 [L, H]: pages of parted chunks that are read, and that can be evicted
-    num_unread_firsts  segments at position 0 that no live path uses; their first chunks may have sidecars
+    num_unread_firsts  segments at the start of sequences that no live path uses; their first chunks may have sidecars
     num_idle_firsts    those of them that are not pinned
     num_attached  attached rows
     """
@@ -32,14 +32,19 @@ class TreeCounts:
     num_read: int = 0
     num_pinned: int = 0
     num_unused: int = 0
-    num_idle: int = 0
     num_parted: int = 0
+    num_part_idle: int = 0
     num_unread_firsts: int = 0
     num_idle_firsts: int = 0
     num_attached: int = 0
 
     def __post_init__(self) -> None:
         self.part_read, self.part_idle = np.zeros((2, *self.shape), np.int64)
+
+    @property
+    def num_idle(self) -> int:
+        """Chunks with pages that can be evicted."""
+        return self.num_unused + self.num_part_idle
 
     def _count(self, segment: Segment, by: int) -> None:
         """Takes a segment out of the counts (by = -1), or puts it in (1)."""
@@ -54,6 +59,7 @@ class TreeCounts:
             self.num_parted += num_chunks
             self.part_read += num_chunks * is_read
             self.part_idle += num_chunks * is_free * ~is_read
+            self.num_part_idle += num_chunks * segment.is_idle
         elif users:
             self.num_read += num_chunks
         elif is_free:
@@ -63,5 +69,3 @@ class TreeCounts:
             self.num_idle_firsts += by * is_free
         if not is_free:
             self.num_pinned += num_chunks
-        elif segment.is_idle:
-            self.num_idle += num_chunks

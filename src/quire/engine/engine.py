@@ -193,7 +193,7 @@ class Engine:
         """The prefix tree's contents under visible salts, parents first."""
         manager = self.scheduler.manager
         manager.tick(self.clock())
-        return prefixes(manager.tree, manager.chunk_bytes, lambda namespace: visible(namespace.salt))
+        return prefixes(manager.tree, manager.statistics.chunk_bytes, lambda namespace: visible(namespace.salt))
 
     @property
     def forgets(self) -> bool:

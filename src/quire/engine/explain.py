@@ -39,8 +39,7 @@ def explain(manager: CacheManager, holder: Holder) -> str:
         after = (child.tokens for child in last.children.values())
         candidates = [last.tokens[count * PAGE_TOKENS :]] if count < len(last.chunks) else list(after)
     else:
-        firsts = ((namespace, each) for namespace, each in tree.segments() if each.start == 0)
-        candidates = [each.tokens for namespace, each in firsts if namespace == keys.namespace]
+        candidates = [each.tokens for each in tree.segments() if each.start == 0 and each.namespace == keys.namespace]
         if not candidates:
             return "nothing is cached with its salt"
     if not candidates:

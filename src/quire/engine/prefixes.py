@@ -59,7 +59,8 @@ def prefixes(
     """The segments of the visible namespaces, parents first."""
     found: list[Prefix] = []
     same: dict[Segment, int] = {}
-    for namespace, segment in tree.segments():
+    for segment in tree.segments():
+        namespace = segment.namespace
         if not visible(namespace):
             continue
         assert segment.parent is not None
@@ -72,7 +73,7 @@ def prefixes(
                 id=segment.keys[-1].hex(),
                 space=namespace_key(namespace).hex(),
                 parent=segment.parent.keys[-1].hex() if segment.parent.keys else None,
-                start=segment.start,
+                start=segment.start * PAGE_TOKENS,
                 num_tokens=len(segment.tokens),
                 token_ids=segment.tokens[:SHOWN_TOKENS].tolist(),
                 num_same=same[segment],

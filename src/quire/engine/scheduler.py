@@ -51,7 +51,7 @@ def _may_follow(sequence: Sequence) -> bool:
     """
     path = sequence.path
     first_is_there = path.transfer is not None and path.transfer.done(0)
-    return first_is_there and path.num_arriving > 0 and not len(path.sums) and not sequence.awaits_scores
+    return first_is_there and len(path.arriving) > 0 and not len(path.sums) and not sequence.awaits_scores
 
 
 class Sampled(NamedTuple):
@@ -458,7 +458,7 @@ class Scheduler:
         """Extends a prompt over chunks cached since. False if another sequence computes its next chunk in this step:
         the prompt finds it in the next one.
         """
-        found = self.manager.match_again(sequence)
+        found = self.manager.match(sequence)
         self._count_found(sequence, found)
         if found:
             log.debug("request %s: %d tokens more, just computed for others", sequence.name, found)
@@ -504,7 +504,7 @@ class Scheduler:
         rows = [(sequence, self._quiet_row(sequence)) for sequence in self.calendar] + singles
         # Sequences that share chunks become neighbours: attention reads a shared chunk once for all of them.
         for sequence, piece in rows:
-            piece.shared = self.manager.shared(sequence)
+            piece.shared = self.manager.tree.shared(sequence.path)
         rows.sort(key=_shared)
         rows += tall
         self._sequences, self._slices = [sequence for sequence, _ in rows], [piece for _, piece in rows]
@@ -537,7 +537,7 @@ class Scheduler:
             if index is None or not piece.samples:
                 return None
             if piece is not self._slices[index]:
-                piece.shared, before = self.manager.shared(sequence), self._slices[index].shared
+                piece.shared, before = self.manager.tree.shared(sequence.path), self._slices[index].shared
                 if [number for number, _ in piece.shared] != [number for number, _ in before]:
                     return None
                 found[index] = piece

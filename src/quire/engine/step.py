@@ -50,10 +50,8 @@ class Slice(RowSlice):
         same chunks.
         """
         return (
-            # A path's chunk ids live in one array that only grows: the same array and length mean the same chunks.
-            self.chunks.base is row.chunks.base
-            and row.chunks.base is not None
-            and len(self.chunks) == len(row.chunks)
+            # A path whose chunks change gets a new array of them.
+            self.chunks is row.chunks
             and row.start % PAGE_TOKENS != 0
             and (self.filled, self.num_dropped, self.samples) == (row.filled, row.num_dropped, row.samples)
             and not (row.decides or row.scores or self.decides or self.scores)

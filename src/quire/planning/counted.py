@@ -257,7 +257,7 @@ class CountedTokens(Retained):
         """See `Retained`."""
         stays, in_place, stuck = self.classes.all, self.in_place.tolist(), [0] * self.num_rows
         for segment in segments:
-            first, end = segment.start // PAGE_TOKENS, segment.end // PAGE_TOKENS
+            first, end = segment.start, segment.end
             most = PAGE_TOKENS * (end - first)
             stays &= bits(segment.users * sum(tokens[first:end]) >= most for tokens in self.tokens)
             others = self.classes.read_by_others(segment) & ~stays
@@ -372,7 +372,7 @@ class CountedRetainer(SharingRetainer):
         table.put([(row, own, shared & here) for row, own, shared, here in rows if shared & ~here], self.kind)
         heads, below, at = {}, 0, retained.num_rows
         for segment in reversed(path.segments):
-            while at and retained.origins[at - 1] * PAGE_TOKENS >= segment.start:
+            while at and retained.origins[at - 1] >= segment.start:
                 at -= 1
                 below |= read[at]
             heads[segment] = table.classes.heads(below)

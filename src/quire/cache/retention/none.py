@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.cache.eviction import Eviction
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
@@ -139,4 +141,5 @@ class NoRetention:
     def _path_over(self, holder: Holder, found: Found) -> Path:
         """A path over found chunks without locks, to compute a reservation."""
         count = sum(each for _, each in found)
-        return Path(num_shared=count, num_stored=count, num_chunks=count, num_reserved=self.num_reserved(holder))
+        chunks, reserved = np.empty(count, np.int32), self.num_reserved(holder)
+        return Path(num_shared=count, num_stored=count, num_reserved=reserved, chunks=chunks)

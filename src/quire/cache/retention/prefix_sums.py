@@ -78,7 +78,7 @@ class SharingRetainer(Retainer):
         if not len(boundary.attached):
             tree.attach(boundary, self._copy(path.sums[: path.num_sealed]))
             for each in path.segments:
-                is_passed = each is not boundary and each.end // PAGE_TOKENS not in self.stops[holder]
+                is_passed = each is not boundary and each.end not in self.stops[holder]
                 if is_passed and len(each.children) < 2:
                     self.table.give(tree.attach(each, NO_ROWS))
 

@@ -82,8 +82,7 @@ class Retained:
 
     def rows_of(self, segment: Segment) -> Bools:
         """Rows that were chunks of a segment, bool [rows]."""
-        at = self.origins * PAGE_TOKENS
-        return (at >= segment.start) & (at < segment.end)
+        return (self.origins >= segment.start) & (self.origins < segment.end)
 
     def seal(self, first: int, end: int) -> None:
         """Adds rows for the sequence's sealed chunks [first, end), with all their tokens."""

@@ -175,7 +175,7 @@ class Retainer(NoRetention):
 
     def extend(self, path: Path, num_sealed: int) -> None:
         """Takes rows of zero sums."""
-        missing, rows = path.num_chunks - len(path.sums), NO_ROWS
+        missing, rows = len(path.chunks) - len(path.sums), NO_ROWS
         if missing and (path.retained is not None or not path.is_decided):
             rows = self._new_sums(missing)
             path.sums = np.append(path.sums, rows)
