@@ -113,7 +113,7 @@ def test_equal_prompts_make_equal_pages() -> None:
         images.append(
             [
                 table.arena.load(
-                    table.pages[chunk, layer, head : head + 1], table.page_bytes(table.sealed_codec, layer, head)
+                    table.pages[chunk, layer, head : head + 1], int(table.page_sizes(table.sealed_codec)[layer, head])
                 )
                 for chunk in segment.chunks[:3]
                 for layer in range(table.pages.shape[1])
@@ -181,7 +181,7 @@ def test_sinks_are_exact_and_not_in_the_page() -> None:
         exact = torch.stack(table.sinks.rows(table.arena, int(table.sidecars[chunk]), layer), 1)
         assert exact.isfinite().all() and exact.abs().amin((-1, -2, -3)).ne(0).any()
         for head in range(2):
-            size = table.page_bytes(table.sealed_codec, layer, head)
+            size = int(table.page_sizes(table.sealed_codec)[layer, head])
             k, v = table.sealed_codec.decode(
                 layer, head, table.arena.load(table.pages[chunk, layer, head : head + 1], size)
             )
@@ -200,7 +200,7 @@ def test_an_overwritten_page_changes_the_next_logits() -> None:
     table, tree = engine.scheduler.manager.table, engine.scheduler.manager.tree
     assert tree is not None
     (segment,) = tree.segments()
-    size = table.page_bytes(table.sealed_codec, 0, 0)
+    size = int(table.page_sizes(table.sealed_codec)[0, 0])
     table.arena.store(table.pages[segment.chunks[1], 0, :1], size, torch.zeros(1, size, dtype=torch.uint8))
     assert (next_logits(engine, prompt) - before).abs().max() > 1e-4
 
