@@ -72,7 +72,7 @@ def profiled(spec: AttentionSpec, slices: list[RowSlice], last_rows: int = 0) ->
     assert table.sums is not None
     for piece in slices:
         sums = table.take(len(piece.chunks), table.sums)
-        table.sums.store(table, sums, np.zeros((spec.num_layers, HEADS, len(sums) * PAGE_TOKENS), np.float32))
+        table.store_sums(sums, np.zeros((spec.num_layers, HEADS, len(sums) * PAGE_TOKENS), np.float32))
         found.append(replace(piece, profiled=Profiled(sums, last_rows)))
     return found
 

@@ -103,7 +103,7 @@ class Prompt:
         spec, table = self.spec, self.spec.table
         shape = spec.num_layers, spec.num_kv_heads
         assert table.sums is not None
-        table.sums.store(table, self.sums, np.zeros((*shape, len(self.sums) * PAGE_TOKENS), np.float32))
+        table.store_sums(self.sums, np.zeros((*shape, len(self.sums) * PAGE_TOKENS), np.float32))
         began = time.perf_counter()
         for start in self.starts:
             end = min(start + self.rows, len(self.tokens))
@@ -118,7 +118,7 @@ class Prompt:
         seconds = time.perf_counter() - began
         if last_rows is None or peaks:
             return seconds, 0.0
-        attention = table.sums.load(table, self.sums).sum(-1)
+        attention = table.load_sums(self.sums).sum(-1)
         assert np.abs(attention - len(self.tokens)).max() < 0.01 * len(self.tokens), "rows that do not add up to one"
         kept = np.random.default_rng(0).integers(0, 2**64, (*shape, len(self.chunks)), np.uint64)
         local = np.full(shape, int(LOCAL_SHARE * len(self.tokens)), np.int64)

@@ -63,7 +63,7 @@ def with_sums(spec: AttentionSpec, slices: list[RowSlice], random: np.random.Gen
             continue
         end = piece.start + piece.num_rows
         sums = table.take(-(-end // PAGE_TOKENS) - piece.num_dropped, table.sums)
-        table.sums.store(table, sums, random.random((*table.pages.shape[1:], len(sums) * PAGE_TOKENS), np.float32))
+        table.store_sums(sums, random.random((*table.pages.shape[1:], len(sums) * PAGE_TOKENS), np.float32))
         rows, layers, heads = np.nonzero(random.random((len(sums), *table.pages.shape[1:])) < 0.3)
         table.drop((sums[rows], layers, heads))
         last_rows = int(random.integers(0, piece.num_rows + 1)) if piece.num_rows > 1 else 0
@@ -105,7 +105,7 @@ def check_hidden(
         plan = backend_of(spec).plan(slices)
         generator = torch.Generator().manual_seed(seed)
         outputs.append(run_plan(plan, spec, sum(piece.num_rows for piece in slices), generator))
-        sums.append([torch.from_numpy(table.sums.load(table, each.sums)) for each in profiled])
+        sums.append([torch.from_numpy(table.load_sums(each.sums)) for each in profiled])
         recovered.append(
             [
                 found

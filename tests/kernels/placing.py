@@ -90,7 +90,7 @@ class Rows:
         assert table.sums is not None
         sums = table.take(len(chunks) + 1, table.sums)
         shape = (*table.pages.shape[1:], len(sums) * PAGE_TOKENS)
-        table.sums.store(table, sums, np.zeros(shape, np.float32))
+        table.store_sums(sums, np.zeros(shape, np.float32))
         own, filled = table.take(1, table.open_codec), -1
         encoded.fill(self.spec, int(own[0]), slots, self.generator)
         if slots == PAGE_TOKENS - 1:
@@ -121,8 +121,8 @@ def take_sums(spec: AttentionSpec, piece: RowSlice) -> torch.Tensor:
     """The sums, or peaks, that a row has left, [L, H, T]; then they are zero again."""
     table = spec.table
     assert table.sums is not None and piece.profiled is not None
-    found = table.sums.load(table, piece.profiled.sums)
-    table.sums.store(table, piece.profiled.sums, np.zeros_like(found))
+    found = table.load_sums(piece.profiled.sums)
+    table.store_sums(piece.profiled.sums, np.zeros_like(found))
     return torch.from_numpy(found)
 
 

@@ -58,7 +58,7 @@ class Prompts:
             held = self.sums.get(name, np.empty(0, np.int32))
             new = table.take(-(-self.sequences.lengths[name] // PAGE_TOKENS) - len(held), table.sums)
             shape = (*table.pages.shape[1:], len(new) * PAGE_TOKENS)
-            table.sums.store(table, new, np.zeros(shape, np.float32))
+            table.store_sums(new, np.zeros(shape, np.float32))
             if len(new):
                 # The same array while nothing is added to it: a decode step may take its plan one further.
                 self.sums[name] = np.append(held, new)
@@ -72,7 +72,7 @@ class Prompts:
     def of(self, name: int) -> NDArray[np.float32]:
         """The sums of a sequence, [L, H, T]."""
         assert self.spec.table.sums is not None
-        return self.spec.table.sums.load(self.spec.table, self.sums[name])
+        return self.spec.table.load_sums(self.sums[name])
 
 
 def profiled_spec(

@@ -200,12 +200,12 @@ def test_sums_are_added_to_what_is_there() -> None:
     prompts = Prompts(spec)
     (piece,) = prompts.step([(0, 70, None)])
     sums = prompts.sums[0]
-    table.sums.store(table, sums, np.full((1, 2, 128), 5.0, np.float32))
+    table.store_sums(sums, np.full((1, 2, 128), 5.0, np.float32))
     q, k, v = (torch.randn(70, n, 64, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
     plan = CpuAttention(spec).plan([RowSlice(0, 70, piece.chunks, profiled=Profiled(sums))])
     plan.write(0, k, v)
     plan.attend(0, q)
-    found = table.sums.load(table, sums)
+    found = table.load_sums(sums)
     assert found.sum(-1) == pytest.approx(np.full((1, 2), 5 * 128 + 70), rel=1e-6)
     assert (found[..., 70:] == 5).all() and (found[..., :70] > 5).all()
 

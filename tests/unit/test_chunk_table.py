@@ -171,7 +171,7 @@ class TableMachine(RuleBasedStateMachine):
         table.check()
         self.counted.check()
         assert table.num_taken == self.counted.num_taken == len(self.held)
-        assert table.bytes_out == self.counted.bytes_out, "without places as much is out"
+        assert table.ledger.bytes_out == self.counted.ledger.bytes_out, "without places as much is out"
         used = np.zeros(table.ledger.num_bytes // UNIT, int)
         for chunk, (codec, _, number) in self.held.items():
             assert table.kinds[chunk] == codec.kernel_id
@@ -278,7 +278,7 @@ def test_a_page_that_fits_no_slab_is_refused(units: float) -> None:
     size = int(units * UNIT)
     odd = Sized("odd", 9, np.array([[UNIT, UNIT, UNIT], [UNIT, UNIT, size]], np.int32))
     with pytest.raises(ConfigError, match=f"a page of {size} bytes .* fit a slab of 2048; raise cache.memory"):
-        ChunkTable(ledger_of(4), L, H, OPEN, odd)  # type: ignore[arg-type]
+        ChunkTable(ledger_of(4), L, H, OPEN, odd, arena=Arena(UNIT))  # type: ignore[arg-type]
 
 
 def test_a_page_that_no_chunk_holds_is_not_moved_unnoticed() -> None:
@@ -306,7 +306,7 @@ def test_every_chunk_may_have_several_rows() -> None:
     chunks.
     """
     ledger, sums = ledger_of(30), SumsCodec()
-    table = ChunkTable(ledger, L, H, OPEN, SMALL, sums=sums)  # type: ignore[arg-type]
+    table = ChunkTable(ledger, L, H, OPEN, SMALL, sums=sums, arena=Arena(ledger.num_bytes))  # type: ignore[arg-type]
     assert table.capacity == RETAINED_ROWS * table_of(30, SMALL).capacity == RETAINED_ROWS * 30 * SLAB_UNITS // 12
     assert table.chunk_bytes(sums) == L * H * 4 * PAGE_TOKENS
     chunks = table.take(10, SMALL)
@@ -324,7 +324,7 @@ def test_every_chunk_may_have_several_rows() -> None:
 def test_ids_that_run_out_are_room_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.cache.counts.RETAINED_ROWS", 3)
     ledger, sums = ledger_of(30), SumsCodec()
-    table = ChunkTable(ledger, L, H, OPEN, sums=sums)  # type: ignore[arg-type]
+    table = ChunkTable(ledger, L, H, OPEN, sums=sums, arena=Arena(ledger.num_bytes))  # type: ignore[arg-type]
     assert table.capacity == available(table, sums) == 30, "of 40 for which there are bytes"
     with pytest.raises(CacheFullError, match="31 chunks of sums do not fit beside 0 of 61440 bytes"):
         table.take(31, sums)
@@ -337,11 +337,11 @@ def test_sums_move_with_their_rows() -> None:
     table = ChunkTable(ledger, L, H, OPEN, sums=sums, arena=arena)  # type: ignore[arg-type]
     rows = table.take(12, sums)
     written = np.random.default_rng(0).random((L, H, len(rows) * PAGE_TOKENS), np.float32)
-    sums.store(table, rows, written)
-    assert np.array_equal(sums.load(table, rows), written)
+    table.store_sums(rows, written)
+    assert np.array_equal(table.load_sums(rows), written)
     table.give(rows[::2])
     table.take(2, OPEN)
     assert table.num_moved_pages > 0
     kept = written.reshape(L, H, len(rows), PAGE_TOKENS)[:, :, 1::2].reshape(L, H, -1)
-    assert np.array_equal(sums.load(table, rows[1::2]), kept)
+    assert np.array_equal(table.load_sums(rows[1::2]), kept)
     table.check()

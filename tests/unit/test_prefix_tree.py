@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.codecs.nuq import NuqCodec
 from quire.cache.keys import ChunkKeys
@@ -67,7 +68,8 @@ class Holder:
 def make_manager(chunks: int) -> CacheManager:
     bytes_per_chunk = CODEC.page_bytes * L * H
     ledger = PageLedger(chunks * bytes_per_chunk, bytes_per_chunk)
-    return CacheManager(ChunkTable(ledger, L, H, CODEC), PrefixTree((L, H)))
+    table = ChunkTable(ledger, L, H, CODEC, arena=Arena(ledger.num_bytes))
+    return CacheManager(table, PrefixTree((L, H)))
 
 
 def run_prompt(manager: CacheManager, holder: Holder) -> bool:
@@ -768,7 +770,8 @@ class EncodedChurn(Churn):
         if sinks is not None:
             slab = max(slab, sinks.sidecar_bytes)
         encoded = NuqCodec("nuq3", random_tables(L, H, 16, 0))
-        table = ChunkTable(PageLedger(slabs * slab, slab), L, H, CODEC, encoded, sinks=sinks)
+        arena = Arena(slabs * slab)
+        table = ChunkTable(PageLedger(slabs * slab, slab), L, H, CODEC, encoded, sinks=sinks, arena=arena)
         self.begin(CacheManager(table, PrefixTree((L, H))), lifetime)
 
 

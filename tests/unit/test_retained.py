@@ -121,7 +121,7 @@ def start(manager: CacheManager, holder: Holder, policies: list[list[int]], most
 
 def retain(manager: CacheManager, holder: Holder, policies: list[list[int]]) -> None:
     n = holder.num_prompt
-    sums = SumsCodec().load(manager.table, holder.path.sums)[..., : holder.num_prompt]
+    sums = manager.table.load_sums(holder.path.sums)[..., : holder.num_prompt]
     expected = [[ranks(holder, layer, head, np.arange(n)) for head in range(H)] for layer in range(L)]
     assert np.array_equal(sums, np.array(expected)), "sums are not those of the prompt's tokens"
     kept = np.ones((L, H, n), bool)

@@ -47,13 +47,13 @@ def write(table: ChunkTable, rows: np.ndarray[Any, Any], rng: np.random.Generato
     """Random bytes into all pages of some rows."""
     for row in rows.tolist():
         page_bytes = table.codecs[int(table.kinds[row])].page_bytes
-        ids = table.pages[row][table.masks_of(np.array([row]))[0] != 0]
+        ids = table.pages[row][table.masks[row] != 0]
         table.arena.store(ids, page_bytes, rng.integers(0, 256, (len(ids), page_bytes), np.uint8))
 
 
 def bytes_of(table: ChunkTable, row: int) -> list[bytes | None]:
     """The image of each page of a row; None where it holds none."""
-    page_bytes, masks = table.codecs[int(table.kinds[row])].page_bytes, table.masks_of(np.array([row]))[0]
+    page_bytes, masks = table.codecs[int(table.kinds[row])].page_bytes, table.masks[row]
     return [
         table.arena.load(table.pages[row, layer, head][None], page_bytes).numpy().tobytes()
         if masks[layer, head]
@@ -128,7 +128,7 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     pages.release()
     table.give(np.concatenate((taken, sums)))
     table.check()
-    assert table.bytes_out == 0
+    assert table.ledger.bytes_out == 0
 
 
 def test_what_is_damaged_short_or_of_another_run_is_refused_and_writes_nothing(seed: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from quire.attention.partial import Partial, merge
 from quire.attention.reference import attend_dense
+from quire.cache.arena import Arena
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PageLedger
 from quire.cache.segment import Segment
@@ -38,7 +39,8 @@ def test_dense_pages_give_back_what_they_were_given(dim: int, dtype: torch.dtype
 
 def table_of(chunks: int = 4) -> ChunkTable:
     codec = DenseCodec(16, torch.float32)
-    return ChunkTable(PageLedger(chunks * 6 * codec.page_bytes, codec.page_bytes), 2, 3, codec)
+    ledger = PageLedger(chunks * 6 * codec.page_bytes, codec.page_bytes)
+    return ChunkTable(ledger, 2, 3, codec, arena=Arena(ledger.num_bytes))
 
 
 def test_chunks_are_taken_whole_or_not_at_all() -> None:

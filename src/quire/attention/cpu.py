@@ -67,7 +67,7 @@ class CpuAttention:
             arena=table.arena.data.data_ptr(),
             table=table.pages.ctypes.data,
             kinds=table.kinds.ctypes.data,
-            masks=table.masks.ctypes.data if table.masks is not None else None,
+            masks=table.masks.ctypes.data if table.sums is not None else None,
             sidecars=table.sidecars.ctypes.data,
             slot_positions=table.positions.ctypes.data,
             bases=table.bases.ctypes.data,

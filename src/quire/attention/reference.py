@@ -194,22 +194,22 @@ class ReferencePlan:
         """Adds the attention to the columns that `seen` holds to the sums in `rows` of the chunk table."""
         table = self.spec.table
         assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
-        sums = table.sums.load(table, rows)
+        sums = table.load_sums(rows)
         added = column_sums(seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, self.spec.window)
         sums[layer] += added.cpu().numpy()
-        table.sums.store(table, rows, sums)
+        table.store_sums(rows, sums)
 
     def _note_peaks(self, rows: NDArray[np.int32], layer: int, seen: _Seen, near: torch.Tensor) -> None:
         """Raises the peaks in `rows` of the chunk table to those of the columns that `seen` holds."""
         table = self.spec.table
         assert table.sums is not None, "a slice is profiled, and the chunk table has no column sums"
         if len(seen.q):
-            peaks = table.sums.load(table, rows)
+            peaks = table.load_sums(rows)
             found = column_peaks(
                 seen.q, seen.k, seen.lse, seen.positions, seen.key_positions, near.to(seen.k.device), self.spec.window
             )
             peaks[layer] = np.maximum(peaks[layer], found.cpu().numpy())
-            table.sums.store(table, rows, peaks)
+            table.store_sums(rows, peaks)
 
     def _path(self, chunks: list[int], layer: int, num_dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The keys, rotated, and values of chunks in one layer, float32 [H, T, D] each; and positions, int64 [H, T].
@@ -244,7 +244,7 @@ class ReferencePlan:
         table = self.spec.table
         masks = np.full((self.spec.num_kv_heads, len(chunks)), ALL_SLOTS, "<u8")
         for index, chunk in enumerate(chunks):
-            if chunk >= 0 and table.masks is not None:
+            if chunk >= 0:
                 masks[:, index] = table.masks[chunk, layer]
         return torch.from_numpy(np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")).bool()
 

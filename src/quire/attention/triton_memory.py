@@ -32,7 +32,7 @@ class TableMirror:
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=device)
         self.sidecars = torch.zeros(len(table.sidecars), dtype=torch.int32, device=device)
         self.masks = self.positions = self.bases = None
-        if table.masks is not None:
+        if table.sums is not None:
             self.masks = torch.zeros(table.masks.shape, dtype=torch.int64, device=device)
             if table.encodes:
                 self.positions, self.bases = torch.zeros_like(self.pages), torch.zeros_like(self.sidecars)
@@ -55,7 +55,7 @@ class TableMirror:
         if count == 0:
             return 0
         self._seen[ids] = table.takes[ids]
-        if table.masks is not None:
+        if table.sums is not None:
             is_plain = (table.positions[ids] < 0).all((1, 2)) & (table.bases[ids] < 0)
             self.is_whole[ids] = (table.masks[ids] == ALL_SLOTS).all((1, 2)) & is_plain
         # The ids as int64, then the rows of each array.

@@ -8,7 +8,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.cache.arrays import Bools, Int32s, Int64s
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageCounts
@@ -42,6 +41,7 @@ class ChunkCounts:
     sums           the format of column sums, which have rows of their own; None without retention
     sidecar_bytes  of one sidecar; 0 without sinks
     capacity       rows
+    sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id
     kinds          uint8 [capacity]; kernel id of the chunk's codec
     sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
                    without one
@@ -73,11 +73,10 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        # Bytes of the pages of each format, int32 [formats, L, H], by kernel id.
-        self._sizes = np.zeros((max(self.codecs) + 1, num_layers, num_heads), np.int32)
+        self.sizes = np.zeros((max(self.codecs) + 1, num_layers, num_heads), np.int32)
         for each in formats:
-            self._sizes[each.kernel_id] = each.page_bytes
-        sizes = {*self._sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}
+            self.sizes[each.kernel_id] = each.page_bytes
+        sizes = {*self.sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}
         for size in sorted(map(int, sizes - {0})):
             ledger.size_class(size)
         # Enough for the smallest chunks: bytes run out before ids do. With retention, rows may hold few pages, or sums.
@@ -87,7 +86,7 @@ class ChunkCounts:
         self.sidecars = np.full(self.capacity, -1, np.int32)
         self._free = list(range(self.capacity - 1, -1, -1))
         self.nothing = Demand([0] * (len(ledger.page_sizes) + 1))
-        self._costs = {kind: self.demand_of_sizes(self._sizes[kind], num_rows=1) for kind in self.codecs}
+        self._costs = {kind: self.demand_of_sizes(self.sizes[kind], num_rows=1) for kind in self.codecs}
         of_row = Demand([*self.nothing[:-1], 1])
         # A retained path has rows of its own for pages of sealed chunks that the tree has too.
         of_sealed = self.cost(self.sealed_codec) if sums is None else self.cost(self.sealed_codec) + of_row
@@ -95,10 +94,6 @@ class ChunkCounts:
         of_sums = self.cost(sums) if sums else self.nothing
         self._units = of_sealed, self.cost(open_codec), self._of_sidecar, of_sums, of_row
         self._demand = functools.lru_cache(4096)(self._sum_of_units)
-
-    def sizes_of(self, kinds: NDArray[np.uint8]) -> Int32s:
-        """Bytes of the pages of some formats by kernel id, int32 [n, L, H]."""
-        return np.asarray(self._sizes[kinds])
 
     def cost(self, codec: PageFormat) -> Demand:
         """The demand of one chunk of a codec, without a sidecar."""
@@ -160,16 +155,6 @@ class ChunkCounts:
         self._free.extend(chunks.tolist())
 
     @property
-    def bytes_out(self) -> int:
-        """Bytes of all pages that are not free."""
-        return self.ledger.bytes_out
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the arena."""
-        return self.ledger.num_bytes
-
-    @property
     def num_taken(self) -> int:
         """Chunks taken and not given back."""
         return self.capacity - len(self._free)
@@ -180,7 +165,7 @@ class ChunkCounts:
 
     def page_sizes(self, codec: PageFormat) -> Int32s:
         """Bytes of a chunk's pages, int32 [L, H]."""
-        return np.asarray(self._sizes[codec.kernel_id])
+        return np.asarray(self.sizes[codec.kernel_id])
 
     def check(self) -> None:
         """Proves the invariant, and that the ledger is whole."""

@@ -19,7 +19,7 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.eviction import Eviction
 from quire.cache.fetching import Fetching
 from quire.cache.holder import Holder
-from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
 from quire.cache.pins import Pins
 from quire.cache.retention.decisions import Decided, Retention
@@ -105,16 +105,12 @@ class CacheManager:
         assert swapped is not None
         self.eviction.evict_for(lambda: self.fetching.demand(swapped))
         holder.path, holder.swapped = self.fetching.swap_in(swapped), None
-        if not self._has_room_beside_holds():
+        if not self.room.fits(self.table.nothing):  # slabs with holds cannot be emptied
             self._give_back(holder.path)
             return False
         self.room.promise(holder)
         self.statistics.note_peak()
         return True
-
-    def _has_room_beside_holds(self) -> bool:
-        """Whether all reservations still fit: slabs with holds cannot be emptied."""
-        return self.room.fits(self.table.nothing)
 
     def _fetch(self, holder: Holder) -> None:
         """Starts to fetch the chunks of a prompt that a store has and the tree has not."""
@@ -129,7 +125,7 @@ class CacheManager:
         self._settle_shared(holder)
         if self.extend(holder, (near + len(runs)) * PAGE_TOKENS):
             self.fetching.begin(holder, runs)
-            if self._has_room_beside_holds():
+            if self.room.fits(self.table.nothing):
                 return
         # Chunks without their sums are of no use.
         self._give_back(path)
@@ -164,10 +160,8 @@ class CacheManager:
 
     def _state(self, holder: Holder) -> object:
         """The state on which the admission of a sequence depends."""
-        tree = self.tree
-        return (
-            holder, len(self.room.live), self.table.bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
-        )  # fmt: skip
+        tree, bytes_out = self.tree, self.table.ledger.bytes_out
+        return holder, len(self.room.live), bytes_out, self.room.promised(), tree.num_uses, tree.num_chunks
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
@@ -274,12 +268,7 @@ class CacheManager:
         path, retainer = holder.path, self.retention
         assert isinstance(retainer, Retainer) and path.retained is None
         self.eviction.evict_for(lambda: self.table.demand(rows=path.num_shared))
-
-        def fits(demand: Demand) -> bool:
-            self.room.update(holder)
-            return self.room.fits(demand)
-
-        retainer.retain(holder, decided, fits)
+        retainer.retain(holder, decided, self.room)
         self._settle(holder)
 
     def release(self, holder: Holder) -> None:
@@ -329,14 +318,6 @@ class CacheManager:
             held += [*segment.chunks, *segment.attached]
         assert len(set(held)) == len(held), "a chunk has two owners"
         assert self.table.num_taken == len(held), f"leak: {self.table.num_taken} chunks taken, {len(held)} held"
-
-    @property
-    def unprotected(self) -> int:
-        """Most sealed chunks of one sequence beside protected pins, if it is alone. Only without live sequences."""
-        assert not self.room.live, "chunks of live sequences would count as pinned"
-        num_chunks, num_firsts = self.pins.num_protected
-        # All chunks are the tree's now, and the unprotected ones can be evicted.
-        return self.room.capacity(num_chunks - self.tree.num_chunks, num_firsts - self.tree.num_unread_firsts)
 
     def _settle(self, holder: Holder) -> None:
         """Follows a change of a sequence's chunks."""

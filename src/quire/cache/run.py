@@ -93,7 +93,7 @@ class Pages:
             np.empty(0, np.int32) if tokens is None else tokens,
             attached,
             table.kinds[rows].copy(),
-            table.masks_of(rows),
+            table.masks[rows],
             table.positions[rows] >= 0,
             table.bases[rows].copy(),
             table.sidecars[rows] >= 0,
@@ -138,7 +138,7 @@ class _Layout:
 
     def __init__(self, table: ChunkTable, run: Run, layer: int) -> None:
         masks, self.placed = run.masks[:, layer], run.placed[:, layer]
-        self._held, self._sizes = masks != 0, table.sizes_of(run.kinds)[:, layer]
+        self._held, self._sizes = masks != 0, table.sizes[run.kinds][:, layer]
         lengths = np.where(self._held, self._sizes, 0).astype(np.int64) + self.placed * POSITIONS_BYTES
         ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
         self.starts, self.positions = ends - lengths, ends - POSITIONS_BYTES
@@ -171,7 +171,7 @@ def _seal(run: Run, layer: int, rest: bytes) -> bytes:
 
 def demand_of(table: ChunkTable, run: Run) -> Demand:
     """The pages and rows that a run takes in an arena."""
-    sizes = table.sizes_of(run.kinds)
+    sizes = table.sizes[run.kinds]
     held = (sizes[run.masks != 0], np.full(int(run.placed.sum()), POSITIONS_BYTES))
     beside = np.full(int(run.has_sidecar.sum()), table.sidecar_bytes)
     return table.demand_of_sizes(np.concatenate((*held, beside)), num_rows=len(run.kinds))
@@ -185,11 +185,8 @@ def take_rows(table: ChunkTable, run: Run) -> Int32s:
         alike = np.flatnonzero(is_whole & (run.kinds == kind))
         rows[alike] = table.take(len(alike), table.codecs[kind])
     for index in np.flatnonzero(~is_whole).tolist():
-        kind, masks, placed = int(run.kinds[index]), run.masks[index], run.placed[index]
-        if table.masks is None:
-            rows[index] = table.take(1, table.codecs[kind], sidecar=True)[0]
-        else:
-            rows[index] = table.take_part(kind, masks, placed, bool(run.has_sidecar[index]))
+        kind, has_sidecar = int(run.kinds[index]), bool(run.has_sidecar[index])
+        rows[index] = table.take_part(kind, run.masks[index], run.placed[index], has_sidecar)
     table.bases[rows] = run.bases
     return rows
 

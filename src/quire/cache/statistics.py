@@ -25,7 +25,7 @@ class Statistics:
 
     def note_peak(self) -> None:
         """Updates the peak of the bytes that live sequences use."""
-        self._peak = max(self._peak, self.table.bytes_out - self.cached())
+        self._peak = max(self._peak, self.table.ledger.bytes_out - self.cached())
 
     def cached(self) -> int:
         """Bytes that only the tree holds."""
@@ -50,10 +50,10 @@ class Statistics:
             if not segment.is_dropped
         )
         return {
-            "bytes_total": table.num_bytes,
-            "bytes_used": table.bytes_out - cached,
+            "bytes_total": table.ledger.num_bytes,
+            "bytes_used": table.ledger.bytes_out - cached,
             "bytes_cached": cached,
-            "bytes_free": table.num_bytes - table.bytes_out,
+            "bytes_free": table.ledger.num_bytes - table.ledger.bytes_out,
             "bytes_peak": self._peak,
             "bytes_pinned": tree.num_pinned * self.chunk_bytes,
             "bytes_saved": max(0, int(((read - tree.num_read - tree.part_read) * self.page_sizes).sum())),

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Bools, Floats, Int32s
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.counts import POSITIONS_BYTES, ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageLedger
 from quire.errors import CacheFullError
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from quire.cache.arena import Arena
     from quire.cache.codecs import Codec, PageFormat
     from quire.cache.codecs.dense import DenseCodec
-    from quire.cache.codecs.sums import SumsCodec
     from quire.cache.sinks import Sinks
 
 ALL_SLOTS = np.uint64(2**PAGE_TOKENS - 1)
@@ -35,9 +35,8 @@ class ChunkTable(ChunkCounts):
     read-only.
 
     ledger           gives pages out
-    arena            their bytes; a table that only plans has none
-    masks            uint64 [capacity, L, H]; bit t: slot t of the page is visible; 0: the row holds no page. None
-                     without retention
+    arena            their bytes
+    masks            uint64 [capacity, L, H]; bit t: slot t of the page is visible; 0: the row holds no page
     pages            int32 [capacity, L, H]; page ids of a taken chunk, valid until the next `take`, which may move
                      pages
     positions        int32 [capacity, L, H]; id of a page of 256 bytes, int32 [64], with the positions of a page's slots
@@ -57,23 +56,17 @@ class ChunkTable(ChunkCounts):
         *sealed_codecs: Codec,
         sinks: Sinks | None = None,
         sums: SumsCodec | None = None,
-        arena: Arena | None = None,
+        arena: Arena,
     ) -> None:
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks, sums=sums)
         self.ledger: PageLedger = ledger
-        self._arena = arena
-        self.masks = None if sums is None else np.zeros((self.capacity, num_layers, num_heads), np.uint64)
+        self.arena = arena
         self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
+        self.masks = np.zeros(self.pages.shape, np.uint64)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)
         self.takes = np.zeros(self.capacity, np.int64)
         self.num_moved_pages = 0
-
-    @property
-    def arena(self) -> Arena:
-        """The bytes of its pages."""
-        assert self._arena is not None, "a table without bytes"
-        return self._arena
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
@@ -85,8 +78,7 @@ class ChunkTable(ChunkCounts):
         self.pages[chunks] = ids[: sizes.size].reshape(sizes.shape)
         if sidecar:
             self.sidecars[chunks[0]] = ids[-1]
-        if self.masks is not None:
-            self.masks[chunks] = ALL_SLOTS
+        self.masks[chunks] = ALL_SLOTS
         return chunks
 
     def _blank(self, count: int, kind: int) -> Int32s:
@@ -96,7 +88,6 @@ class ChunkTable(ChunkCounts):
 
     def borrow(self, chunks: Int32s) -> Int32s:
         """Takes rows that share the pages and sidecars of other chunks, int32 [n]."""
-        assert self.masks is not None
         rows = self._blank(len(chunks), 0)
         self.ledger.share(self._pages_of(chunks))
         assert (self.positions[chunks] < 0).all(), "pages with positions of their own belong to one path"
@@ -106,7 +97,7 @@ class ChunkTable(ChunkCounts):
 
     def drop(self, places: Places) -> None:
         """Gives back the pages at some places."""
-        assert self.masks is not None and self.masks[places].all(), "a page is dropped that is not there"
+        assert self.masks[places].all(), "a page is dropped that is not there"
         positions = self.positions[places]
         self.ledger.give(np.append(self.pages[places], positions[positions >= 0]))
         self.masks[places], self.positions[places] = 0, -1
@@ -114,14 +105,15 @@ class ChunkTable(ChunkCounts):
 
     def detach(self, places: Places) -> None:
         """Replaces shared pages by copies. Raises CacheFullError if they do not fit. May move pages, as `take`."""
-        sizes = self._sizes_of(places)
+        rows, layers, heads = places
+        sizes = self.sizes[self.kinds[rows], layers, heads]
         after = self._new_pages(sizes)
         before = self.pages[places]
         for page_bytes in {*sizes.tolist()}:
             self.arena.copy(before[sizes == page_bytes], after[sizes == page_bytes], page_bytes)
         self.ledger.give(before)
         self.pages[places] = after
-        self.takes[places[0]] += 1
+        self.takes[rows] += 1
 
     def place(self, places: Places, positions: Int32s) -> None:
         """Stores positions of the slots of pages, int32 [n, 64]. Takes pages for them where there are none yet. Raises
@@ -144,10 +136,9 @@ class ChunkTable(ChunkCounts):
         `placed`, bool [L, H], says so. Raises CacheFullError and takes nothing if they do not fit. May move pages, as
         `take`.
         """
-        assert self.masks is not None
         held = masks > 0
         beside = [POSITIONS_BYTES] * int(placed.sum()) + [self.sidecar_bytes] * has_sidecar
-        sizes = np.append(self._sizes[kind][held], beside).astype(np.int32)
+        sizes = np.append(self.sizes[kind][held], beside).astype(np.int32)
         if not self.fits(self.demand_of_sizes(sizes, num_rows=1)):
             raise CacheFullError(f"{len(sizes)} pages and a row do not fit (cache.memory)")
         ids, row = self._new_pages(sizes), int(self._blank(1, kind)[0])
@@ -158,9 +149,25 @@ class ChunkTable(ChunkCounts):
             self.sidecars[row] = ids[-1]
         return row
 
-    def masks_of(self, chunks: Int32s) -> NDArray[np.uint64]:
-        """The visible slots of each page, uint64 [n, L, H]."""
-        return np.full((len(chunks), *self.shape), ALL_SLOTS) if self.masks is None else self.masks[chunks]
+    def load_sums(self, rows: Int32s) -> Floats:
+        """The column sums in some rows, one after the other, float32 [L, H, n * 64]; 0 where a row has no page."""
+        held, ids = self._held_sums(rows)
+        found = np.zeros((*held.shape, PAGE_TOKENS), np.float32)
+        if len(ids):
+            found[held] = self.arena.load(ids, SumsCodec.page_bytes).cpu().numpy().view(np.float32)
+        return found.reshape(*self.shape, -1)
+
+    def store_sums(self, rows: Int32s, sums: Floats) -> None:
+        """Overwrites the column sums in some rows with [L, H, n * 64], where the rows have pages."""
+        held, ids = self._held_sums(rows)
+        if len(ids):
+            images = sums.reshape(*held.shape, PAGE_TOKENS)[held]
+            self.arena.store(ids, SumsCodec.page_bytes, images.view(np.uint8))
+
+    def _held_sums(self, rows: Int32s) -> tuple[Bools, Int32s]:
+        """Of which heads rows have pages, bool [L, H, n], and the ids of these pages."""
+        held = (self.masks[rows] > 0).transpose(1, 2, 0)
+        return held, self.pages[rows].transpose(1, 2, 0)[held]
 
     def hold(self, chunks: Int32s) -> Int32s:
         """Puts a hold on the pages, sidecars and positions of chunks. Until the ledger's `release` they do not move,
@@ -175,21 +182,19 @@ class ChunkTable(ChunkCounts):
         if not len(chunks):
             return
         self.ledger.give(self._pages_of(chunks))
-        if self.sinks is not None:
-            self.sidecars[chunks] = -1
-        if self.masks is not None:
-            self.masks[chunks], self.positions[chunks], self.bases[chunks] = 0, -1, -1
+        self.masks[chunks] = 0
+        self.positions[chunks] = self.bases[chunks] = self.sidecars[chunks] = -1
         self._free.extend(chunks.tolist())
 
     def bytes_of(self, chunks: Int32s) -> int:
         """Bytes of the pages of rows and of their positions, without sidecars."""
-        pages = self._sizes[self.kinds[chunks]][self._is_held(chunks)].sum()
+        pages = self.sizes[self.kinds[chunks]][self.masks[chunks] > 0].sum()
         return int(pages) + POSITIONS_BYTES * int((self.positions[chunks] >= 0).sum())
 
     def _check_pages(self) -> None:
         chunks = np.flatnonzero(self._is_taken()).astype(np.int32)
-        held = self._is_held(chunks)
-        sizes = self._sizes[self.kinds[chunks]][held]
+        held = self.masks[chunks] > 0
+        sizes = self.sizes[self.kinds[chunks]][held]
         assert np.array_equal(self.ledger.page_bytes(self.pages[chunks][held]), sizes), "a page has another size"
         ids, holders = np.unique(self._pages_of(chunks), return_counts=True)
         out = self.ledger.ids_out()
@@ -201,7 +206,7 @@ class ChunkTable(ChunkCounts):
     def _pages_of(self, chunks: Int32s) -> Int32s:
         """The page ids of chunks, with those of sidecars and positions."""
         sidecars, positions = self.sidecars[chunks], self.positions[chunks]
-        pages = self.pages[chunks][self._is_held(chunks)]
+        pages = self.pages[chunks][self.masks[chunks] > 0]
         return np.concatenate((pages, sidecars[sidecars >= 0], positions[positions >= 0]))
 
     def _follow(self, before: Int32s, after: Int32s) -> None:
@@ -218,7 +223,7 @@ class ChunkTable(ChunkCounts):
             hits = np.flatnonzero(emptied[self.ledger.slabs_of(ids)])
             rows = hits // (ids.size // self.capacity)
             is_page = is_taken[rows] & (ids[hits] >= 0)
-            if array is self.pages and self.masks is not None:
+            if array is self.pages:
                 is_page &= self.masks.reshape(-1)[hits] != 0
             hits = hits[is_page]
             found.append(ids[hits])
@@ -238,18 +243,6 @@ class ChunkTable(ChunkCounts):
             if not self.ledger.has_room(demand):
                 raise
         for page_bytes, before, after in (moves := self.ledger.make_room(demand)):
-            if self._arena is not None:
-                self._arena.copy(before, after, page_bytes)
+            self.arena.copy(before, after, page_bytes)
         self._follow(*(np.concatenate(ids) for ids in list(zip(*moves, strict=True))[1:]))
         return self.ledger.take(sizes)
-
-    def _sizes_of(self, places: Places) -> Int32s:
-        """Bytes of the pages at some places."""
-        rows, layers, heads = places
-        return np.asarray(self._sizes[self.kinds[rows], layers, heads])
-
-    def _is_held(self, chunks: Int32s) -> Bools:
-        """Which pages rows hold, bool [n, L, H]."""
-        if self.masks is None:
-            return np.ones((len(chunks), *self.shape), bool)
-        return np.not_equal(self.masks[chunks], 0)

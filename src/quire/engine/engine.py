@@ -185,7 +185,10 @@ class Engine:
         if self._requests:
             raise QuireError("prefixes are protected before there are requests")
         manager.pins.protect(ChunkKeys(replace(self.namespace, salt=salt), prompt_ids))
-        left = manager.unprotected * PAGE_TOKENS
+        num_chunks, num_firsts = manager.pins.num_protected
+        # All chunks are the tree's now, and those that are not protected can be evicted.
+        tree = manager.tree
+        left = manager.room.capacity(num_chunks - tree.num_chunks, num_firsts - tree.num_unread_firsts) * PAGE_TOKENS
         if left < self.max_context:
             self.max_context, self.context_limit = left, "what cache.pin leaves of cache.memory"
 

@@ -194,7 +194,7 @@ class CountedTable(ChunkCounts):
         if freed:
             return self.cost_of(kind, pages) - self.cost_of(kind, freed)
         placed = int(self.classes.heads(pages >> self.classes.count + 1).sum())
-        total = self.demand_of_sizes(self._sizes[kind][self.classes.heads(pages)])
+        total = self.demand_of_sizes(self.sizes[kind][self.classes.heads(pages)])
         total += self.demand_of_sizes(np.full(placed, POSITIONS_BYTES))
         return total + self._of_sidecar * bool(pages & self.sidecar)
 

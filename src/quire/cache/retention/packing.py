@@ -35,7 +35,6 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
     path alone holds.
     """
     chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
-    assert table.masks is not None
     sources, holes, order = retained.pack()
     _move(table, chunks, sums, sources, holes)
     held = retained.held
@@ -55,7 +54,7 @@ def pack(table: ChunkTable, path: Path, retained: Retained) -> None:
 
 def drop(table: ChunkTable, rows: Int32s, chosen: Bools) -> None:
     """Drops the chosen pages of rows, bool [L, H, rows], where there are any."""
-    table.drop(places_of(rows, chosen & (table.masks_of(rows).transpose(1, 2, 0) > 0)))
+    table.drop(places_of(rows, chosen & (table.masks[rows].transpose(1, 2, 0) > 0)))
 
 
 def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
@@ -64,13 +63,13 @@ def check_packed(table: ChunkTable, path: Path, retained: Retained) -> None:
     """
     chunks, sums = (rows[: retained.num_rows] for rows in (path.chunks, path.sums))
     words = words_of(retained.alive).transpose(2, 0, 1)
-    assert np.array_equal(words, table.masks_of(chunks)), "masks are not the tokens that are kept"
+    assert np.array_equal(words, table.masks[chunks]), "masks are not the tokens that are kept"
     own = retained.held & ~retained.in_place
     num_tokens = (retained.alive & own[..., None]).sum((-2, -1))
     assert np.array_equal(own.sum(-1), -(-num_tokens // PAGE_TOKENS)), "tokens are not packed"
     assert not table.is_shared(places_of(chunks, own)).any(), "a page that is written is shared"
     needed = (retained.held & retained.has_sums[..., None]).transpose(2, 0, 1)
-    assert np.array_equal(needed, table.masks_of(sums) > 0), "sums are not those of the pages"
+    assert np.array_equal(needed, table.masks[sums] > 0), "sums are not those of the pages"
 
 
 def places_of(rows: Int32s, chosen: Bools) -> Places:
@@ -84,7 +83,7 @@ def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes
     assert table.sums is not None
     (layers, _), (heads, _), rows, slots = np.stack((sources, holes), 1, dtype=np.int32)  # [2, m] each
     for held, move in ((chunks, table.sealed_codec.move), (sums, table.sums.move)):
-        has_page = table.masks_of(held)[rows[0], layers, heads] > 0
+        has_page = table.masks[held][rows[0], layers, heads] > 0
         pages = table.pages[held[rows], layers, heads]
         chosen = (each[..., has_page] for each in (layers, heads, pages, slots))
         move(table.arena.data, Moves(*chosen))

@@ -85,7 +85,7 @@ class SharingRetainer(Retainer):
     def _copy(self, rows: Int32s) -> Int32s:
         """New rows with the sums of other rows."""
         copied = self.table.take(len(rows), self.sums)
-        self.sums.store(self.table, copied, self.sums.load(self.table, rows))
+        self.table.store_sums(copied, self.table.load_sums(rows))
         return copied
 
 

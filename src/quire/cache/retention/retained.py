@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int64s
+from quire.cache.arrays import Bools, Indices, Int64s
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.retention.policies import Chain
 from quire.cache.segment import Segment
-
-Indices = NDArray[np.intp]
 
 Slots = tuple[Indices, ...]
 """Layer, head, row and slot of m tokens, [m] each."""

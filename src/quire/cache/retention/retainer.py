@@ -25,6 +25,7 @@ from quire.cache.retention.decisions import Decided, PageBytes, Recover, Retenti
 from quire.cache.retention.none import Found, NoRetention, Profiling
 from quire.cache.retention.packing import check_packed, drop, pack, places_of
 from quire.cache.retention.retained import Retained
+from quire.cache.room import Room
 from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 
@@ -202,21 +203,21 @@ class Retainer(NoRetention):
         sums     int32 [chunks]: rows of the table with the attention that its tokens have had
         recover  see Retention.decide
         """
-        found = self.sums.load(self.table, sums)[..., : len(prompt_ids)]
+        found = self.table.load_sums(sums)[..., : len(prompt_ids)]
         return self.retention.decide(prompt_ids, found, recover)
 
-    def retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
+    def retain(self, holder: Holder, decided: Decided, room: Room) -> None:
         """Drops the tokens that the heads do not keep of a prompt and packs the others.
 
-        fits  whether a demand fits beside all promises, now that the prompt is decided on
+        room  of all reservations
         """
         path, table = holder.path, self.table
         before = table.bytes_of(path.chunks) if self.watch is not None else 0
-        self._retain(holder, decided, fits)
+        self._retain(holder, decided, room)
         if self.watch is not None:
             self.watch(decided, before, table.bytes_of(np.concatenate((path.chunks, path.sums))))
 
-    def _retain(self, holder: Holder, decided: Decided, fits: Callable[[Demand], bool]) -> None:
+    def _retain(self, holder: Holder, decided: Decided, room: Room) -> None:
         path, table = holder.path, self.table
         path.is_decided = True
         self.leave(holder)
@@ -230,7 +231,8 @@ class Retainer(NoRetention):
         num_pages = retained.num_pages
         retained.drop(decided.kept[..., : path.num_sealed * PAGE_TOKENS])
         stuck = retained.leave_in_place(path.segments)
-        if not fits(self._copies(stuck)):
+        room.update(holder)  # it promises less, now that the prompt is decided on
+        if not room.fits(self._copies(stuck)):
             retained.in_place |= stuck
         path.replace(0, table.borrow(path.chunks[: path.num_shared]))
         path.num_shared = 0
@@ -262,12 +264,12 @@ class Retainer(NoRetention):
     def _new_sums(self, count: int) -> Int32s:
         """Takes rows of zero sums."""
         rows = self.table.take(count, self.sums)
-        self.sums.store(self.table, rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
+        self.table.store_sums(rows, np.zeros((*self.table.shape, count * PAGE_TOKENS), np.float32))
         return rows
 
     def _sums_of(self, path: Path, retained: Retained) -> Floats:
         """The sums of the tokens in all slots, float32 [L, H, slots]."""
-        return self.sums.load(self.table, path.sums[: retained.num_rows])
+        return self.table.load_sums(path.sums[: retained.num_rows])
 
     def _grow(self, path: Path, retained: Retained, num_sealed: int, sums: Int32s) -> None:
         """A path has chunks more, of which `num_sealed` will be sealed, and new rows of sums. A chunk that will be
