@@ -146,6 +146,12 @@ class RetainConfig(Group):
                 raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
         if self.budget != "off" and self.threshold != "off":
             raise ConfigError("retain.budget and retain.threshold exclude each other; leave one off")
+        for name in () if self.is_on else ("frequent", "local", "chain", "profile_rows"):
+            if (value := getattr(self, name)) != getattr(RetainConfig, name):
+                raise ConfigError(
+                    f"retain.{name} is {value!r}, which has no effect without retention; set retain.threshold"
+                    + (" or retain.budget" if name == "profile_rows" else "")
+                )
         if self.budget != "off":
             for name in ("frequent", "local", "chain"):
                 if getattr(self, name) != getattr(RetainConfig, name):
