@@ -140,6 +140,15 @@ def test_version(capsys):
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latency", "smollm2"], "latency"),
+        (
+            ["serve", "smollm2", "--cache.share", "maybe"],
+            "quire serve: --cache.share is 'maybe'; it must be true or false",
+        ),
+        (
+            ["serve", "--cache.share", "maybe", "smollm2"],
+            "for 'smollm2'; a text of several words needs quotes; --cache.sh",
+        ),
+        (["serve", "--cache.share", "maybe", "smollm2"], "--cache.share takes true or false, not 'maybe' (see quire"),
     ],
 )
 def test_wrong_words_are_one_line(words, said, capsys):
@@ -162,6 +171,8 @@ def test_without_a_command_all_of_them_are_listed(capsys):
     ("words", "said"),
     [
         (["serve", "smollm2", "--cache.memory", "lots"], "cache.memory"),
+        (["serve", "smollm2", "--cache.memory", "-1GiB"], "cache.memory is '-1GiB'; it must be a size such as 512MiB"),
+        (["serve", "--cache.memory", "-.5GiB", "smollm2"], "cache.memory is '-.5GiB'; it must be a size"),
         (["serve", "smollm2", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (["serve", "smollm2", "--host", "0.0.0.0"], "allow_public"),
         (["serve", "smollm2", "--api-key-file", "/nowhere"], "api_key_file"),
