@@ -148,7 +148,7 @@ async def test_a_request_is_refused_by_name(path, body, param, code):
         ("/v1/completions", {"prompt": []}, "and not empty; it is an array."),
         ("/v1/completions", {"prompt": 5}, "and not empty; it is 5."),
         ("/v1/completions", {"stop": ["a", ""]}, 'or a list of at most 16; [1] is "".'),
-        ("/v1/completions", {"stop": ["a"] * 17}, "or a list of at most 16; it is an array."),
+        ("/v1/completions", {"stop": ["a"] * 17}, "or a list of at most 16; the list has 17."),
         ("/v1/chat/completions", {"messages": []}, "'messages': its length must be at least 1 and is 0."),
         ("/v1/completions", {"stop_token_ids": [1] * 1025}, "its length must be at most 1024 and is 1025."),
     ],
