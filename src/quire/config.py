@@ -39,8 +39,8 @@ class ModelConfig(Group):
     images: bool = True
     """On a CPU, write the packed layers of a model of 384 MiB or more into the user's cache folder once, and map them
     in later starts. `quire cache` lists and removes them. false: every start packs the layers again."""
-    max_context: Count | None = None
-    """Maximum length of prompt plus output, in tokens. auto: the model's own context."""
+    max_context: Annotated[int, AtLeast(2)] | None = None
+    """Maximum length of prompt plus output, in tokens; at least one each. auto: the model's own context."""
     tokenizer: str | None = None
     """Folder or tokenizer.json to use in place of the model's own tokenizer."""
     chat_template: str | None = None

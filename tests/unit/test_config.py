@@ -137,6 +137,7 @@ def test_a_server_setting_is_refused_where_only_an_engine_is_made():
         ("retain.local", 0.5, "retain.local is 0.5, which has no effect without retention; set retain.threshold"),
         ("retain.frequent", "0", "retain.frequent is 0.0, which has no effect without retention"),
         ("retain.profile_rows", 64, "retain.profile_rows is 64, .*; set retain.threshold or retain.budget$"),
+        ("model.max_context", 1, "model.max_context is 1; it must be a whole number of at least 2 or auto"),
         ("model.dtype", "float8", "it must be auto, float32, bfloat16 or float16"),
         ("model.dtype", None, "model.dtype is None"),
         ("runtime.threads", 0, "it must be a whole number of at least 1 or auto"),
