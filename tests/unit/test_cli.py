@@ -411,6 +411,32 @@ def test_inspect_prints_what_fits(folder, capsys):
     assert facts["cache_bytes"] <= 2**20
 
 
+def test_inspect_says_that_a_length_is_too_long(folder, capsys):
+    words = ["inspect", folder, "--cache.memory", "1MiB", "--length", "64", "99999999"]
+    assert main(words) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "99,999,999" in line]
+    assert row[3] == "0" and " ".join(row[4:]) == "the longest request has 512 tokens"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"]["99999999"] == 0
+
+
+@pytest.mark.parametrize(("how", "share"), [("budget", 0.5), ("threshold", 0.9)])
+def test_inspect_says_that_its_numbers_are_without_retention(folder, capsys, how, share):
+    words = ["inspect", folder, "--cache.memory", "1MiB", f"--retain.{how}", str(share)]
+    assert main(words) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("retention")]
+    assert " ".join(row[1:]) == f"{how} {share} after each prompt; these numbers are without"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["retain"][how] == share
+
+
+def test_inspect_shows_the_calibration_below_the_cache(tmp_path, capsys):
+    folder = save_tiny(tmp_path, head_dim=64)
+    assert main(["inspect", str(folder), "--cache.memory", "4MiB", "--cache.codec", "nuq3"]) == 0
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[names.index("cache") + 1] == "calibration"
+
+
 def test_inspect_shows_weights_by_type(tmp_path, capsys):
     shape = tiny_shape("llama", hidden_size=256, head_dim=64, ffn_size=256, vocab_size=272, tied_embeddings=False)
     write_gguf(tmp_path / "mixed.gguf", shape, kind={"": "Q4_K", "v": "Q6_K", "embed": "Q2_K"})
