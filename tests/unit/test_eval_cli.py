@@ -156,6 +156,13 @@ def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.Captur
     assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", "dense", 1)
 
 
+def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", "--retain.budget", "0.5"]
+    assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
+    (line,) = lines(capsys)
+    assert line["codec"] == "dense, retain.budget 0.5"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
