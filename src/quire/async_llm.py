@@ -47,15 +47,22 @@ class AsyncLLM(Face):
     once per step.
 
     model, options, config_file  as for `LLM`
+    pins_at_start                whether `start` pins the prefixes of cache.pin; otherwise call `pin`
     `async with AsyncLLM(model) as llm` starts and closes the engine, as `start` and `close` do. It runs once: closing
     frees its memory, and later requests and queries raise QuireError.
     """
 
     def __init__(
-        self, model: str, options: Mapping[str, Any] | None = None, config_file: str | Path | None = None
+        self,
+        model: str,
+        options: Mapping[str, Any] | None = None,
+        config_file: str | Path | None = None,
+        *,
+        pins_at_start: bool = True,
     ) -> None:
         self._config = EngineConfig.from_options(options or {}, Path(config_file) if config_file is not None else None)
         self._model = model
+        self._pins_at_start = pins_at_start
         self._loaded: Loaded | None = None
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
@@ -81,8 +88,9 @@ class AsyncLLM(Face):
         return self._loaded is not None and not self._closing and self._failure is None
 
     async def start(self) -> None:
-        """Loads the model and starts the engine's thread. Raises ModelError or ConfigError if loading fails, and
-        QuireError if it was started or closed before, or is closed meanwhile.
+        """Loads the model, starts the engine's thread, and pins the prefixes of cache.pin. Raises ModelError or
+        ConfigError if loading fails or the prefixes cannot be pinned, and QuireError if it was started or closed
+        before, or is closed meanwhile.
 
         If cancelled, it waits until the thread stops. A calibration stops within a second or two. It does not wait for
         longer work, such as downloading a model, which ends by itself.
@@ -103,6 +111,12 @@ class AsyncLLM(Face):
             while thread.is_alive() and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             raise
+        if self._pins_at_start:
+            try:
+                await self.pin()
+            except BaseException:
+                await self.close()
+                raise
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -219,7 +233,8 @@ class AsyncLLM(Face):
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Computes and pins the prefixes of cache.pin, once per salt, before any request. Raises ConfigError if the
+        """Computes and pins the prefixes of cache.pin, once per salt, before any request; `start` does this without a
+        salt. Raises ConfigError if the
         file is invalid or its prefixes do not fit, and QuireError if there are requests.
         """
         file = self._config.cache.pin

@@ -39,8 +39,8 @@ class ModelConfig(Group):
     images: bool = True
     """On a CPU, write the packed layers of a model of 384 MiB or more into the user's cache folder once, and map them
     in later starts. `quire cache` lists and removes them. false: every start packs the layers again."""
-    max_context: Count | None = None
-    """Maximum length of prompt plus output, in tokens. auto: the model's own context."""
+    max_context: Annotated[int, AtLeast(2)] | None = None
+    """Maximum length of prompt plus output, in tokens; at least one each. auto: the model's own context."""
     tokenizer: str | None = None
     """Folder or tokenizer.json to use in place of the model's own tokenizer."""
     chat_template: str | None = None
@@ -146,6 +146,12 @@ class RetainConfig(Group):
                 raise ConfigError(f"retain.{name} is {share}; it must be at most 1, all of the length")
         if self.budget != "off" and self.threshold != "off":
             raise ConfigError("retain.budget and retain.threshold exclude each other; leave one off")
+        for name in () if self.is_on else ("frequent", "local", "chain", "profile_rows"):
+            if (value := getattr(self, name)) != getattr(RetainConfig, name):
+                raise ConfigError(
+                    f"retain.{name} is {value!r}, which has no effect without retention; set retain.threshold"
+                    + (" or retain.budget" if name == "profile_rows" else "")
+                )
         if self.budget != "off":
             for name in ("frequent", "local", "chain"):
                 if getattr(self, name) != getattr(RetainConfig, name):

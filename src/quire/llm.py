@@ -60,6 +60,8 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
                 f" {found}",
                 "prompt",
             )
+        if all(prompt.get(key) is not None for key in _PROMPT_KEYS):
+            raise RequestError("a prompt dict has either prompt or prompt_token_ids; both are given", "prompt")
         hints = CacheHints(**{key: prompt[key] for key in _HINT_KEYS if prompt.get(key) is not None})
         given = prompt.get("prompt_token_ids")
         prompt = prompt["prompt"] if given is None else given

@@ -28,7 +28,8 @@ def served(monkeypatch, capsys):
         before = []
 
         @asynccontextmanager
-        async def loaded(_):
+        async def loaded(_, pins_at_start):
+            assert not pins_at_start, "the server pins once for each key"
             yield engine
 
         async def serve(llm, listener, ready):

@@ -69,7 +69,7 @@ def engine():
 
 async def test_prefixes_are_printed_under_their_parents(capsys):
     async with served(engine()) as url:
-        for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
+        for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/", f"{url}/debug/cache"):
             assert await inspect(address) == 0
             head, *lines = capsys.readouterr().out.splitlines()
             rows = [line.split() for line in lines]

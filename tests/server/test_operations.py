@@ -6,6 +6,7 @@ import logging
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +15,7 @@ from quire.errors import ConfigError
 from quire.server.auth import ApiKeys, check_exposure, is_loopback
 from quire.server.run import Listener, serve
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of
+from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of, socket_server
 
 pytestmark = pytest.mark.anyio
 
@@ -241,6 +242,14 @@ async def test_a_draining_server_takes_nothing_new_and_finishes_what_runs():
     await running.task
     assert running.status == 200
     assert app.state.service.idle.is_set()
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_health_answers_head_as_get_without_a_body(path):
+    async with socket_server() as server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as http:
+        head, get = await http.head(path), await http.get(path)
+    assert head.status_code == get.status_code == 200 and not head.content
+    assert head.headers["content-length"] == get.headers["content-length"]
 
 
 async def test_an_engine_that_stopped_is_not_ready():

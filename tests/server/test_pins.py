@@ -70,7 +70,7 @@ async def test_every_tenant_has_its_pins_when_the_server_is_ready(keys, share):
 @pytest.mark.anyio
 @pytest.mark.parametrize("share", [False, True])
 async def test_the_first_request_of_every_tenant_finds_the_pinned_prefix(folder, keys, pins, share):
-    llm = AsyncLLM(folder, OPTIONS | {"cache.pin": pins})
+    llm = AsyncLLM(folder, OPTIONS | {"cache.pin": pins}, pins_at_start=False)
     await llm.start()
     async with (
         served(llm, api_key_file=keys, tenants_share=share) as url,
@@ -89,7 +89,7 @@ async def test_the_first_request_of_every_tenant_finds_the_pinned_prefix(folder,
 async def test_pins_that_cannot_be_end_the_server_before_it_is_ready(folder, tmp_path):
     file = tmp_path / "pins.jsonl"
     file.write_text(json.dumps({"prompt": "short"}))
-    llm = AsyncLLM(folder, OPTIONS | {"cache.pin": str(file)})
+    llm = AsyncLLM(folder, OPTIONS | {"cache.pin": str(file)}, pins_at_start=False)
     await llm.start()
     with pytest.raises(ConfigError, match="line 1: 5 tokens"):
         async with served(llm):

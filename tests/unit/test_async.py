@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import json
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ import pytest
 
 from quire.async_llm import AsyncLLM
 from quire.engine.params import SamplingParams
-from quire.errors import QueueFullError, QuireError, RequestError
+from quire.errors import ConfigError, QueueFullError, QuireError, RequestError
 from quire.llm import LLM, Prompt
 
 from ..tiny_models import save_tiny
@@ -357,6 +358,30 @@ def test_outputs_name_the_prompt_as_the_library_does(folder: Path, prompt: Promp
         assert all(item.prompt_token_ids == expected.prompt_token_ids for item in items)
 
     run(folder, body)
+
+
+def test_the_prefixes_of_the_file_are_pinned_at_the_start(folder: Path, tmp_path: Path) -> None:
+    file, prefix = tmp_path / "pins.jsonl", "The quick brown fox jumps over the lazy dog. " * 4
+    file.write_text(json.dumps({"prompt": prefix}))
+
+    async def body(llm: AsyncLLM) -> None:
+        (pinned,) = [each for each in await llm.prefixes() if each.pinned_seconds is not None]
+        assert pinned.pinned_seconds == float("inf") and llm.stats()["cache"]["bytes_pinned"] == pinned.num_bytes
+        async for delta in llm.generate(prefix + "And then?", SamplingParams(max_tokens=1)):
+            assert delta.num_cached_tokens == pinned.num_tokens == 128
+
+    run(folder, body, **{"cache.pin": str(file)})
+
+
+def test_a_prefix_that_cannot_be_pinned_fails_the_start(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pins.jsonl"
+    file.write_text(json.dumps({"prompt": "short"}))
+    llm = AsyncLLM(str(folder), {**OPTIONS, "cache.pin": str(file)})
+    with pytest.raises(ConfigError, match=r"line 1: 5 tokens"):
+        asyncio.run(llm.start())
+    assert not llm.is_ready
+    with pytest.raises(QuireError, match="closed"):
+        llm.stats()
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:

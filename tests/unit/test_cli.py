@@ -140,6 +140,15 @@ def test_version(capsys):
         (["inspect", "smollm2", "--length", "0"], "'0' is not a whole number of at least 1"),
         (["inspect", "smollm2", "--length", "8", "many"], "'many' is not a whole number of at least 1"),
         (["bench", "latency", "smollm2"], "latency"),
+        (
+            ["serve", "smollm2", "--cache.share", "maybe"],
+            "quire serve: --cache.share is 'maybe'; it must be true or false",
+        ),
+        (
+            ["serve", "--cache.share", "maybe", "smollm2"],
+            "for 'smollm2'; a text of several words needs quotes; --cache.sh",
+        ),
+        (["serve", "--cache.share", "maybe", "smollm2"], "--cache.share takes true or false, not 'maybe' (see quire"),
     ],
 )
 def test_wrong_words_are_one_line(words, said, capsys):
@@ -162,6 +171,8 @@ def test_without_a_command_all_of_them_are_listed(capsys):
     ("words", "said"),
     [
         (["serve", "smollm2", "--cache.memory", "lots"], "cache.memory"),
+        (["serve", "smollm2", "--cache.memory", "-1GiB"], "cache.memory is '-1GiB'; it must be a size such as 512MiB"),
+        (["serve", "--cache.memory", "-.5GiB", "smollm2"], "cache.memory is '-.5GiB'; it must be a size"),
         (["serve", "smollm2", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (["serve", "smollm2", "--host", "0.0.0.0"], "allow_public"),
         (["serve", "smollm2", "--api-key-file", "/nowhere"], "api_key_file"),
@@ -398,6 +409,32 @@ def test_inspect_prints_what_fits(folder, capsys):
     assert facts["bytes_per_token"] == 2 * 2 * 12 * 2 * 4
     assert facts["sequences"]["64"] == facts["num_chunks"] == facts["tokens"] // 64
     assert facts["cache_bytes"] <= 2**20
+
+
+def test_inspect_says_that_a_length_is_too_long(folder, capsys):
+    words = ["inspect", folder, "--cache.memory", "1MiB", "--length", "64", "99999999"]
+    assert main(words) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "99,999,999" in line]
+    assert row[3] == "0" and " ".join(row[4:]) == "the longest request has 512 tokens"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences"]["99999999"] == 0
+
+
+@pytest.mark.parametrize(("how", "share"), [("budget", 0.5), ("threshold", 0.9)])
+def test_inspect_says_that_its_numbers_are_without_retention(folder, capsys, how, share):
+    words = ["inspect", folder, "--cache.memory", "1MiB", f"--retain.{how}", str(share)]
+    assert main(words) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("retention")]
+    assert " ".join(row[1:]) == f"{how} {share} after each prompt; these numbers are without"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["retain"][how] == share
+
+
+def test_inspect_shows_the_calibration_below_the_cache(tmp_path, capsys):
+    folder = save_tiny(tmp_path, head_dim=64)
+    assert main(["inspect", str(folder), "--cache.memory", "4MiB", "--cache.codec", "nuq3"]) == 0
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[names.index("cache") + 1] == "calibration"
 
 
 def test_inspect_shows_weights_by_type(tmp_path, capsys):

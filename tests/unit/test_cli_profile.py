@@ -106,6 +106,16 @@ def lines(tmp_path: Path) -> str:
     return str(file)
 
 
+def test_settings_of_a_threshold_are_for_the_default_one_too(
+    text: str, made: list[FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "quire.toml"
+    config.write_text('[retain]\nthreshold = "off"\n')
+    for words in ([], ["--config", str(config)]):
+        assert main(["profile", "m", "--input", text, "--retain.chain", "special", *words]) == 0
+        assert made[-1].options == {"retain.threshold": 0.95, "retain.chain": "special"}
+
+
 def test_a_prompt_is_a_table_of_policies(text: str, made: list[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "m", "--input", text, "--cache.memory", "1MiB"]) == 0
     assert made[0].prompts == [b"^What is it?\n" + b"x" * 27] and not made[0].is_open

@@ -77,6 +77,31 @@ def test_less_of_a_text(
     assert line["nll"] == pytest.approx(found.nll)
 
 
+@pytest.mark.parametrize("retention", ["budget", "threshold"])
+def test_retention_is_measured_and_named(
+    folder: str, text: str, retention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reference keeps everything. A window that is all prompt would lose nothing."""
+    setting = f"--retain.{retention}"
+    words = ["--text", text, "--context", "400", "--continuation", "50", "--codecs", "dense,g4", setting, "0.4"]
+    assert main(["eval", "ppl", folder, *words, "--json", *SMALL]) == 0
+    dense, kept, both = lines(capsys)
+    label = f"retain.{retention} 0.4"
+    assert [line["codec"] for line in (dense, kept, both)] == ["dense", f"dense, {label}", f"g4, {label}"]
+    assert dense["ratio"] == 1 != kept["ratio"] and both["kl_mean"] > kept["kl_mean"] > 0 == dense["kl_mean"]
+    assert dense["bytes_per_token"] > kept["bytes_per_token"] > both["bytes_per_token"]
+    assert all((line["continuation"], line["num_tokens"]) == (50, 50) for line in (dense, kept, both))
+
+
+def test_a_continuation_of_256_tokens_is_retentions_default(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--text", text, "--context", "400", "--no-kl", "--retain.budget", "0.4"]
+    assert main(["eval", "ppl", folder, *words, *SMALL]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("dense, retain.budget 0.4 ") and row.endswith("1 x 400, last 256")
+
+
 def test_codecs_given_twice_are_measured_once(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--text", text, "--context", "64", "--windows", "1", "--codecs", "dense, dense"]
     assert main(["eval", "ppl", folder, *words, *SMALL]) == 0
@@ -131,6 +156,13 @@ def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.Captur
     assert (line["eval"], line["codec"], line["num_trials"]) == ("retrieval", "dense", 1)
 
 
+def test_retrieval_names_the_retention(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lengths", "512", "--depths", "0.5", "--trials", "1", "--text", text, "--json", "--retain.budget", "0.5"]
+    assert main(["eval", "retrieval", folder, *words, *SMALL]) == 0
+    (line,) = lines(capsys)
+    assert line["codec"] == "dense, retain.budget 0.5"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -142,6 +174,9 @@ def test_retrieval_runs_on_a_model(folder: str, text: str, capsys: pytest.Captur
         (["ppl", "--codecs", "dense", "--cache.codec", "dense"], "give --codecs or --cache.codec, not both"),
         (["ppl", "--text", "TEXT", "--codecs", "dense,zip9"], "cache.codec is 'zip9'"),
         (["ppl", "--text", "TEXT", "--context", "1"], "a window of 1 tokens has no token to score"),
+        (["ppl", "--text", "TEXT", "--context", "257", "--retain.budget", "0.5"], "no room for a prompt"),
+        (["ppl", "--text", "TEXT", "--context", "60", "--continuation", "59"], "give a context of at least 61"),
+        (["retrieval", "--continuation", "5"], "--continuation is for quire eval ppl, not for retrieval"),
         (["ppl", "--text", "TEXT", "--context", "513"], "513 tokens exceed the model's context of 512"),
         (["ppl", "--text", "TEXT", "--tokens", "63", "--context", "64"], "has 63 tokens, fewer than a window of 64"),
         (["ppl", "--text", "TEXT", "--plot", "/nowhere/x.png"], "cannot write /nowhere/x.png"),

@@ -226,6 +226,32 @@ def test_a_model_whose_numbers_are_not_finite_is_told(monkeypatch: pytest.Monkey
     assert engine.holds_nothing and engine.runner.observer is None
 
 
+@pytest.mark.parametrize("length", [70, 200, 300])
+def test_a_continuation_is_scored_as_decoded(length: int) -> None:
+    """Its losses are the oracle's where nothing is dropped; the prompt's own tokens are not scored."""
+    shape = tiny_shape()
+    windows = random_windows(3, length)
+    engine = make_engine(shape, **{"retain.threshold": 2, "retain.profile_rows": 64})
+    (found,) = measure({"dense": engine}, windows, continuation=20)
+    means = np.array([oracle_losses(shape, window)[-20:].mean() for window in windows])
+    assert found.nll == pytest.approx(means.mean(), abs=1e-5)
+    assert (found.context, found.continuation, found.num_tokens) == (length, 20, 60)
+    assert engine.holds_nothing and engine.runner.observer is None
+    assert generate(engine, [windows[0][:40]], GREEDY) == generate(make_engine(shape), [windows[0][:40]], GREEDY)
+
+
+@pytest.mark.parametrize("setting", [{"retain.budget": 0.4}, {"retain.threshold": 0.5}])
+def test_retention_changes_the_predictions_of_a_continuation_and_the_bytes(setting: dict[str, float]) -> None:
+    shape = tiny_shape()
+    windows = random_windows(2, 400)
+    engines = {"dense": make_engine(shape), "kept": make_engine(shape, **setting, **{"retain.profile_rows": 64})}
+    dense, kept = measure(engines, windows, "dense", continuation=40)
+    assert (dense.kl_mean, dense.ratio, dense.bytes_per_token) == (0, 1, 7 * chunk_bytes(shape) / 399)
+    assert kept.kl_mean is not None and kept.kl_mean > 1e-7 and kept.ratio != 1
+    assert kept.bytes_per_token < 0.8 * dense.bytes_per_token
+    assert engines["kept"].holds_nothing
+
+
 def test_progress_counts_windows() -> None:
     seen: list[tuple[int, int]] = []
     measure({"dense": make_engine()}, random_windows(3, 10), progress=lambda *done: seen.append(done))

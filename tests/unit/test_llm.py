@@ -55,6 +55,16 @@ def test_prompts_may_be_texts_ids_or_dicts(llm: LLM) -> None:
     assert tokens(llm.generate(ids, GREEDY)) == tokens(llm.generate("hello", GREEDY)) == tokens(outputs[:1])
 
 
+def test_a_dict_with_a_text_and_ids_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="either prompt or prompt_token_ids; both are given"):
+        llm.generate({"prompt": "x", "prompt_token_ids": [1]}, GREEDY)
+
+
+def test_a_prompt_of_one_token_is_told_in_the_singular(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="the prompt has 1 token; pins keep whole chunks"):
+        llm.generate({"prompt_token_ids": [1], "cache_pin": True}, GREEDY)
+
+
 def test_token_ids_may_come_from_numpy_and_torch(llm: LLM) -> None:
     ids = [1, 2, 3]
     arrays = [np.array(ids), torch.tensor(ids)]

@@ -223,6 +223,7 @@ def test_the_old_name_of_the_linear_factor_is_read(tmp_path: Path) -> None:
     [
         ("tokenizer.ggml.eos_token_id", "x", "setting tokenizer.ggml.eos_token_id is 'x'"),
         ("llama.rope.freq_base", float("nan"), "setting llama.rope.freq_base is nan"),
+        ("llama.attention.layer_norm_rms_epsilon", -1.0, "layer_norm_rms_epsilon is -1.0; it must be at least 0"),
         ("llama.block_count", 100_000_000, "100000000 layers, but only"),
     ],
 )
@@ -254,10 +255,23 @@ def test_a_file_cut_short_is_named(good: bytes, tmp_path: Path) -> None:
     assert "truncated: tensor" in refusal(tmp_path / "model.gguf", good[:-100])
 
 
+def test_special_tokens_outside_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """4294967295 is -1 in 32 bits without a sign."""
+    ids = {"tokenizer.ggml.eos_token_id": 2**32 - 1, "tokenizer.ggml.bos_token_id": 258}
+    write_gguf(tmp_path / "model.gguf", tiny_shape(), extra={**ids, "tokenizer.ggml.eot_token_id": 257})
+    shape = open_model(tmp_path / "model.gguf").shape
+    assert (shape.bos_token_id, shape.eos_token_ids) == (None, (257,))
+    assert "bos_token_id is 258, outside the vocabulary of 258 tokens" in caplog.text
+    assert "eos_token_id is 4294967295, outside the vocabulary of 258 tokens; it ends no answer" in caplog.text
+
+
 def test_a_header_cut_anywhere_is_named(good: bytes, tmp_path: Path) -> None:
     header = good.index(b"output_norm.weight")
     for size in range(0, header, 37):
         refusal(tmp_path / "model.gguf", good[:size])
+    assert "the header is truncated (24 bytes)" in refusal(tmp_path / "model.gguf", good[:24])
 
 
 def test_a_header_with_random_damage_never_escapes_as_another_error(good: bytes, tmp_path: Path) -> None:

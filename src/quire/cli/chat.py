@@ -42,7 +42,7 @@ COMMANDS = """\
 /save FILE     write the conversation as a line of JSON for `quire generate --input`
 /help          show this help
 /exit          leave (also /quit, Ctrl-D)
-A backslash at the end of a line continues the message on the next line. Ctrl-C stops an answer."""
+A backslash at the end of a line continues the message on the next line. Ctrl-C stops an answer or discards the line."""
 
 
 def add_arguments(parser: Arguments) -> None:

@@ -2,7 +2,9 @@
 
 ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache. All tokens of
 a window but the first are scored. With --kl (the default) the distribution of every next token is compared with that of
-a dense cache with the same weights. Bytes are the bytes used in the cache.
+a dense cache with the same weights. Bytes are the bytes used in the cache. Retention drops tokens only after a prompt:
+with it the last 256 tokens of a window are scored instead, one step each, after a prompt of those before them. Then the
+dense cache keeps everything.
 
 retrieval: hides a five-digit number at several depths of texts of several lengths, and asks for it at the end.
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 HELP = "measure a model's quality through the cache"
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "ppl": {"context": 2048, "tokens": None, "windows": None, "kl": True, "plot": None},
+    "ppl": {"context": 2048, "continuation": None, "tokens": None, "windows": None, "kl": True, "plot": None},
     "retrieval": {"lengths": [1024, 2048, 4096], "depths": [0.0, 0.25, 0.5, 0.75, 1.0], "trials": 2},
 }
 
@@ -50,13 +52,17 @@ def add_arguments(parser: Arguments) -> None:
 
     ppl = parser.add_argument_group("ppl")
     add(ppl, "--context", shared.count, "N", "tokens per window (default: 2048)")
+    text = (
+        "score only the last N tokens of a window, computed one step each after a prompt (default: 256 with retention)"
+    )
+    add(ppl, "--continuation", shared.count, "N", text)
     add(ppl, "--tokens", shared.count, "N", "use only the first N tokens of the text")
     add(ppl, "--windows", shared.count, "N", "use only the first N windows")
     ppl.add_argument(
         "--kl",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="compare with a dense cache (default: yes)",
+        help="compare with a dense cache that keeps every token (default: yes)",
     )
     add(ppl, "--plot", Path, "FILE", "draw quality over cache bytes; the file's ending selects PNG, SVG or PDF")
     retrieval = parser.add_argument_group("retrieval")
@@ -107,6 +113,7 @@ def _perplexity(args: argparse.Namespace, common: dict[str, Any]) -> None:
             args.model,
             text,
             context=args.context,
+            continuation=args.continuation,
             max_tokens=args.tokens,
             max_windows=args.windows,
             kl=args.kl,
@@ -167,12 +174,13 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
                 number(each.kl_mean, ".5f"),
                 number(each.kl_p99, ".4f"),
                 number(each.agreement, ".2%"),
-                f"{each.num_windows:,} x {each.context:,}",
+                f"{each.num_windows:,} x {each.context:,}"
+                + ("" if each.continuation is None else f", last {each.continuation:,}"),
             )
             for each in results
         ],
     )
-    if len(results) > 1 and all(each.bits_per_element is None for each in results):
+    if len(results) > 1 and all(each.bits_per_element is None and each.continuation is None for each in results):
         print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ only by rounding")
 
 

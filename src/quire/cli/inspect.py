@@ -1,7 +1,8 @@
 """Show a model's memory needs and how many requests fit, or show the cache of a running server.
 
 With MODEL: the weights by type, in the file and in memory, the bytes of a token in the cache, the tokens and sequences
-that fit, the machine's memory, and what runs out first. Reads the model's headers only; with --digest all of it.
+that fit, the machine's memory, and what runs out first. Reads the model's headers only; with --digest all of it. What
+fits is computed without retention, which frees a part of each sequence's memory once its prompt is computed.
 With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
 """
 
@@ -92,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         if args.digest:
             with shared.byte_progress("hashing") as report:
                 digest = digest_of(checkpoint, report)
-    lengths = sorted({length for length in args.length or LENGTHS if length <= sizes.max_context} | {sizes.max_context})
+    # A given length that no request can have is shown with 0 sequences; of the usual ones it is left out.
+    shown = args.length or [length for length in LENGTHS if length <= sizes.max_context]
+    lengths = sorted({*shown, sizes.max_context})
     if args.json:
         print(json.dumps(_facts(shape, config, sizes, lengths, calibration, weights, image, digest), indent=2))
     else:
@@ -159,9 +162,21 @@ def _facts(
         "calibration": None if calibration is None else calibration.hash,
         "device": config.runtime.device,
         "tokens": sizes.tokens,
-        "sequences": {length: sizes.sequences(length) for length in lengths},
+        "sequences": {length: _sequences(sizes, length) for length in lengths},
+        "retain": {"threshold": config.retain.threshold, "budget": config.retain.budget},
         "fails_first": sizes.fails_first,
     }
+
+
+def _sequences(sizes: Sizes, length: int) -> int:
+    """Number of sequences of a length that fit at once."""
+    return sizes.sequences(length) if length <= sizes.max_context else 0
+
+
+def _retention_note(config: EngineConfig) -> tuple[str, str, str]:
+    retain = config.retain
+    how = f"budget {retain.budget:g}" if retain.budget != "off" else f"threshold {retain.threshold:g}"
+    return "retention", how, "after each prompt; these numbers are without"
 
 
 def _digest_note(digest: Digest) -> str:
@@ -202,10 +217,11 @@ def _print_table(
     console.print(f"[bold]{name}[/]: {shape.architecture}, {shape.num_parameters / 1e6:,.0f}M parameters, {heads}")
     table = Table.grid(padding=(0, 3))
     chosen = ", chosen: cache.memory is auto" if given.cache.memory == "auto" else ""
+    cache = ("cache", format_bytes(sizes.cache_bytes), f"codec {config.cache.codec}{chosen}")
     rows = [
         ("weights", format_bytes(sizes.weight_bytes), f"on {config.runtime.device}, rows in {config.model.dtype}"),
         *((f"  {part.stored}", format_bytes(part.num_bytes), _held_note(part)) for part in weights),
-        ("cache", format_bytes(sizes.cache_bytes), f"codec {config.cache.codec}{chosen}"),
+        cache,
         (
             "bytes per token",
             format_bytes(round(sizes.bytes_per_token)),
@@ -219,11 +235,16 @@ def _print_table(
         rows.insert(1 + len(weights), ("layer image", format_bytes(image["num_bytes"]), note))
     if config.cache.is_calibrated:
         known = "none yet" if calibration is None else calibration.hash[:12]
-        rows.insert(2, ("calibration", known, "" if calibration else "the first start makes it; sizes are its targets"))
+        note = "" if calibration else "the first start makes it; sizes are its targets"
+        rows.insert(rows.index(cache) + 1, ("calibration", known, note))
+    if config.retain.is_on:
+        rows.append(_retention_note(config))
     for length in lengths:
-        count = sizes.sequences(length)
+        count = _sequences(sizes, length)
         limit = config.scheduler.max_running
         note = f"scheduler.max_running lets {limit:,} run at once" if count > limit else ""
+        if length > sizes.max_context:
+            note = f"the longest request has {sizes.max_context:,} tokens"
         rows.append((f"sequences of {length:,}", f"{count:,}", note))
     if sizes.available_bytes is not None:
         needed = sizes.weight_bytes + sizes.cache_bytes

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import EngineConfig, format_bytes, options_from
+from quire.config import format_bytes, options_from
 from quire.errors import ConfigError, QuireError, RequestError
+from quire.options import read_toml
 
 if TYPE_CHECKING:
     from quire.engine.retention_report import RetentionReport
@@ -51,6 +52,9 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profiles the prompts; prints, draws and writes the result."""
+    given = {**(read_toml(args.config) if args.config else {}), **options_from(args, shared.ENGINE_SECTIONS)}
+    if all(given.get(key, "off") == "off" for key in ("retain.threshold", "retain.budget")):
+        vars(args)["retain.threshold"] = DEFAULT_THRESHOLD
     if shared.printed_config(args):
         return 0
     if args.input is None:
@@ -110,8 +114,6 @@ def _profile(args: argparse.Namespace, prompts: _Prompts) -> dict[str | int, Ret
 
     found: dict[str | int, RetentionReport] = {}
     options = options_from(args, shared.ENGINE_SECTIONS)
-    if not EngineConfig.from_options(options, args.config).retain.is_on:
-        options["retain.threshold"] = DEFAULT_THRESHOLD
     llm: Any = LLM(args.model, options, args.config)
     with llm:
         ids = {}

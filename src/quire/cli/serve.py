@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     listener = Listener(config)
 
     async def main() -> None:
-        async with shared.engine(args) as llm:
+        # The server pins once for each API key.
+        async with shared.engine(args, pins_at_start=False) as llm:
 
             def ready() -> None:
                 seconds = time.monotonic() - begun

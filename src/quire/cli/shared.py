@@ -65,11 +65,11 @@ def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
     return bool(args.print_config)
 
 
-def engine(args: argparse.Namespace) -> AsyncLLM:
-    """An engine for the command line's model. `async with` loads, runs and closes it."""
+def engine(args: argparse.Namespace, *, pins_at_start: bool = True) -> AsyncLLM:
+    """An engine for the command line's model. `async with` loads, runs and closes it. pins_at_start: see AsyncLLM."""
     from quire.async_llm import AsyncLLM
 
-    return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config)
+    return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config, pins_at_start=pins_at_start)
 
 
 def read_stdin() -> bytes:

@@ -85,7 +85,9 @@ class _Staying(HTTPRedirectHandler):
 
 
 def _target(url: str) -> tuple[str, str]:
-    """The server's address for messages, and the URL of /debug/cache. Ignores a `/v1` at the end of `url`."""
+    """The server's address for messages, and the URL of /debug/cache. Ignores `/v1` or `/debug/cache` at the
+    end of `url`.
+    """
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -93,7 +95,7 @@ def _target(url: str) -> tuple[str, str]:
         known = False
     if not known or not (url.isascii() and url.isprintable()) or " " in url or "@" in parts.netloc:
         raise ConfigError(f"--tree: {_plain(url)[:200]!r} is not a server address such as {DEFAULT_URL}")
-    base = parts.path.rstrip("/").removesuffix("/v1")
+    base = parts.path.rstrip("/").removesuffix("/debug/cache").removesuffix("/v1")
     shown = urlunsplit((parts.scheme, parts.netloc, base, "", ""))
     return shown, f"{shown}/debug/cache"
 

@@ -83,7 +83,7 @@ class Engine:
             )
         if len(prompt_ids) >= self.max_context:
             raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and the context holds {self.max_context}"
+                f"the prompt has {_count(len(prompt_ids))} and the context holds {self.max_context}"
                 f" ({self.context_limit}), one of which must be generated",
                 "prompt",
             )
@@ -223,7 +223,7 @@ class Engine:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
         if num_tokens < PAGE_TOKENS:
             raise RequestError(
-                f"cache_pin: the prompt has {num_tokens} tokens; pins keep whole chunks of {PAGE_TOKENS}",
+                f"cache_pin: the prompt has {_count(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
         most = manager.pins.most
@@ -302,3 +302,7 @@ class Engine:
             request.num_pinned_tokens,
             request.sequences[0].kept_fraction,
         )
+
+
+def _count(num_tokens: int) -> str:
+    return "1 token" if num_tokens == 1 else f"{num_tokens} tokens"

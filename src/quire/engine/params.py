@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS_IDS = 1024
+MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 
@@ -56,7 +57,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Token id to a value, -100 to 100, added to its logit."""
     seed: int | None = None
-    """With a seed the answer is reproducible in any batch. Without one, the engine picks a seed."""
+    """Starts the random numbers; -2^63 to 2^63 - 1. None: the engine picks a seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Strings that end the answer; up to 16."""
     stop_token_ids: tuple[int, ...] | list[int] | None = None
@@ -91,7 +92,7 @@ class SamplingParams:
         self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
         self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         self._set("logit_bias", _logit_bias(self.logit_bias))
-        self._set("seed", _optional_integer("seed", self.seed, -(2**63), 2**64 - 1))
+        self._set("seed", _optional_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):

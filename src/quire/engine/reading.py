@@ -11,6 +11,7 @@ import torch
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.engine.runner import LOGIT_ROWS
+from quire.engine.sampler import Sampled, Sampler, SampleRow
 from quire.models.plan import Model
 
 
@@ -44,6 +45,48 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
         engine.abort("window")
         engine.runner.observer = None
     return collected, num_bytes
+
+
+def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int) -> tuple[torch.Tensor, int]:
+    """Runs the first tokens as a prompt, of which the cache has no prefix, and the others as an answer, one step each.
+
+    With retention the prompt is thinned before the first step of the answer, and the answer reads what was kept. The
+    prompt itself predicts the answer's first token; that row is left out.
+
+    returns  float32 [len(tokens) - prompt_tokens - 1, V]: log-probabilities of the tokens from prompt_tokens + 1 on;
+             and the bytes that the request takes in the cache when the last of them is predicted
+    """
+    assert engine.runner.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
+    sampler, forced = engine.runner.sampler, _Forced(tokens[prompt_tokens:], engine.runner.model.shape.vocab_size)
+    engine.runner.sampler, engine.runner.observer = forced, lambda *_: None
+    params = SamplingParams(
+        max_tokens=len(forced.token_ids), temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=0
+    )
+    try:
+        request = engine.add("window", None, list(tokens[:prompt_tokens]), params)
+        request.sequences[0].max_tokens += 1  # as in read_window
+        while len(forced.found) < len(forced.token_ids):
+            engine.step()
+        num_bytes = int(engine.stats()["cache"]["bytes_used"])
+    finally:
+        engine.abort("window")
+        engine.runner.sampler, engine.runner.observer = sampler, None
+    return torch.stack(forced.found[1:]), num_bytes
+
+
+class _Forced(Sampler):
+    """A sampler for one sequence: returns the given tokens, and keeps the log-probabilities of each step, [V]."""
+
+    def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        self.token_ids = list(token_ids)
+        self.vocab_size = vocab_size
+        self.found: list[torch.Tensor] = []
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        (row,) = rows
+        assert row.step == len(self.found), f"step {row.step} follows {len(self.found)} others"
+        self.found.append(torch.log_softmax(logits[0, : self.vocab_size].float(), -1))
+        return Sampled(torch.tensor([self.token_ids[row.step]]), [None], {})
 
 
 def log_probabilities(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:

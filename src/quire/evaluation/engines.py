@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.cache.codecs import CODECS, DENSE
 from quire.cache.ledger import PAGE_TOKENS
-from quire.config import CacheConfig, EngineConfig, format_bytes
+from quire.config import CacheConfig, EngineConfig, RetainConfig, format_bytes
 from quire.engine.build import assemble, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
@@ -20,7 +20,7 @@ from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
 
 REFERENCE = DENSE
-"""The codec with which the others are compared."""
+"""The engine with which the others are compared: dense pages, without retention."""
 
 SPARE_CHUNKS = 8
 """Additional dense chunks of an automatic arena, because arenas are rounded down to whole slabs."""
@@ -37,7 +37,7 @@ def load_engines(
     compares: bool = False,
 ) -> tuple[dict[str, Engine], Tokenizer]:
     """Returns an engine per codec by its name, in the given order, with the same weights in memory; and their
-    tokenizer.
+    tokenizer. With retention the name includes the setting: `nuq3, retain.budget 0.5`.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
     codecs       values of cache.codec; empty: the codec of the options
@@ -50,7 +50,8 @@ def load_engines(
     """
     configs = _configs(codecs, dict(options or {}), config_file)
     if compares and REFERENCE not in configs:
-        configs = {REFERENCE: _dense(next(iter(configs.values()))), **configs}
+        plain = dataclasses.replace(_dense(next(iter(configs.values()))), retain=RetainConfig())
+        configs = {REFERENCE: plain, **configs}
     path = resolve_model(model)
     with open_model(path) as checkpoint:
         shape = checkpoint.shape
@@ -93,20 +94,35 @@ def load_engines(
     return engines, loaded.tokenizer
 
 
+def retains(codecs: Sequence[str], options: Mapping[str, Any] | None, config_file: Path | None) -> bool:
+    """Whether the engines of `load_engines` retain. Raises ConfigError."""
+    return next(iter(_configs(codecs, dict(options or {}), config_file).values())).retain.is_on
+
+
+def _name(codec: str, retain: RetainConfig) -> str:
+    """The name of an engine in tables."""
+    if not retain.is_on:
+        return codec
+    setting = "budget" if retain.budget != "off" else "threshold"
+    return f"{codec}, retain.{setting} {getattr(retain, setting):g}"
+
+
 def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path | None) -> dict[str, EngineConfig]:
-    """The configuration of each codec, by its name."""
+    """The configuration of each codec, by the name of its engine."""
     options["cache.pin"] = None
     options["cache.check"] = False  # the evaluation measures the same thing
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
-        return {config.cache.codec: config}
+        return {_name(config.cache.codec, config.retain): config}
     found = {}
     for name in dict.fromkeys(codecs):
         uncalibrated = {} if name not in CODECS or CODECS[name].is_calibrated else {"cache.calibration": None}
         if name != REFERENCE:
             found[name] = EngineConfig.from_options(options | {"cache.codec": name} | uncalibrated, config_file)
     plain = _dense(next(iter(found.values()))) if found else EngineConfig.from_options(options, config_file)
-    return {name: plain if name == REFERENCE else found[name] for name in dict.fromkeys(codecs)}
+    return {
+        _name(codec, plain.retain): plain if codec == REFERENCE else found[codec] for codec in dict.fromkeys(codecs)
+    }
 
 
 def _dense(config: EngineConfig) -> EngineConfig:

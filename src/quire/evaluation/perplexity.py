@@ -18,32 +18,38 @@ import torch
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.candidates import best_ids
 from quire.engine.engine import Engine
-from quire.engine.reading import log_probabilities, read_window
+from quire.engine.reading import log_probabilities, read_continuation, read_window
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import REFERENCE, load_engines
+from quire.evaluation.engines import REFERENCE, load_engines, retains
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+
+CONTINUATION = 256
+"""Scored tokens of a window with retention, as in benchmarks/retention_quality.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
     """The result of one codec. Fields that need a reference are None without one.
 
-    codec             name of the codec
+    codec             name of the codec, and the setting of retention if it is on: `nuq3, retain.budget 0.5`
     context           tokens per window
     num_windows       number of scored windows
-    num_tokens        number of scored tokens: all of a window but its first
+    num_tokens        number of scored tokens: all of a window but its first, or its continuation
     nll               mean negative log-likelihood of a token, in nats
     nll_error         standard error of that mean, over windows; None for a single window
-    bytes_per_token   cache bytes of a window divided by its stored tokens: sealed chunks, the last chunk, sidecars
-    bits_per_element  bits per key or value element in all chunks but the last; None if there is only one chunk
+    bytes_per_token   cache bytes at the end of a window divided by its computed tokens: sealed chunks, the last chunk,
+                      sidecars
+    bits_per_element  bits per key or value element in all chunks but the last; None if there is only one chunk, or with
+                      a continuation
     kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
     kl_p99            its 99th percentile over tokens
     agreement         share of tokens for which both have the same most probable token
     ratio             perplexity divided by the reference's
     ratio_error       standard error of the ratio, from the differences of both within each window
+    continuation      scored tokens at the end of each window, one step each after a prompt; None: all, as a prompt
     """
 
     codec: str
@@ -59,6 +65,7 @@ class Perplexity:
     agreement: float | None = None
     ratio: float | None = None
     ratio_error: float | None = None
+    continuation: int | None = None
 
     @property
     def perplexity(self) -> float:
@@ -77,6 +84,7 @@ def perplexity(
     *,
     codecs: Sequence[str] = (),
     context: int = 2048,
+    continuation: int | None = None,
     max_tokens: int | None = None,
     max_windows: int | None = None,
     kl: bool = True,
@@ -89,18 +97,29 @@ def perplexity(
     model        a folder, a .gguf file, a hub id, or `smollm2`; loaded once
     codecs       values of cache.codec; empty: the codec of the options
     context      tokens per window
+    continuation score only this number of last tokens of a window. They are computed one at a time, after a prompt of
+                 the tokens before them, so they read what retention keeps of it. None: 256 with retention; without it
+                 the whole window is a prompt and is scored
     max_tokens   use only this number of first tokens
     max_windows  use only this number of first windows
-    kl           whether to compare with the dense codec. It is then among the results: first, if it was not given
+    kl           whether to compare with a dense cache without retention. It is then among the results: first, if it
+                 was not given
     options      settings of the engines by key, which override the TOML file
     progress     called with (windows done, number of windows)
     Raises ConfigError if the model or the cache cannot hold the context, or if the text is shorter; ModelError.
     """
     if context < 2:
         raise ConfigError(f"a window of {context} tokens has no token to score; it needs at least 2")
+    if continuation is None and retains(codecs, options, config_file):
+        continuation = CONTINUATION
+    if continuation is not None and not 1 <= continuation <= context - 2:
+        raise ConfigError(
+            f"a window of {context} tokens has no room for a prompt, a token that it predicts and a continuation of"
+            f" {continuation}; give a context of at least {max(continuation, 1) + 2}, or another continuation"
+        )
     engines, tokenizer = load_engines(model, codecs, context, options, config_file, compares=kl)
-    token_ids = tokenizer.encode(text)[:max_tokens]
-    return measure(engines, cut_windows(token_ids, context)[:max_windows], REFERENCE if kl else None, progress)
+    windows = cut_windows(tokenizer.encode(text)[:max_tokens], context)[:max_windows]
+    return measure(engines, windows, REFERENCE if kl else None, progress, continuation)
 
 
 def cut_windows(token_ids: Sequence[int], context: int) -> list[list[int]]:
@@ -121,35 +140,48 @@ def measure(
     windows: Sequence[Sequence[int]],
     reference: str | None = None,
     progress: Progress = lambda done, total: None,
+    continuation: int | None = None,
 ) -> list[Perplexity]:
     """The perplexity of windows of equal length (at least 2 tokens) for each engine.
 
-    engines    idle engines by the name of their codec
-    reference  the engine with which all are compared; None: no comparison
+    engines       idle engines by the name of their codec
+    reference     the engine with which all are compared; None: no comparison
+    continuation  as in `perplexity`, but None scores whole windows even with retention
     Raises ModelError if logits are not finite.
     """
-    rows = len(windows[0]) - 1
+    context = len(windows[0])
+    rows = context - 1 if continuation is None else continuation
     tallies = {
         name: _Tally(np.empty(rows), np.zeros(len(windows) * rows * (reference is not None))) for name in engines
     }
     progress(0, len(windows))
     for number, tokens in enumerate(windows):
-        hidden = {}
+        read = {}
         for name, engine in engines.items():
-            hidden[name], num_bytes = read_window(engine, tokens)
+            if continuation is None:
+                read[name], num_bytes = read_window(engine, tokens)
+            else:
+                read[name], num_bytes = read_continuation(engine, tokens, context - 1 - continuation)
             tallies[name].bytes.append(num_bytes)
-        _score(engines, hidden, torch.tensor(tokens[1:]), tallies, reference, number * rows)
+
+        def found(name: str, block: slice, read: Mapping[str, torch.Tensor] = read) -> torch.Tensor:
+            if continuation is not None:
+                return read[name][block]
+            (rows_of_block,) = log_probabilities(engines[name].runner.model, read[name][block])
+            return rows_of_block
+
+        _score(found, torch.tensor(tokens[-rows:]), tallies, reference, number * rows)
         for name, tally in tallies.items():
             tally.end_window()
             if not math.isfinite(tally.nll[-1]):
                 raise ModelError(f"codec {name}: the logits of window {number} hold NaN or infinity")
         progress(number + 1, len(windows))
-    context = len(windows[0])
     dense = None if reference is None else np.array(tallies[reference].nll)
-    return [
-        tally.result(name, context, _bits_per_element(engines[name], windows[0], tally.bytes[0]), dense)
-        for name, tally in tallies.items()
-    ]
+    results = []
+    for name, tally in tallies.items():
+        bits = _bits_per_element(engines[name], windows[0], tally.bytes[0]) if continuation is None else None
+        results.append(tally.result(name, context, continuation, bits, dense))
+    return results
 
 
 def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> float | None:
@@ -165,20 +197,21 @@ def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> 
 
 
 def _score(
-    engines: Mapping[str, Engine],
-    hidden: Mapping[str, torch.Tensor],
+    log_probabilities_of: Callable[[str, slice], torch.Tensor],
     targets: torch.Tensor,
     tallies: Mapping[str, _Tally],
     reference: str | None,
     first: int,
 ) -> None:
-    """Adds a window's tokens to the tallies, some rows of logits at a time. `first` tokens came before this window."""
-    order = sorted(engines, key=lambda name: name != reference)  # stable: the reference comes first
+    """Adds a window's tokens to the tallies, some rows of logits at a time. `first` tokens came before this window.
+
+    log_probabilities_of  of an engine by its name, float32 [n, V], of some of its rows
+    """
+    order = sorted(tallies, key=lambda name: name != reference)  # stable: the reference comes first
     for start in range(0, len(targets), LOGIT_ROWS):
         block = slice(start, start + LOGIT_ROWS)
         for name in order:
-            model, tally = engines[name].runner.model, tallies[name]
-            (found,) = log_probabilities(model, hidden[name][block])
+            tally, found = tallies[name], log_probabilities_of(name, block)
             wanted = targets[block].to(found.device)[:, None]
             tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()
             if reference is None:
@@ -214,15 +247,20 @@ class _Tally:
         self.nll.append(float(self.losses.mean()))
 
     def result(
-        self, codec: str, context: int, bits: float | None, reference: np.ndarray[Any, np.dtype[np.float64]] | None
+        self,
+        codec: str,
+        context: int,
+        continuation: int | None,
+        bits: float | None,
+        reference: np.ndarray[Any, np.dtype[np.float64]] | None,
     ) -> Perplexity:
         """reference: the mean losses of the reference's windows."""
         nll = np.array(self.nll)
-        rows = context - 1
+        rows = context - 1 if continuation is None else continuation
         values = (codec, context, len(nll), len(nll) * rows, float(nll.mean()), _standard_error(nll))
-        sizes = (sum(self.bytes) / (len(nll) * rows), bits)
+        sizes = (sum(self.bytes) / (len(nll) * (context - 1)), bits)
         if reference is None:
-            return Perplexity(*values, *sizes)
+            return Perplexity(*values, *sizes, continuation=continuation)
         kl = self.kl
         # Both read the same tokens, so their losses are correlated within a window.
         difference = nll - reference
@@ -235,6 +273,7 @@ class _Tally:
             agreement=self.agreeing / len(kl),
             ratio=ratio,
             ratio_error=None if error is None else ratio * error,
+            continuation=continuation,
         )
 
 

@@ -59,7 +59,7 @@ FILLER = (
 class Retrieval:
     """One cell of the table.
 
-    codec       name of the codec
+    codec       name of the codec, and the setting of retention if it is on
     length      maximum tokens of prompt and answer together
     depth       place of the number: 0 is the beginning of the text, 1 its end
     num_found   number of answers with the number

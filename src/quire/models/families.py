@@ -5,12 +5,15 @@ A feature that the decoders do not support is rejected here, by name; nothing is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.errors import ModelError
 from quire.models.settings import Settings
 from quire.models.shape import ITEM_BYTES, ModelShape, Rope
+
+log = logging.getLogger("quire")
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
@@ -119,7 +122,7 @@ def shape_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) 
         head_dim=head_dim,
         ffn_size=settings.count("intermediate_size"),
         max_context=max_context,
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        norm_eps=settings.number("rms_norm_eps", 1e-6, least=0),
         rope=rope,
         sliding_window=_config_window(settings, family, common["num_layers"]),
         tied_embeddings=settings.flag("tie_word_embeddings"),
@@ -166,7 +169,7 @@ def shape_from_gguf(
         head_dim=head_dim,
         ffn_size=settings.count("feed_forward_length"),
         max_context=settings.count("context_length"),
-        norm_eps=settings.number("attention.layer_norm_rms_epsilon", 1e-6),
+        norm_eps=settings.number("attention.layer_norm_rms_epsilon", 1e-6, least=0),
         rope=_gguf_rope(settings, head_dim, factors),
         sliding_window=settings.count("attention.sliding_window", 0, least=0) or None,
         tied_embeddings="output.weight" not in tensors,
@@ -174,9 +177,23 @@ def shape_from_gguf(
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        bos_token_id=next(iter(vocabulary.ids("bos_token_id")), None),
-        eos_token_ids=_unique(*vocabulary.ids("eos_token_id"), *vocabulary.ids("eot_token_id")),
+        bos_token_id=next(iter(_gguf_ids(vocabulary, "bos_token_id", vocab_size)), None),
+        eos_token_ids=_unique(
+            *(each for key in ("eos_token_id", "eot_token_id") for each in _gguf_ids(vocabulary, key, vocab_size))
+        ),
     )
+
+
+def _gguf_ids(vocabulary: Settings, key: str, vocab_size: int) -> list[int]:
+    """Token ids in the vocabulary. Warns about others and leaves them out, as llama.cpp does."""
+    ids = vocabulary.ids(key)
+    for token_id in ids:
+        if token_id >= vocab_size:
+            effect = "; it ends no answer" if key != "bos_token_id" else ""
+            log.warning(
+                "tokenizer.ggml.%s is %d, outside the vocabulary of %d tokens%s", key, token_id, vocab_size, effect
+            )
+    return [token_id for token_id in ids if token_id < vocab_size]
 
 
 def _opt_shape(settings: Settings, common: dict[str, Any]) -> ModelShape:

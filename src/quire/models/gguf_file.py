@@ -109,7 +109,9 @@ def read_header(path: Path) -> GgufHeader:
 def _read_header(path: Path, size: int, modified: int) -> GgufHeader:
     del modified  # part of the cache key only
     if size < 32:
-        raise ModelError(f"{path}: not a GGUF file ({size} bytes)")
+        is_one = path.read_bytes().startswith(b"GGUF")
+        wrong = "the header is truncated" if is_one else "not a GGUF file"
+        raise ModelError(f"{path}: {wrong} ({size} bytes)")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, version, num_tensors, num_entries = struct.unpack_from("<4sIQQ", data)
         if magic != b"GGUF":

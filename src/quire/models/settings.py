@@ -31,13 +31,15 @@ class Settings:
         found = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
         return Settings(found, self._source, self._prefix + prefix)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+    def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
+        """A finite number, at least `least`."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, value, "one number")
         if not -sys.float_info.max <= value <= sys.float_info.max:
             raise self._wrong(key, value, "finite")
+        if least is not None and value < least:
+            raise self._wrong(key, value, f"at least {least:g}")
         return float(value)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:

@@ -175,11 +175,14 @@ def _add_api(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     """The routes for operators."""
 
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", **operation(shapes.Status, 403))
     async def live() -> Response:
         """Whether the process answers."""
         return json_response(shapes.Status(status="ok"))
 
+    @app.head("/health", include_in_schema=False)
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health", **operation(shapes.Status, 403, 503))
     @app.get("/health/ready", **operation(shapes.Status, 403, 503))
     async def ready() -> Response:

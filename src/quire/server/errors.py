@@ -125,7 +125,10 @@ def _invalid(error: ValidationError) -> ApiError:
     complaints.sort(key=lambda each: _FIRST.get(each["type"], len(_FIRST)))
     first = complaints[0]
     param = _path(first["loc"])
-    match first["type"]:
+    kind = first["type"]
+    if len(first["loc"]) == 1 and first["input"] is None and kind not in ("none_required", "extra_forbidden"):
+        kind = "missing"  # null is not given, and only required parameters refuse it
+    match kind:
         case "none_required":
             message = f"Unsupported parameter: '{param}' is not supported by this server."
             code = "unsupported_parameter"

@@ -28,6 +28,7 @@ from quire.engine.params import (
     MAX_PIN_SECONDS,
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
+    MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -45,7 +46,6 @@ MAX_PARTS = 1024
 MAX_METADATA, MAX_MODALITIES = 16, 8
 """Number of pairs and of names. OpenAI takes 16 pairs and has two modalities."""
 
-INT64 = 2**63 - 1
 
 Unsupported = Annotated[None, Field(description="Not supported; only null is accepted.")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -108,6 +108,8 @@ def _stops(value: Any) -> list[str] | None:
     stops = [value] if isinstance(value, str) else value
     if not (isinstance(stops, list) and len(stops) <= MAX_STOP_STRINGS and all(map(_is_stop, stops))):
         forms = f"Must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, or a list of at most {MAX_STOP_STRINGS}"
+        if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+            raise _faulty_item(forms, f"the list has {len(value)}")
         if isinstance(value, list) and (bad := [at for at, stop in enumerate(value) if not _is_stop(stop)]):
             raise _faulty_item(forms, f"[{bad[0]}] is {shown(value[bad[0]])}")
         raise ValueError(forms)
@@ -253,7 +255,7 @@ class Sampling(Model):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description=_ADVISED)
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Stops = None
     logit_bias: Biases = None
     user: str | None = Field(None, description="Accepted and not used.")
