@@ -16,8 +16,8 @@ class TableMirror:
 
     pages      int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
     sidecars   int32 [C], likewise
-    masks      int64 [C, L, H], likewise, with the same bits; None if the table has no masks
-    positions  int32 [C, L, H], likewise; None if the table has no masks, or stores rotated keys
+    masks      int64 [C, L, H], likewise, with the same bits; None without retention
+    positions  int32 [C, L, H], likewise; None without retention, or if pages hold rotated keys
     bases      int32 [C], likewise
     is_whole   bool [C] on the host, likewise: no slot of the chunk is masked, and their positions are consecutive and
                follow from the chunk's index in its path

@@ -73,7 +73,7 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        self.sizes = np.zeros((max(self.codecs) + 1, num_layers, num_heads), np.int32)
+        self.sizes = np.zeros((max(self.codecs) + 1, *self.shape), np.int32)
         for each in formats:
             self.sizes[each.kernel_id] = each.page_bytes
         sizes = {*self.sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}

@@ -45,7 +45,7 @@ class Fetching:
         return found
 
     def begin(self, holder: Holder, runs: list[Run]) -> None:
-        """Starts a transfer into the chunks that a path has beside shared ones. `runs` has the run of each. If the last
+        """Fetches the private chunks of a path. `runs[i]` is the run of the i-th one. If the last
         run ends with its attachment, the column sums of all chunks come with it.
         """
         path = holder.path

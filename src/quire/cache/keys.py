@@ -21,7 +21,7 @@ KEY_BYTES = 16
 
 _CHUNK_BYTES = 4 * PAGE_TOKENS
 _DIGEST = hashlib.blake2b(digest_size=KEY_BYTES)
-"""Of nothing. Its copies take the data: to make a new one each time costs a quarter more."""
+"""An empty hash state. Copying it is a quarter cheaper than making a new one."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -188,7 +188,7 @@ class PageLedger(PageCounts):
         nothing if they do not fit the free pages of their sizes and the free slabs.
         """
         ids, free, needs = np.zeros(sizes.shape, np.int32), np.flatnonzero(self._page_units == 0), self._by_class(sizes)
-        new = [max(0, count) for count in self._lacking(needs)]
+        new = [max(0, count) for count in self._missing_slabs(needs)]
         assert sum(needs) == sizes.size, "pages of an unknown size"
         if sum(new) > len(free):
             raise CacheFullError(
@@ -238,7 +238,7 @@ class PageLedger(PageCounts):
         assert (holders > self._holds[at]).all(), "a page under a hold has no other holder"
         self._holders[at] -= 1
         slabs = slabs[holders == 1]
-        np.subtract.at(self._out, slabs, 1)
+        self._out -= np.bincount(slabs, minlength=self.num_slabs)
         self.count(self._by_class(self._page_units[slabs] * UNIT), -1)
         self._page_units[slabs[self._out[slabs] == 0]] = 0
 
@@ -255,7 +255,7 @@ class PageLedger(PageCounts):
         The caller copies the bytes of the moved pages and renames them for their holders before it takes any.
         """
         assert self.has_room(needs), f"{needs} pages by size class do not fit, however they lie"
-        more = self._lacking(needs)
+        more = self._missing_slabs(needs)
         wanted = sum(max(0, count) for count in more) - int((self._page_units == 0).sum())
         if wanted <= 0:
             return []
@@ -299,7 +299,7 @@ class PageLedger(PageCounts):
         """The slabs of a size class."""
         return np.flatnonzero(self._page_units == pages.page_bytes // UNIT)
 
-    def _lacking(self, needs: Sequence[int]) -> list[int]:
+    def _missing_slabs(self, needs: Sequence[int]) -> list[int]:
         """Slabs that each size class needs beyond those it has; negative if it has too many."""
         return [pages.slabs_for(needs[at]) - self._slabs(pages).size for at, pages in enumerate(self._classes)]
 
@@ -335,7 +335,7 @@ class PageLedger(PageCounts):
         at, index = np.divmod(np.flatnonzero(free)[:count], pages.pages_per_slab)
         slabs = slabs[at]
         self._holders[slabs, index] = 1
-        np.add.at(self._out, slabs, 1)
+        self._out += np.bincount(slabs, minlength=self.num_slabs)
         return self._ids(slabs, index)
 
     def _empty(self, pages: _SizeClass, slabs: Int64s) -> Move:

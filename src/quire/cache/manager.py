@@ -326,7 +326,7 @@ class CacheManager:
         self.statistics.note_peak()
 
     def _free_until(self, path: Path) -> int:
-        """See Path."""
+        """See `Path.free_until`."""
         return max(0, path.num_begun * PAGE_TOKENS - (self.table.encodes or path.retained is not None))
 
     def _give_filled(self, path: Path) -> None:

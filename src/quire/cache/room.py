@@ -45,7 +45,7 @@ class Room:
 
     def update(self, holder: Holder) -> None:
         """The chunks of a sequence have changed."""
-        now = self.retention.lacking(holder.path)
+        now = self.retention.outstanding(holder.path)
         if now != self.live[holder]:
             self._promised = self._promised - self.live[holder] + now
             self.live[holder] = now
@@ -85,7 +85,7 @@ class Room:
         """Proves that the running sum is the outstanding demand of all sequences."""
         total = self.table.nothing
         for holder, share in self.live.items():
-            now = self.retention.lacking(holder.path)
+            now = self.retention.outstanding(holder.path)
             assert share == now, f"{share} promised, {now} lacking"
             total += share
         assert total == self._promised, f"{self._promised} pages promised, {total} lacking"

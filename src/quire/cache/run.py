@@ -118,7 +118,7 @@ class Pages:
         at = _Layout(table, run, layer)
         body = np.empty(at.num_bytes, np.uint8)
         for page_bytes, held in at.by_size():
-            _scatter(body, at.starts[held], _load(table, self._ids[:, layer][held], page_bytes))
+            _scatter(body, at.offsets[held], _load(table, self._ids[:, layer][held], page_bytes))
         if at.placed.any():
             images = _load(table, self._positions[:, layer][at.placed], POSITIONS_BYTES)
             _scatter(body, at.positions[at.placed], images)
@@ -131,7 +131,7 @@ class _Layout:
     """The layout of a layer's extent after the header: the description of the rows (`head`); then for each row and head
     the page and its positions; then the layer's part of each sidecar.
 
-    starts, positions  int64 [n, H], offsets from the end of `head`
+    offsets, positions  int64 [n, H], counted from the end of `head`
     sidecars           such offsets, for the rows with a sidecar
     beside             bytes of a layer's part of a sidecar
     """
@@ -141,7 +141,7 @@ class _Layout:
         self._held, self._sizes = masks != 0, table.sizes[run.kinds][:, layer]
         lengths = np.where(self._held, self._sizes, 0).astype(np.int64) + self.placed * POSITIONS_BYTES
         ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
-        self.starts, self.positions = ends - lengths, ends - POSITIONS_BYTES
+        self.offsets, self.positions = ends - lengths, ends - POSITIONS_BYTES
         self.beside = 0 if table.sinks is None else table.sinks.layer_bytes
         num_sidecars, end = int(run.has_sidecar.sum()), int(ends[-1, -1])
         self.sidecars = [end + index * self.beside for index in range(num_sidecars)]
@@ -206,7 +206,7 @@ def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
     for page_bytes, held in at.by_size():
         chosen = held & wanted
         if chosen.any():
-            images = _gather(body, at.starts[chosen], page_bytes)
+            images = _gather(body, at.offsets[chosen], page_bytes)
             table.arena.store(table.pages[rows, layer][chosen], page_bytes, images)
     chosen = at.placed & wanted
     if chosen.any():
@@ -236,13 +236,13 @@ def _load(table: ChunkTable, ids: Int32s, page_bytes: int) -> NDArray[np.uint8]:
     return found
 
 
-def _scatter(body: NDArray[np.uint8], starts: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
-    for start, image in zip(starts.tolist(), images, strict=True):
+def _scatter(body: NDArray[np.uint8], offsets: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
+    for start, image in zip(offsets.tolist(), images, strict=True):
         body[start : start + len(image)] = image
 
 
-def _gather(body: NDArray[np.uint8], starts: NDArray[np.int64], page_bytes: int) -> NDArray[np.uint8]:
-    found = np.empty((len(starts), page_bytes), np.uint8)
-    for image, start in zip(found, starts.tolist(), strict=True):
+def _gather(body: NDArray[np.uint8], offsets: NDArray[np.int64], page_bytes: int) -> NDArray[np.uint8]:
+    found = np.empty((len(offsets), page_bytes), np.uint8)
+    for image, start in zip(found, offsets.tolist(), strict=True):
         image[:] = body[start : start + page_bytes]
     return found

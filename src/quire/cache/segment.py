@@ -70,7 +70,7 @@ class Segment:
 
     @property
     def branch(self) -> list[Segment]:
-        """The segments from the beginning of sequences to this one."""
+        """The segments from the first of its sequence to this one."""
         found, segment = [], self
         while segment.parent is not None:
             found.append(segment)

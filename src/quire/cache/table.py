@@ -61,7 +61,7 @@ class ChunkTable(ChunkCounts):
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks, sums=sums)
         self.ledger: PageLedger = ledger
         self.arena = arena
-        self.pages = np.zeros((self.capacity, num_layers, num_heads), np.int32)
+        self.pages = np.zeros((self.capacity, *self.shape), np.int32)
         self.masks = np.zeros(self.pages.shape, np.uint64)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)

@@ -244,7 +244,7 @@ class PrefixTree(TreeCounts):
         child = Segment(
             keys.tokens(first, end),
             new,
-            chunks,
+            chunks.copy(),
             first,
             next(self._numbers),
             at,

@@ -1,1 +1,1 @@
-"""Planning: what schedules and places without a model."""
+"""Planning: scheduling without a model."""

@@ -59,7 +59,7 @@ class Classes:
         return np.asarray(classes >> self.of & 1, bool)
 
     def read_by_others(self, segment: Segment) -> int:
-        """The classes of which other paths than one read pages of a segment, or pins protect them."""
+        """The classes whose pages in a segment cannot be freed: several paths read them, or a pin protects them."""
         if segment.pins or segment.unread is None:
             return self.all * (segment.pins > 0 or segment.users > 1)
         locks = segment.locks
@@ -78,7 +78,7 @@ def bits(flags: Iterable[object]) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """The pages of a row that does not hold all pages of its format alone.
+    """The pages of a partial row: some were dropped, or other rows share them.
 
     own      pages of this row alone
     shared   pages that others in `sharers` may hold, too
@@ -99,7 +99,7 @@ class _Part:
 
 
 class CountedTable(ChunkCounts):
-    """Counts of chunks of which paths keep parts."""
+    """A chunk table that counts pages by class of heads. A row may hold some pages of a chunk only."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class CountedTable(ChunkCounts):
                 self.ledger.count(self.cost_of(kind, taken, freed), count)
 
     def _cost_of(self, kind: int, pages: int, freed: int = 0) -> Demand:
-        """The demand of a set of pages of a format, less that of others."""
+        """The demand of the pages in one set, minus that of the pages in `freed`."""
         if freed:
             return self.cost_of(kind, pages) - self.cost_of(kind, freed)
         placed = int(self.classes.heads(pages >> self.classes.count + 1).sum())
@@ -217,7 +217,7 @@ class CountedTokens(Retained):
     tokens     by class and chunk, the number of kept tokens
     here       by row, the classes that keep tokens of its chunk
     packed     the classes that do not keep everything
-    summed     the classes that go on needing the attention their tokens get
+    summed     the classes that keep column sums
     """
 
     def __init__(self, decided: Decided, num_prompt: int, keeps_first: bool, classes: Classes) -> None:
@@ -313,7 +313,7 @@ class CountedRetainer(SharingRetainer):
     def __init__(self, retention: Retention, eviction: Eviction) -> None:
         super().__init__(retention, eviction)
         assert retention.budget is None, "a budget ranks tokens by their attention, which nobody knows"
-        assert self.tree.shares, "prompts are computed for the tree"
+        assert self.tree.shares, "counted retention shares prompts"
         self.kind = self.table.sealed_codec.kernel_id
 
     def check(self, path: Path) -> None:

@@ -47,9 +47,8 @@ class Lines:
             for block, of_block in zip(bits, widths, strict=True)
             for width, lowest in parts(of_block)
         ]
-        self._order = np.concatenate(
-            [bits[:0].ravel(), *found]
-        )  # of all bits of the lines, which bit of the codes, as bytes, each is
+        # For each bit of the lines, its index among the bits of the codes.
+        self._order = np.concatenate([bits[:0].ravel(), *found])
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes [n, ...], `numbers` of each n and below 2^bits, as lines, uint8 [n, bytes]."""

@@ -34,7 +34,7 @@ Part = tuple[int, int]
 """Kind and size."""
 
 _BYTES = PAGE_TOKENS, LINE_BYTES, 2 * LINE_BYTES
-"""Of a part, per unit of its size, by kind."""
+"""Bytes of a part of size 1, by kind."""
 
 _QUARTER = 16
 """Slots of a page that have different lanes in lines of key codes."""
@@ -79,12 +79,12 @@ class SlottedPages:
                 torch.from_numpy(array[:, which == layout].astype(np.int64)).to(arena.device)[..., None]
                 for array in (moves.pages, moves.slots)
             )
-            starts: dict[Part, list[int]] = defaultdict(list)  # of alike parts
+            offsets: dict[Part, list[int]] = defaultdict(list)  # of alike parts
             start = 0
             for kind, size in self.layouts[layout]:
-                starts[kind, size].append(start)
+                offsets[kind, size].append(start)
                 start += _BYTES[kind] * size
-            for (kind, size), alike in starts.items():
+            for (kind, size), alike in offsets.items():
                 first = pages * UNIT + torch.tensor(alike, device=arena.device)
                 if kind == RUN:
                     _move_rows(arena, size, first + size * slots)

@@ -60,7 +60,7 @@ class NoRetention:
         """The demand of a prompt beside its chunks while it is computed."""
         return self.table.nothing
 
-    def lacking(self, path: Path) -> Demand:
+    def outstanding(self, path: Path) -> Demand:
         """What a path has not taken of its reservation: sealed chunks, an open one, the first one's sidecar."""
         table = self.table
         wants_open = table.encodes and not path.has_open and path.filled < 0
@@ -76,7 +76,7 @@ class NoRetention:
 
     def wanted(self, holder: Holder, found: Found) -> Demand:
         """The reservation of a sequence that finds chunks in the tree."""
-        return self.lacking(self._path_over(holder, found))
+        return self.outstanding(self._path_over(holder, found))
 
     def enter(self, holder: Holder) -> None:
         """A sequence is admitted."""

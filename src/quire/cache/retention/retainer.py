@@ -83,9 +83,9 @@ class Retainer(NoRetention):
         kept = self.num_beginnings * self.retention.num_reusable(num_tokens)
         return self.table.demand(sums=(1 + self.table.encodes) * -(-num_tokens // PAGE_TOKENS) + kept)
 
-    def lacking(self, path: Path) -> Demand:
+    def outstanding(self, path: Path) -> Demand:
         """Without the chunks of an undecided path: `expected` counts these."""
-        found = super().lacking(path)
+        found = super().outstanding(path)
         if not path.is_decided:
             found += self.table.demand(-self.num_unsealed(path), sums=-len(path.sums), rows=path.num_stored)
             found += self.beside(path.num_reserved)
@@ -107,8 +107,11 @@ class Retainer(NoRetention):
         newcomer  a path that is in no tree yet, and the chunks it will find there
         """
         ratio, most, before = self._ratio, 0.0, 0.0
-        others = [each.path for each in self._undecided if each is not apart_from]
-        reads = [(path, [(segment, len(segment.chunks)) for segment in path.segments]) for path in others]
+        reads = [
+            (each.path, [(segment, len(segment.chunks)) for segment in each.path.segments])
+            for each in self._undecided
+            if each is not apart_from
+        ]
         for path, found in (*reads, *newcomer):
             own, lacking, num_readers = path.num_stored - path.num_shared, self.num_unsealed(path), path.tip is not None
             # Packing copies a part of the found chunks. These are idle then, if nobody else reads them.
@@ -209,7 +212,7 @@ class Retainer(NoRetention):
     def retain(self, holder: Holder, decided: Decided, room: Room) -> None:
         """Drops the tokens that the heads do not keep of a prompt and packs the others.
 
-        room  of all reservations
+        room  the reservations of all sequences
         """
         path, table = holder.path, self.table
         before = table.bytes_of(path.chunks) if self.watch is not None else 0
@@ -272,8 +275,8 @@ class Retainer(NoRetention):
         return self.table.load_sums(path.sums[: retained.num_rows])
 
     def _grow(self, path: Path, retained: Retained, num_sealed: int, sums: Int32s) -> None:
-        """A path has chunks more, of which `num_sealed` will be sealed, and new rows of sums. A chunk that will be
-        sealed gets room for positions now, because there might be none when it is packed.
+        """Prepares the new chunks of a path, of which `num_sealed` will be sealed, and their rows of sums. Takes pages
+        for positions now, because there might be no room when a chunk is packed.
         """
         if num_sealed and self.table.encodes:
             chunk = path.num_stored - 1
