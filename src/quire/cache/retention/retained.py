@@ -45,7 +45,7 @@ class Retained:
         self.has_sums = chain.has(self.policies, "frequent")
         self.is_packed = self.policies < chain.full
         self.positions = np.empty((*shape, 0, PAGE_TOKENS), np.int32)
-        self.in_place: NDArray[Any] = np.empty((*shape, 0), bool)
+        self.in_place = np.empty((*shape, 0), bool)
         self.origins = np.empty(0, np.int32)
 
     @property
