@@ -146,9 +146,12 @@ def test_version(capsys):
         ),
         (
             ["serve", "--cache.share", "maybe", "smollm2"],
-            "for 'smollm2'; a text of several words needs quotes; --cache.sh",
+            "quire serve: --cache.share takes true or false; 'maybe' was read as MODEL, and 'smollm2' is left over",
         ),
-        (["serve", "--cache.share", "maybe", "smollm2"], "--cache.share takes true or false, not 'maybe' (see quire"),
+        (
+            ["generate", "smollm2", "--cache.share", "hello", "world"],
+            "quire generate: there is no place for 'world'; a text of several words needs quotes (see",
+        ),
     ],
 )
 def test_wrong_words_are_one_line(words, said, capsys):
