@@ -180,7 +180,10 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
             for each in results
         ],
     )
-    if len(results) > 1 and all(each.bits_per_element is None and each.continuation is None for each in results):
+    from quire.cache.ledger import PAGE_TOKENS
+
+    # The last token of a window is predicted, not computed.
+    if len(results) > 1 and all(each.context - 1 <= PAGE_TOKENS for each in results):
         print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ only by rounding")
 
 
