@@ -228,7 +228,7 @@ def _print_table(
             f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
         ),
         ("tokens that fit", f"{sizes.tokens:,}", ""),
-        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {sizes.model_context:,}"),
+        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {shape.max_context:,}"),
     ]
     if image is not None:
         note = "written; see quire cache ls" if image["written"] else "the first start writes it"
