@@ -40,8 +40,9 @@ class Perplexity:
     num_tokens        number of scored tokens: all of a window but its first, or its continuation
     nll               mean negative log-likelihood of a token, in nats
     nll_error         standard error of that mean, over windows; None for a single window
-    bytes_per_token   cache bytes at the end of a window divided by its computed tokens: sealed chunks, the last chunk,
-                      sidecars
+    bytes_per_token   bytes that the request holds at the end of a window (sealed chunks, the last chunk, sidecars),
+                      divided by the computed tokens. Cached chunks that no request reads, such as the prompt's
+                      original pages after retention, can be evicted and are not counted
     bits_per_element  bits per key or value element in all chunks but the last; None if there is only one chunk, or with
                       a continuation
     kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
@@ -144,7 +145,7 @@ def measure(
 ) -> list[Perplexity]:
     """The perplexity of windows of equal length (at least 2 tokens) for each engine.
 
-    engines       idle engines by the name of their codec
+    engines       idle engines by name (see `load_engines`)
     reference     the engine with which all are compared; None: no comparison
     continuation  as in `perplexity`, but None scores whole windows even with retention
     Raises ModelError if logits are not finite.
