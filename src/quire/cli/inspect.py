@@ -176,7 +176,7 @@ def _sequences(sizes: Sizes, length: int) -> int:
 def _retention_note(config: EngineConfig) -> tuple[str, str, str]:
     retain = config.retain
     how = f"budget {retain.budget:g}" if retain.budget != "off" else f"threshold {retain.threshold:g}"
-    return "retention", how, "after each prompt; these numbers are without"
+    return "retention", how, "shrinks sequences after their prompt; not counted here"
 
 
 def _digest_note(digest: Digest) -> str:

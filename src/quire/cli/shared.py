@@ -211,7 +211,7 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "min_p": (float, "sample only tokens at least X times as probable as the best"),
     "repetition_penalty": (float, "above 1 discourages tokens of the text so far"),
     "max_tokens": (int, "maximum length of an answer in tokens; 0: the rest of the context"),
-    "seed": (int, "makes sampling reproducible"),
+    "seed": (int, "fixes the random numbers of the sampling"),
 }
 
 

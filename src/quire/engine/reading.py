@@ -16,7 +16,7 @@ from quire.models.plan import Model
 
 
 def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as an ordinary request's prompt, except that the cache has no prefix of it.
+    """Runs all tokens but the last as a prompt without cached chunks, like an ordinary request's.
 
     returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, where row i predicts token i + 1; and the
              bytes that the request takes in the cache at the end of its prompt
@@ -48,7 +48,7 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
 
 
 def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int) -> tuple[torch.Tensor, int]:
-    """Runs the first tokens as a prompt, of which the cache has no prefix, and the others as an answer, one step each.
+    """Runs the first tokens as a prompt without cached chunks, and the others as an answer, one step each.
 
     With retention the prompt is thinned before the first step of the answer, and the answer reads what was kept. The
     prompt itself predicts the answer's first token; that row is left out.
