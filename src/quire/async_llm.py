@@ -70,6 +70,7 @@ class AsyncLLM(Face):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._accepts = False  # from the end of `start` on, except while `pin` runs
         self._failure: str | None = None
         self._ids = itertools.count()
         self._unread: dict[str, int] = {}  # request id -> sequences, until the engine's thread has queued them
@@ -84,7 +85,11 @@ class AsyncLLM(Face):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine accepts requests."""
+        """Whether the engine accepts requests: not before `start` has pinned its prefixes."""
+        return self._accepts and self._runs
+
+    @property
+    def _runs(self) -> bool:
         return self._loaded is not None and not self._closing and self._failure is None
 
     async def start(self) -> None:
@@ -117,6 +122,7 @@ class AsyncLLM(Face):
             except BaseException:
                 await self.close()
                 raise
+        self._accepts = True
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -133,11 +139,13 @@ class AsyncLLM(Face):
         """
         return self._admit(prompt, params).ids
 
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> ReadPrompt:
-        """Checks that a request can run now, and returns its prompt."""
+    def _admit(self, prompt: Prompt, params: SamplingParams, *, is_pin: bool = False) -> ReadPrompt:
+        """Checks that a request can run now, and returns its prompt. is_pin: whether it is a request of `pin`."""
         if self._failure is not None or self._closing:
             raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         parts = self._parts
+        if not (self._accepts or is_pin):
+            raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
         read = read_prompt(prompt, parts.tokenizer.encode)
         parts.engine.check_request(read.ids, params, read.hints)
         waiting = len(parts.engine.scheduler.waiting) + sum(list(self._unread.values()))
@@ -148,14 +156,18 @@ class AsyncLLM(Face):
             )
         return read
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the deltas of one request; the last one has `finished` set. Closing the generator, or cancelling its
         task, aborts the request.
         """
-        params = sampling_params or SamplingParams()
-        text, ids, hints = self._admit(prompt, params)
+        return self._generate(prompt, sampling_params or SamplingParams(), request_id)
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, is_pin: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        text, ids, hints = self._admit(prompt, params, is_pin=is_pin)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._streams:
             raise RequestError(f"a request with id {request_id!r} is already running", "request_id")
@@ -218,38 +230,50 @@ class AsyncLLM(Face):
         return await self._ask(lambda engine: engine.prefixes(visible))
 
     async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
-        """Runs a query on the engine's thread, between two steps."""
+        """Runs a query on the engine's thread, between two steps. Raises its QuireError; the engine goes on."""
         engine = self._parts.engine
         found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def ask() -> None:
-            answer = question(engine)
-            self._on_loop(lambda: None if found.done() else found.set_result(answer))
+            try:
+                settle = partial(_settle, found, question(engine))
+            except QuireError as error:
+                settle = partial(_fail, found, error)
+            self._on_loop(settle)
 
         self._submit(ask)
         while not (await asyncio.wait({found}, timeout=0.1))[0]:
-            if not self.is_ready:
+            if not self._runs:
                 raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
-        """Computes and pins the prefixes of cache.pin, once per salt, before any request; `start` does this without a
-        salt. Raises ConfigError if the
-        file is invalid or its prefixes do not fit, and QuireError if there are requests.
+        """Computes and pins the prefixes of cache.pin, once per salt. `start` does this without a salt.
+
+        Call it before any request. Requests sent meanwhile are refused. Raises ConfigError if the file is invalid or
+        its prefixes do not fit, and QuireError if there are requests.
         """
         file = self._config.cache.pin
         if file is None:
             return
-        path, salts = Path(file), list(salts)
-        each = list(itertools.product(await asyncio.to_thread(read_pins, path, self.tokenizer), salts))
+        if self._streams:
+            raise QuireError("the prefixes of cache.pin are pinned before there are requests")
+        accepted, self._accepts = self._accepts, False
+        try:
+            await self._pin(Path(file), list(salts))
+        finally:
+            self._accepts = accepted
+
+    async def _pin(self, file: Path, salts: list[str]) -> None:
+        each = list(itertools.product(await asyncio.to_thread(read_pins, file, self.tokenizer), salts))
         for pin, salt in each:
-            with pin_errors(path, pin.line, len(salts)):
+            with pin_errors(file, pin.line, len(salts)):
                 check_room(await self._ask(partial(Engine.may_pin, prompt_ids=pin.ids, salt=salt)))
-                async for _ in self.generate(pin.prompt(salt), PIN_PARAMS):
+                async for _ in self._generate(pin.prompt(salt), PIN_PARAMS, is_pin=True):
                     pass
         for pin, salt in each:
             await self._ask(partial(Engine.protect, prompt_ids=pin.ids, salt=salt))
-        log_pins(self._parts.engine, path, len(salts))
+        log_pins(self._parts.engine, file, len(salts))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Stops the engine and frees weights and cache. Running requests have `drain_seconds` to finish; then they are
@@ -284,7 +308,7 @@ class AsyncLLM(Face):
         try:
             self._loaded = load_engine(self._model, self._config, unwanted=lambda: self._closing)
         except BaseException as error:
-            self._on_loop(partial(_settle, started, error))
+            self._on_loop(partial(_fail, started, error))
             return
         threading.current_thread().name = ENGINE_THREAD
         self._on_loop(partial(_settle, started, None))
@@ -329,14 +353,16 @@ class AsyncLLM(Face):
                 stream.put_nowait(item)
 
 
-def _settle(started: asyncio.Future[None], error: BaseException | None) -> None:
-    """On the loop: completes the future of `start`, unless it was cancelled."""
-    if started.done():
-        return
-    if error is None:
-        started.set_result(None)
-    else:
-        started.set_exception(error)
+def _settle(future: asyncio.Future[Answer], answer: Answer) -> None:
+    """On the loop: completes a future, unless its waiter was cancelled."""
+    if not future.done():
+        future.set_result(answer)
+
+
+def _fail(future: asyncio.Future[Answer], error: BaseException) -> None:
+    """On the loop: passes an error to a future, unless its waiter was cancelled."""
+    if not future.done():
+        future.set_exception(error)
 
 
 def is_loading() -> bool:

@@ -373,6 +373,53 @@ def test_the_prefixes_of_the_file_are_pinned_at_the_start(folder: Path, tmp_path
     run(folder, body, **{"cache.pin": str(file)})
 
 
+def test_pins_are_refused_while_there_are_requests(folder: Path, tmp_path: Path) -> None:
+    """And an error of a query is its caller's: the engine goes on."""
+    file = tmp_path / "pins.jsonl"
+    file.write_text(json.dumps({"prompt": "The quick brown fox jumps over the lazy dog. " * 4}))
+
+    async def main() -> None:
+        async with AsyncLLM(str(folder), {**OPTIONS, "cache.pin": str(file)}, pins_at_start=False) as llm:
+            running = llm.generate("Hello", SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+            await anext(running)
+            with pytest.raises(QuireError, match="before there are requests"):
+                await llm.pin()
+            assert llm.is_ready and await anext(running)
+            with pytest.raises(QuireError, match="before there are requests"):
+                await llm._ask(lambda engine: engine.protect([1] * 64))
+            assert llm.is_ready and await anext(running)
+            await running.aclose()
+            await idle(llm)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_request_before_the_pins_is_refused_and_the_start_goes_on(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "pins.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} lazy dogs. " * 12}) + "\n" for n in range(8)))
+
+    async def main() -> None:
+        llm = AsyncLLM(str(folder), {**OPTIONS, "cache.pin": str(file)})
+        starting, refusals = asyncio.ensure_future(llm.start()), set()
+        while not starting.done():
+            assert not llm.is_ready
+            try:
+                await collect(llm, "Hello")
+            except QuireError as error:
+                refusals.add(str(error).partition(";")[0])
+            await asyncio.sleep(0)
+        await starting
+        assert llm.is_ready and len((await collect(llm, "Hello"))[1]) == GREEDY.max_tokens
+        assert refusals == {
+            "this AsyncLLM is not started",
+            "the engine is not ready: it first pins the prefixes of cache.pin",
+        }
+        await llm.close()
+        assert not llm.is_ready
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_prefix_that_cannot_be_pinned_fails_the_start(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "pins.jsonl"
     file.write_text(json.dumps({"prompt": "short"}))

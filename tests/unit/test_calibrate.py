@@ -451,6 +451,15 @@ def test_inspect_shows_the_sizes_that_are_known(folder: Path, capsys: pytest.Cap
     assert made.hash[:12] in capsys.readouterr().out
 
 
+def test_inspect_tells_the_longest_request_from_the_models_own_limit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(folder), "--cache.memory", "4MiB", "--model.max_context", "200", *FLAGS]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("longest request")]
+    own = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert line.split()[2:] == f"200 tokens the model's own limit is {own:,}".split() and own != 200
+
+
 # The command
 
 

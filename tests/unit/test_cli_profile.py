@@ -116,6 +116,13 @@ def test_settings_of_a_threshold_are_for_the_default_one_too(
         assert made[-1].options == {"retain.threshold": 0.95, "retain.chain": "special"}
 
 
+def test_the_printed_threshold_has_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, origin in (([], "default of quire profile"), (["--retain.threshold", "0.9"], "flag")):
+        assert main(["profile", "m", "--print-config", *words]) == 0
+        (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("threshold = 0.9")]
+        assert line.partition("# ")[2] == origin
+
+
 def test_a_prompt_is_a_table_of_policies(text: str, made: list[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "m", "--input", text, "--cache.memory", "1MiB"]) == 0
     assert made[0].prompts == [b"^What is it?\n" + b"x" * 27] and not made[0].is_open

@@ -42,7 +42,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def point(codec: str, num_bytes: float, ratio: float | None = None, error: float | None = None) -> Perplexity:
     compared = (None, None, None) if ratio is None else (0.01, 0.1, 0.9)
-    return Perplexity(codec, 64, 3, 189, 3.0, 0.1, num_bytes, 4.5, *compared, ratio, error)
+    return Perplexity(codec, 128, 3, 381, 3.0, 0.1, num_bytes, 4.5, *compared, ratio, error)
 
 
 def test_the_library_and_the_command_say_the_same(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +102,16 @@ def test_a_continuation_of_256_tokens_is_retentions_default(
     assert row.startswith("dense, retain.budget 0.4 ") and row.endswith("1 x 400, last 256")
 
 
+@pytest.mark.parametrize("context", [40, 65, 66])
+@pytest.mark.parametrize("continuation", [[], ["--continuation", "10"]])
+def test_a_table_of_windows_within_a_chunk_says_that_none_was_encoded(
+    folder: str, text: str, context: int, continuation: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--text", text, "--context", str(context), "--windows", "1", "--codecs", "dense,g4", *continuation]
+    assert main(["eval", "ppl", folder, *words, *SMALL]) == 0
+    assert ("the last chunk is never encoded" in capsys.readouterr().out) == (context <= 65)
+
+
 def test_codecs_given_twice_are_measured_once(folder: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--text", text, "--context", "64", "--windows", "1", "--codecs", "dense, dense"]
     assert main(["eval", "ppl", folder, *words, *SMALL]) == 0
@@ -117,7 +127,17 @@ def test_tables_are_not_cut(monkeypatch: pytest.MonkeyPatch, text: str, capsys: 
     assert main(["eval", "ppl", "fake", "--text", text]) == 0
     head, _, row = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "codec" and head.endswith("windows")
-    for said in ("nuq4", "4.50", "6,592", "20.086 ± 2.009", "1.0123 ± 0.0045", "0.01000", "0.1000", "90.00%", "3 x 64"):
+    for said in (
+        "nuq4",
+        "4.50",
+        "6,592",
+        "20.086 ± 2.009",
+        "1.0123 ± 0.0045",
+        "0.01000",
+        "0.1000",
+        "90.00%",
+        "3 x 128",
+    ):
         assert said in row
 
 

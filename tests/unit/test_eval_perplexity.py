@@ -20,7 +20,7 @@ from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.evaluation import Perplexity
 from quire.evaluation.engines import load_engines
-from quire.evaluation.perplexity import cut_windows, measure, read_window
+from quire.evaluation.perplexity import cut_windows, measure, read_continuation, read_window
 
 from ..engines import GREEDY, chunk_bytes, drain, generate, make_engine, oracle_logits
 from ..tiny_models import save_tiny, tiny_shape
@@ -226,18 +226,26 @@ def test_a_model_whose_numbers_are_not_finite_is_told(monkeypatch: pytest.Monkey
     assert engine.holds_nothing and engine.runner.observer is None
 
 
-@pytest.mark.parametrize("length", [70, 200, 300])
-def test_a_continuation_is_scored_as_decoded(length: int) -> None:
+@pytest.mark.parametrize(("length", "continuation"), [(70, 20), (200, 64), (300, 70)])
+def test_a_continuation_is_scored_as_decoded(length: int, continuation: int) -> None:
     """Its losses are the oracle's where nothing is dropped; the prompt's own tokens are not scored."""
     shape = tiny_shape()
     windows = random_windows(3, length)
     engine = make_engine(shape, **{"retain.threshold": 2, "retain.profile_rows": 64})
-    (found,) = measure({"dense": engine}, windows, continuation=20)
-    means = np.array([oracle_losses(shape, window)[-20:].mean() for window in windows])
+    (found,) = measure({"dense": engine}, windows, continuation=continuation)
+    means = np.array([oracle_losses(shape, window)[-continuation:].mean() for window in windows])
     assert found.nll == pytest.approx(means.mean(), abs=1e-5)
-    assert (found.context, found.continuation, found.num_tokens) == (length, 20, 60)
+    assert (found.context, found.continuation, found.num_tokens) == (length, continuation, 3 * continuation)
     assert engine.holds_nothing and engine.runner.observer is None
     assert generate(engine, [windows[0][:40]], GREEDY) == generate(make_engine(shape), [windows[0][:40]], GREEDY)
+
+
+@pytest.mark.parametrize(("continuation", "sizes"), [(1, [1]), (64, [32, 32]), (70, [32, 32, 6])])
+def test_a_continuation_is_read_in_blocks(continuation: int, sizes: list[int]) -> None:
+    engine = make_engine()
+    blocks = read_continuation(engine, random_windows(1, 200)[0], 199 - continuation)
+    assert [len(block) for block in blocks] == sizes
+    assert engine.holds_nothing and engine.runner.observer is None
 
 
 @pytest.mark.parametrize("setting", [{"retain.budget": 0.4}, {"retain.threshold": 0.5}])

@@ -152,20 +152,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`; and
-        `-1GiB` is a value, which its flag refuses, and no flag.
+        """As argparse, but a switch takes the next word only if it is a truth value: `--allow-public smollm2`.
+        `-1GiB` after a flag is its value, not another flag.
         """
         words = list(sys.argv[1:] if args is None else args)
         commands = self.commands
         actions = [item for parser in (self, *commands.values()) for item in parser.flags.items()]
         switches = {flag for flag, action in actions if action.nargs == "?" and action.const == "true"}
         valued = {flag for flag, action in actions if action.nargs is None and flag.startswith("--")}
-        doubtful: dict[str, str] = {}  # word behind a switch -> the switch
+        switch_of: dict[str, str] = {}  # switch by the word after it, if that word is not a truth value
         for place, word in enumerate(words):
             following = words[place + 1] if place + 1 < len(words) else ""
             if word in switches and following.lower() not in ("true", "false", "yes", "no", "on", "off"):
                 words[place] += "=true"
-                doubtful[following] = word
+                switch_of[following] = word
             elif word in valued and re.match(r"-\.?\d", following):
                 words[place : place + 2] = [f"{word}={following}"]
             elif word == "--":
@@ -179,7 +179,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             command = commands.get(getattr(found, "command", ""), self)
-            command.error(_unknown(unknown, command, commands, doubtful))
+            model = getattr(found, "model", None)
+            command.error(_unknown(unknown, command, commands, switch_of, model))
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -222,19 +223,23 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and " " not in word and not re.fullmatch(r"-\d+|-\d*\.\d+", word)
 
 
-def _unknown(words: list[str], command: Parser, commands: dict[str, Parser], doubtful: dict[str, str]) -> str:
+def _unknown(
+    words: list[str], command: Parser, commands: dict[str, Parser], switch_of: dict[str, str], model: str | None
+) -> str:
     """What is wrong with words that the command does not take, and what was meant.
 
-    doubtful  words that follow a switch and are no truth value, and the switch
+    switch_of  switch by the word after it, if that word is not a truth value
+    model      the word that was read as MODEL
     """
     flag = words[0].partition("=")[0]
     if flag.startswith("-") and not flag.startswith("--"):
         return f"unknown flag {flag}; write a text that begins with - after --"
     if not flag.startswith("--"):
-        if words[0] in doubtful:
-            return f"{doubtful[words[0]]} is {words[0]!r}; it must be true or false"
-        wrong = [f"; {switch} takes true or false, not {word!r}" for word, switch in doubtful.items() if word]
-        return f"there is no place for {words[0]!r}; a text of several words needs quotes{''.join(wrong)}"
+        if words[0] in switch_of:
+            return f"{switch_of[words[0]]} is {words[0]!r}; it must be true or false"
+        if model in switch_of:
+            return f"{switch_of[model]} takes true or false; {model!r} was read as MODEL, and {words[0]!r} is left over"
+        return f"there is no place for {words[0]!r}; a text of several words needs quotes"
     known = [each for each in command.flags if each.startswith("--")]
     own = "--" + flag.rpartition(".")[2].replace("_", "-")
     if own in known:

@@ -2,9 +2,11 @@
 
 ppl: perplexity of a text, read in windows of --context tokens as prompts through the engine's own cache. All tokens of
 a window but the first are scored. With --kl (the default) the distribution of every next token is compared with that of
-a dense cache with the same weights. Bytes are the bytes used in the cache. Retention drops tokens only after a prompt:
-with it the last 256 tokens of a window are scored instead, one step each, after a prompt of those before them. Then the
-dense cache keeps everything.
+a dense cache with the same weights. Bytes are those that the request holds at the end of a window. Cached chunks that
+no request reads, such as the prompt's original pages after retention, can be evicted and are not counted.
+
+With retention only the last 256 tokens of a window are scored. They are computed one at a time after a prompt. The
+dense cache it is compared with keeps every token.
 
 retrieval: hides a five-digit number at several depths of texts of several lengths, and asks for it at the end.
 
@@ -180,7 +182,10 @@ def _print_perplexity(results: Sequence[Perplexity]) -> None:
             for each in results
         ],
     )
-    if len(results) > 1 and all(each.bits_per_element is None and each.continuation is None for each in results):
+    from quire.cache.ledger import PAGE_TOKENS
+
+    # The last token of a window is predicted, not computed.
+    if len(results) > 1 and all(each.context - 1 <= PAGE_TOKENS for each in results):
         print("no window is longer than a chunk, and the last chunk is never encoded: codecs differ only by rounding")
 
 

@@ -176,7 +176,7 @@ def _sequences(sizes: Sizes, length: int) -> int:
 def _retention_note(config: EngineConfig) -> tuple[str, str, str]:
     retain = config.retain
     how = f"budget {retain.budget:g}" if retain.budget != "off" else f"threshold {retain.threshold:g}"
-    return "retention", how, "after each prompt; these numbers are without"
+    return "retention", how, "shrinks sequences after their prompt; not counted here"
 
 
 def _digest_note(digest: Digest) -> str:
@@ -228,7 +228,7 @@ def _print_table(
             f"a chunk of 64 tokens is {format_bytes(sizes.chunk_bytes)}",
         ),
         ("tokens that fit", f"{sizes.tokens:,}", ""),
-        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {sizes.model_context:,}"),
+        ("longest request", f"{sizes.max_context:,} tokens", f"the model's own limit is {shape.max_context:,}"),
     ]
     if image is not None:
         note = "written; see quire cache ls" if image["written"] else "the first start writes it"

@@ -53,9 +53,11 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profiles the prompts; prints, draws and writes the result."""
     given = {**(read_toml(args.config) if args.config else {}), **options_from(args, shared.ENGINE_SECTIONS)}
+    origins: dict[str, str] = {}
     if all(given.get(key, "off") == "off" for key in ("retain.threshold", "retain.budget")):
         vars(args)["retain.threshold"] = DEFAULT_THRESHOLD
-    if shared.printed_config(args):
+        origins["retain.threshold"] = "default of quire profile"
+    if shared.printed_config(args, origins=origins):
         return 0
     if args.input is None:
         raise ConfigError("quire profile needs --input FILE, or - for a text on stdin")

@@ -49,13 +49,15 @@ def add_engine_arguments(
     add_flags(parser, sections)
 
 
-def printed_config(args: argparse.Namespace, *, server: bool = False) -> bool:
+def printed_config(args: argparse.Namespace, *, server: bool = False, origins: dict[str, str] | None = None) -> bool:
     """Prints the configuration if --print-config is given; returns whether it is. Raises ConfigError if it is
     invalid.
+
+    origins  of settings that a command sets itself, by key
     """
     options = options_from(args, ENGINE_SECTIONS)
     config = EngineConfig.from_options(options, args.config)
-    text = describe(config, sources(options, args.config, ENGINE_SECTIONS))
+    text = describe(config, sources(options, args.config, ENGINE_SECTIONS) | (origins or {}))
     if server:
         options = options_from(args, ("serve",))
         serve = ServeConfig.from_options(options, args.config)
@@ -209,7 +211,7 @@ SAMPLING_FLAGS: dict[str, tuple[type, str]] = {
     "min_p": (float, "sample only tokens at least X times as probable as the best"),
     "repetition_penalty": (float, "above 1 discourages tokens of the text so far"),
     "max_tokens": (int, "maximum length of an answer in tokens; 0: the rest of the context"),
-    "seed": (int, "makes sampling reproducible"),
+    "seed": (int, "fixes the random numbers of the sampling"),
 }
 
 

@@ -4,7 +4,7 @@ share this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from quire.models.plan import Model
 
 
 def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Runs all tokens but the last as an ordinary request's prompt, except that the cache has no prefix of it.
+    """Runs all tokens but the last as a prompt without cached chunks, like an ordinary request's.
 
     returns  the last norm's output [len(tokens) - 1, E] in the model's dtype, where row i predicts token i + 1; and the
              bytes that the request takes in the cache at the end of its prompt
@@ -40,21 +40,21 @@ def read_window(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, in
         request.sequences[0].max_tokens += 1
         while not engine.step():
             pass
-        num_bytes = int(engine.stats()["cache"]["bytes_used"])
+        num_bytes = bytes_held(engine)
     finally:
         engine.abort("window")
         engine.runner.observer = None
     return collected, num_bytes
 
 
-def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int) -> tuple[torch.Tensor, int]:
-    """Runs the first tokens as a prompt, of which the cache has no prefix, and the others as an answer, one step each.
+def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int) -> Generator[torch.Tensor]:
+    """Runs the first tokens as a prompt without cached chunks, and the others as an answer, one step each.
 
     With retention the prompt is thinned before the first step of the answer, and the answer reads what was kept. The
     prompt itself predicts the answer's first token; that row is left out.
 
-    returns  float32 [len(tokens) - prompt_tokens - 1, V]: log-probabilities of the tokens from prompt_tokens + 1 on;
-             and the bytes that the request takes in the cache when the last of them is predicted
+    Yields the log-probabilities of the tokens from prompt_tokens + 1 on, float32 [up to LOGIT_ROWS, V] at a time. The
+    request lives until the generator is closed or resumed after the last of them.
     """
     assert engine.runner.observer is None and not engine.has_work, "an engine that evaluates does nothing else"
     sampler, forced = engine.runner.sampler, _Forced(tokens[prompt_tokens:], engine.runner.model.shape.vocab_size)
@@ -65,28 +65,43 @@ def read_continuation(engine: Engine, tokens: Sequence[int], prompt_tokens: int)
     try:
         request = engine.add("window", None, list(tokens[:prompt_tokens]), params)
         request.sequences[0].max_tokens += 1  # as in read_window
-        while len(forced.found) < len(forced.token_ids):
+        while forced.num_steps < len(forced.token_ids):
             engine.step()
-        num_bytes = int(engine.stats()["cache"]["bytes_used"])
+            if len(forced.found) == LOGIT_ROWS or (forced.found and forced.num_steps == len(forced.token_ids)):
+                yield forced.take()
     finally:
         engine.abort("window")
         engine.runner.sampler, engine.runner.observer = sampler, None
-    return torch.stack(forced.found[1:]), num_bytes
 
 
 class _Forced(Sampler):
-    """A sampler for one sequence: returns the given tokens, and keeps the log-probabilities of each step, [V]."""
+    """A sampler for one sequence: returns the given tokens, and keeps the log-probabilities of each step but the first,
+    [V], until they are taken.
+    """
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         self.token_ids = list(token_ids)
         self.vocab_size = vocab_size
+        self.num_steps = 0
         self.found: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        rows = torch.stack(self.found)
+        self.found.clear()
+        return rows
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         (row,) = rows
-        assert row.step == len(self.found), f"step {row.step} follows {len(self.found)} others"
-        self.found.append(torch.log_softmax(logits[0, : self.vocab_size].float(), -1))
+        assert row.step == self.num_steps, f"step {row.step} follows {self.num_steps} others"
+        if self.num_steps:
+            self.found.append(torch.log_softmax(logits[0, : self.vocab_size].float(), -1))
+        self.num_steps += 1
         return Sampled(torch.tensor([self.token_ids[row.step]]), [None], {})
+
+
+def bytes_held(engine: Engine) -> int:
+    """The bytes that the engine's requests take in the cache."""
+    return int(engine.stats()["cache"]["bytes_used"])
 
 
 def log_probabilities(model: Model, hidden: torch.Tensor) -> Iterator[torch.Tensor]:

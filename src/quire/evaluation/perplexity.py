@@ -6,8 +6,9 @@ Knows engines and token ids, and nothing of codecs. docs/quality.md has the defi
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from quire.cache.ledger import PAGE_TOKENS
 from quire.engine.candidates import best_ids
 from quire.engine.engine import Engine
-from quire.engine.reading import log_probabilities, read_continuation, read_window
+from quire.engine.reading import bytes_held, log_probabilities, read_continuation, read_window
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError
 from quire.evaluation.engines import REFERENCE, load_engines, retains
@@ -40,8 +41,9 @@ class Perplexity:
     num_tokens        number of scored tokens: all of a window but its first, or its continuation
     nll               mean negative log-likelihood of a token, in nats
     nll_error         standard error of that mean, over windows; None for a single window
-    bytes_per_token   cache bytes at the end of a window divided by its computed tokens: sealed chunks, the last chunk,
-                      sidecars
+    bytes_per_token   bytes that the request holds at the end of a window (sealed chunks, the last chunk, sidecars),
+                      divided by the computed tokens. Cached chunks that no request reads, such as the prompt's
+                      original pages after retention, can be evicted and are not counted
     bits_per_element  bits per key or value element in all chunks but the last; None if there is only one chunk, or with
                       a continuation
     kl_mean           mean over tokens of KL(reference || codec) of the distributions of the next token, in nats
@@ -144,7 +146,7 @@ def measure(
 ) -> list[Perplexity]:
     """The perplexity of windows of equal length (at least 2 tokens) for each engine.
 
-    engines       idle engines by the name of their codec
+    engines       idle engines by name (see `load_engines`)
     reference     the engine with which all are compared; None: no comparison
     continuation  as in `perplexity`, but None scores whole windows even with retention
     Raises ModelError if logits are not finite.
@@ -156,21 +158,20 @@ def measure(
     }
     progress(0, len(windows))
     for number, tokens in enumerate(windows):
-        read = {}
-        for name, engine in engines.items():
-            if continuation is None:
-                read[name], num_bytes = read_window(engine, tokens)
-            else:
-                read[name], num_bytes = read_continuation(engine, tokens, context - 1 - continuation)
-            tallies[name].bytes.append(num_bytes)
-
-        def found(name: str, block: slice, read: Mapping[str, torch.Tensor] = read) -> torch.Tensor:
+        blocks: dict[str, Iterator[torch.Tensor]] = {}
+        with contextlib.ExitStack() as stack:
+            for name, engine in engines.items():
+                if continuation is None:
+                    hidden, num_bytes = read_window(engine, tokens)
+                    tallies[name].bytes.append(num_bytes)
+                    blocks[name] = log_probabilities(engine.runner.model, hidden)
+                else:
+                    reading = read_continuation(engine, tokens, context - 1 - continuation)
+                    blocks[name] = stack.enter_context(contextlib.closing(reading))
+            _score(blocks, torch.tensor(tokens[-rows:]), tallies, reference, number * rows)
             if continuation is not None:
-                return read[name][block]
-            (rows_of_block,) = log_probabilities(engines[name].runner.model, read[name][block])
-            return rows_of_block
-
-        _score(found, torch.tensor(tokens[-rows:]), tallies, reference, number * rows)
+                for name, engine in engines.items():
+                    tallies[name].bytes.append(bytes_held(engine))
         for name, tally in tallies.items():
             tally.end_window()
             if not math.isfinite(tally.nll[-1]):
@@ -197,7 +198,7 @@ def _bits_per_element(engine: Engine, tokens: Sequence[int], num_bytes: int) -> 
 
 
 def _score(
-    log_probabilities_of: Callable[[str, slice], torch.Tensor],
+    blocks: Mapping[str, Iterator[torch.Tensor]],
     targets: torch.Tensor,
     tallies: Mapping[str, _Tally],
     reference: str | None,
@@ -205,13 +206,13 @@ def _score(
 ) -> None:
     """Adds a window's tokens to the tallies, some rows of logits at a time. `first` tokens came before this window.
 
-    log_probabilities_of  of an engine by its name, float32 [n, V], of some of its rows
+    blocks  log-probabilities of each engine by its name, float32 [up to LOGIT_ROWS, V] at a time
     """
     order = sorted(tallies, key=lambda name: name != reference)  # stable: the reference comes first
     for start in range(0, len(targets), LOGIT_ROWS):
         block = slice(start, start + LOGIT_ROWS)
         for name in order:
-            tally, found = tallies[name], log_probabilities_of(name, block)
+            tally, found = tallies[name], next(blocks[name])
             wanted = targets[block].to(found.device)[:, None]
             tally.losses[block] = -found.gather(1, wanted)[:, 0].double().cpu().numpy()
             if reference is None:
