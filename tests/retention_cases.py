@@ -207,6 +207,8 @@ class Bench:
                 "retain.chain": ",".join(rules.members),
             }
         options = {"attention.backend": self.backend, "runtime.threads": 1, **retain, **self.options, **options}
+        if options.get("retain.threshold") == "off":
+            options = {key: value for key, value in options.items() if not key.startswith("retain.")}
         engine = engines.make_engine(self.shape, chunks=self.chunks, weights=self.weights, **options)
         retainer = engine.scheduler.manager.retention
         if isinstance(retainer, Retainer):
