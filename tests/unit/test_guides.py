@@ -189,7 +189,7 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
     rng = random.Random(seed)
     prompts = prompts_of(rng)
     few = {rng.randrange(VOCABULARY) for _ in range(9)}
-    allowed, seen = bits(few, VOCABULARY + 3), set[int]()
+    allowed = bits(few, VOCABULARY + 3)
 
     class Few:
         def propose(self, token_ids: list[int], most: int) -> Proposal:
@@ -204,7 +204,7 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
         answers = [expected[str(index)].outputs[0].token_ids for index in range(len(prompts))]
         assert {*itertools.chain.from_iterable(answers)} <= few
         assert answers != generate(make_engine(), prompts, wanted[0])
-        seen.update(*answers)
+        assert len({*itertools.chain.from_iterable(answers)}) > 1
         paths = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         guides = [ToyGuide(path, rng, allowed=allowed, exact=params is GREEDY) for path in paths]
         found = guided(engine, prompts, wanted, guides)
@@ -212,4 +212,3 @@ def test_only_allowed_tokens_are_chosen_with_drafts_and_without(seed: int) -> No
             assert {*output.outputs[0].token_ids} <= few
             assert_near(expected[name].outputs[0], output.outputs[0], 1e-4)
         assert any(any(guide.right) for guide in guides)
-    assert len(seen) > 1

@@ -45,8 +45,8 @@ class Fetching:
         return found
 
     def begin(self, holder: Holder, runs: list[Run]) -> None:
-        """Fetches the private chunks of a path. `runs[i]` is the run of the i-th one. If the last
-        run ends with its attachment, the column sums of all chunks come with it.
+        """Fetches the private chunks of a path. `runs[i]` is the run of the i-th one. If the last run ends with its
+        attachment, the column sums of all chunks come with it.
         """
         path = holder.path
         parts: dict[Run, Int32s] = {}

@@ -283,7 +283,7 @@ class CountedTokens(Retained):
         return found
 
     def count(self) -> Int64s:
-        """Counts the pages once they are packed, and removes rows without pages. Returns the indices of these rows."""
+        """Counts the pages that packing leaves. Returns the indices of rows without pages, which `forget` removes."""
         origins, in_place = self.origins.tolist(), self.in_place.tolist()
         pages = [0] * len(origins)
         for each, tokens in enumerate(self.tokens):
@@ -313,7 +313,7 @@ class CountedRetainer(SharingRetainer):
     def __init__(self, retention: Retention, eviction: Eviction) -> None:
         super().__init__(retention, eviction)
         assert retention.budget is None, "a budget ranks tokens by their attention, which nobody knows"
-        assert self.tree.shares, "counted retention shares prompts"
+        assert self.tree.shares, "prompts are published in a tree"
         self.kind = self.table.sealed_codec.kernel_id
 
     def check(self, path: Path) -> None:
