@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,9 @@ class Run:
     and ends with its sequence.
 
     names         keys of the chunks, 16 bytes each; of a private run only the handle
+    namespace     namespace of the tokens; None for a private run
+    start         index of the first chunk in its sequence
+    parent        key of the chunk before; of the namespace if there is none
     is_shared     whether the run is shared
     tokens        int32 [chunks * 64]; empty for a private run
     num_attached  number of rows at the end that are the attachment
@@ -56,6 +59,9 @@ class Run:
     placed: Bools
     bases: Int32s
     has_sidecar: Bools
+    namespace: Hashable = None
+    start: int = 0
+    parent: bytes = b""
 
     def ends_with_sums(self, name: bytes) -> bool:
         """Whether the named chunk is the last one and the run has an attachment."""

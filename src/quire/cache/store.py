@@ -42,7 +42,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._changed = changed
 
-    def arrive(self, run: Run, extent: bytes) -> None:
+    def arrive(self, run: Run, extent: bytes | memoryview) -> None:
         """Takes the extent of one layer of one run. If the extent is damaged, the transfer fails, with all its missing
         layers. Does nothing after a failure.
         """
@@ -50,7 +50,7 @@ class Transfer:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = unpack(self._table, run, self._parts[run], extent)
+                layer = unpack(self._table, run, self._parts[run], bytes(extent))
             except ExtentError as error:
                 self._fail(error)
                 return
@@ -75,7 +75,7 @@ class Transfer:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will arrive."""
-        return bool(self.ready.all())
+        return self._is_closed or bool(self.ready.all())
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a layer of any transfer arrives, this transfer is over, or `seconds` have passed."""
