@@ -1,21 +1,21 @@
 """Run heads: the description of a shared run as bytes, for files and their index.
 
-    bytes        what
-    0 .. 4       QHED
-    4 .. 6       format version, u16
-    6 .. 8       zero
-    8 .. 12      chunks c, u32
-    12 .. 24     rows n, attached rows among them a, kv heads H: u32
-    24 .. 80     bytes after the header u64, checksum, MAC, as in an extent
-    then         layers L, index of the first chunk, bytes of the namespace's JSON: u32
-    16           key of the chunk before
-    16 * c       keys of the chunks
-    256 * c      tokens, i32
-    n, n, 4 * n  kernel ids; 1 where there is a sidecar; bases, i32
-    a * L * H    1 where an attached row has positions
-    8 * a * L * H  masks of attached rows, u64; those of chunks have all bits
-    8 * L        bytes of each extent, u64
-    then         the namespace's fields as JSON
+bytes        what
+0 .. 4       QHED
+4 .. 6       format version, u16
+6 .. 8       zero
+8 .. 12      chunks c, u32
+12 .. 24     rows n, attached rows among them a, kv heads H: u32
+24 .. 80     bytes after the header u64, checksum, MAC, as in an extent
+then         layers L, index of the first chunk, bytes of the namespace's JSON: u32
+16           key of the chunk before
+16 * c       keys of the chunks
+256 * c      tokens, i32
+n, n, 4 * n  kernel ids; 1 where there is a sidecar; bases, i32
+a * L * H    1 where an attached row has positions
+8 * a * L * H  masks of attached rows, u64; those of chunks have all bits
+8 * L        bytes of each extent, u64
+then         the namespace's fields as JSON
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import dataclasses
 import hashlib
 import json
 import struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +142,7 @@ class _Parts:
         self._at = end
         return found
 
-    def numbers(self, dtype: str, count: int) -> NDArray[np.generic]:
+    def numbers(self, dtype: str, count: int) -> NDArray[Any]:
         return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
 
     @property
