@@ -93,6 +93,8 @@ class Catalog:
     def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
         self.staging = staging
         self.lock = threading.Lock()
+        self.staged: set[Entry] = set()
+        """With staging memory, dropped ones included."""
         self.entries: dict[Run, Entry] = {}
         self.by_name: dict[bytes, Entry] = {}
         self.pins: dict[bytes, float] = {}
@@ -109,6 +111,8 @@ class Catalog:
         """Makes a run findable."""
         with self.lock:
             self.entries[entry.run] = entry
+            if entry.staged:
+                self.staged.add(entry)
             for name in entry.run.names:
                 if self.by_name.setdefault(name, entry) is not entry:
                     self._hidden.setdefault(name, []).append(entry)
@@ -206,6 +210,7 @@ class Catalog:
         if entry.staged and (entry.is_dropped or entry.file is not None or entry.own is not None):
             self.staging.give(entry.staged)
             entry.staged = []
+            self.staged.discard(entry)
         if entry.is_dropped and entry.own is not None:
             entry.own.close()
             entry.own = None
@@ -213,6 +218,7 @@ class Catalog:
     def check(self) -> None:
         """Asserts the invariants."""
         with self.lock:
+            self.staging.check([slot for entry in self.staged for slot in entry.staged])
             entries = set(self.entries.values())
             found = set(self.by_name.values()).union(*self._hidden.values())
             assert entries == found and not any(entry.is_dropped for entry in entries), "entries and names differ"

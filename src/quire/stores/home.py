@@ -57,7 +57,7 @@ class Home:
         self.seconds = 0.0
         self.catalog = catalog
         self._path, self._cap = path, cap
-        self._throttle, self._clock = throttle, clock
+        self.throttle, self._clock = throttle, clock
         self._draft: RunFile | None = None
         self._draft_file: DirectFile | None = None
         self._draft_heads: dict[Entry, bytes] = {}
@@ -315,7 +315,7 @@ class Home:
 
     def _write(self, file: DirectFile, views: list[memoryview], offset: int) -> None:
         begun = time.monotonic()
-        file.write(views, offset, self._throttle.take)
+        file.write(views, offset, self.throttle.take)
         self.seconds += time.monotonic() - begun
         self.bytes_written += sum(map(len, views))
 

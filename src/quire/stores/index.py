@@ -196,6 +196,7 @@ class Mirror:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.index: Index | None = None
+        self.is_damaged = False
         self._inode = 0
         self._version: int | None = None
 
@@ -207,15 +208,20 @@ class Mirror:
             inode = 0
         if inode != self._inode:
             self.close()
-            self._inode = inode
+            self._inode, self.is_damaged = inode, False
             return None
-        if not inode:
+        if not inode or self.is_damaged:
             return False
         if self.index is None:
             self.index = Index(self.place, is_writer=False)
         version = self.index.data_version
         has_changed, self._version = version != self._version, version
         return has_changed
+
+    def give_up(self) -> None:
+        """Leaves a damaged index alone until there is a new one."""
+        self.close()
+        self.is_damaged = True
 
     def close(self) -> None:
         """Closes it."""

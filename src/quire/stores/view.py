@@ -30,6 +30,8 @@ class View:
         self.bad: set[int] = set()
         self._catalog, self._seal, self._digest, self._is_own = catalog, seal, digest, is_own
         self._known: dict[int, Entry | None] = {}
+        if not is_own:
+            catalog.files_of_others[place] = self.files
 
     def update(self, index: Index) -> None:
         """Takes over what has changed. Raises as Index."""
@@ -39,8 +41,8 @@ class View:
         files, runs = {row.number: row for row in index.files()}, index.runs()
         for number in self.files.keys() - files.keys():
             self._catalog.drop_file(self.files.pop(number))
-        for number, row in files.items():
-            self._take_file(number, row)
+        for file_row in files.values():
+            self._take_file(file_row)
         ids = {row.id for row in runs}
         gone = [run_id for run_id in self._known if run_id not in ids]
         self._catalog.drop([entry for run_id in gone if (entry := self._known.pop(run_id)) is not None])
@@ -54,9 +56,11 @@ class View:
             self._catalog.drop_file(file)
         self.files.clear()
         self._known.clear()
-        self._catalog.pins_of_others.pop(self.place, None)
+        if not self._is_own:
+            self._catalog.pins_of_others.pop(self.place, None)
 
-    def _take_file(self, number: int, row: FileRow) -> None:
+    def _take_file(self, row: FileRow) -> None:
+        number = row.number
         file = self.files.get(number)
         if file is None:
             path = self.place / f"{number}{RUNS_SUFFIX}"
