@@ -226,12 +226,12 @@ class Reads:
             self._catalog.drop_file(gone)
         else:
             self._catalog.drop([request.entry])
-        request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"))
         if is_collected:
             log.debug("a run was collected before it was read: %s", reason)
         else:
             log.warning("the disk tier lost a run, which is computed again: %s", reason)
             self._outage.fail(f"reads fail ({reason})")
+        request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"))
 
     def _watch(self) -> None:
         """Looks after readers that hang. Touches no disk."""
