@@ -65,15 +65,12 @@ class Entry:
     file: RunFile | None = None
     offset: int = 0
     """Of the first extent in the file."""
-    head_bytes: int = 0
     run_id: int = 0
     """In the index of its sub-folder; 0: none."""
     own: DirectFile | None = None
     """The file of a private run."""
     users: int = 0
     is_dropped: bool = False
-    is_hidden: bool = False
-    """Whether another run with the same chunks is found in its place."""
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +101,8 @@ class Catalog:
         """By sub-folder and number."""
         self.removed: list[Entry] = []
         """Dropped, and still in the index of this process."""
+        self.closing: list[Entry] = []
+        """Dropped private runs with files to close."""
         self._hidden: dict[bytes, list[Entry]] = {}
         self._clock = clock
 
@@ -212,8 +211,7 @@ class Catalog:
             entry.staged = []
             self.staged.discard(entry)
         if entry.is_dropped and entry.own is not None:
-            entry.own.close()
-            entry.own = None
+            self.closing.append(entry)
 
     def check(self) -> None:
         """Asserts the invariants."""

@@ -99,11 +99,16 @@ class DirectFile:
     def _write(self, views: list[memoryview], size: int, offset: int, before: Callable[[int], None]) -> None:
         before(size)
         done = os.pwritev(self._descriptor, views, offset)
-        if done != size:  # Asking again for the rest finds the reason.
-            rest = b"".join(views)[done:]
-            found = os.pwrite(self._descriptor, rest, offset + done) if not self._is_direct else 0
-            if found != len(rest):
-                raise OSError(errno.ENOSPC, f"a write of {size} bytes wrote {done + found}", str(self.path))
+        while done < size:  # a full disk writes a part, and says why when asked again
+            rest = memoryview(b"".join(views))[done:]
+            block = Buffer().view(len(rest))
+            block[:] = rest
+            num_bytes = (
+                0 if self._is_direct and done % BLOCK_BYTES else os.pwrite(self._descriptor, block, offset + done)
+            )
+            if num_bytes == 0:
+                raise OSError(errno.EIO, f"a write of {size} bytes wrote {done}", str(self.path))
+            done += num_bytes
 
     def sync(self) -> None:
         """Waits until everything is on the disk, and drops it from the page cache."""

@@ -113,8 +113,7 @@ class Home:
         """What counts against the quota."""
         files = sum(file.total_bytes for file in list(self.files.values()))
         draft = self._draft.total_bytes if self._draft is not None else 0
-        private = sum(size for entry, size in list(self._private.items()) if _has_file(entry))
-        return files + draft + private + self._index_bytes
+        return files + draft + sum(list(self._private.values())) + self._index_bytes
 
     @property
     def _index_bytes(self) -> int:
@@ -195,19 +194,20 @@ class Home:
 
     def make_room(self, num_bytes: int) -> bool:
         """Asks for a larger quota, then collects files, until so many bytes fit."""
+        self._close_private()
         wanted = self.bytes + num_bytes
         if wanted > self.quotas.bytes and time.monotonic() >= self._grow_after:
             found = self.quotas.grow(wanted, lambda place, size: collect_abandoned(place, size, self.catalog))
             if found < wanted:
                 self._grow_after = time.monotonic() + GROW_SECONDS
-        fixed = self._index_bytes + sum(size for entry, size in self._private.items() if _has_file(entry))
+        fixed = self._index_bytes + sum(self._private.values())
         if num_bytes > self.quotas.bytes - fixed:
             return False
         return self._go_down_to(self.quotas.bytes - num_bytes)
 
     def shed(self) -> None:
         """Goes down to the fair share if another writer lacks room."""
-        target = self.quotas.target()
+        target = self.quotas.balance(self.bytes)
         if target < self.quotas.bytes:
             self._grow_after = time.monotonic() + GROW_SECONDS
             self._go_down_to(target)
@@ -248,7 +248,7 @@ class Home:
                 if file.is_gone or (file in touched and not file.entries and not file.others)
             ]
         )
-        self._private = {entry: size for entry, size in self._private.items() if _has_file(entry)}
+        self._close_private()
 
     def note_uses(self) -> None:
         """Writes times of use into the index."""
@@ -277,9 +277,10 @@ class Home:
     def close(self) -> None:
         """Ends it; private runs are lost."""
         self.catalog.drop(list(self._private))
-        self.quotas.shrink(self.bytes)
+        self._close_private()
+        kept = self.bytes
         self._give_up()
-        self.quotas.leave()
+        self.quotas.leave(kept)
 
     def check(self) -> None:
         """Asserts that index, memory and files agree, and that quotas hold."""
@@ -337,6 +338,18 @@ class Home:
         if not self.catalog.move(entry, None, 0, file):
             file.close()
         return True
+
+    def _close_private(self) -> None:
+        """Closes the files of dropped private runs: here and not where they are dropped, because freeing the blocks of
+        a large file takes milliseconds.
+        """
+        with self.catalog.lock:
+            closing, self.catalog.closing = self.catalog.closing, []
+        for entry in closing:
+            if entry.own is not None:
+                entry.own.close()
+                entry.own = None
+        self._private = {entry: size for entry, size in self._private.items() if _has_file(entry)}
 
     def _give_up(self) -> None:
         """Forgets all runs, and closes the index."""

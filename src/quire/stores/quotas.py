@@ -3,9 +3,9 @@
     sum of all quotas <= cap - slack - bytes of others          bytes of a sub-folder <= its quota
 
 A quota stands in the lock file of its sub-folder. It changes only under the folder's lock, and grows before the bytes
-do. A writer takes what is free, at most the cap divided by the number of live writers. One with less that lacks room
-says so (`hungry`); those with more then shed. A writer that ended keeps a quota for the bytes it left, which any other
-writer may collect.
+do. A writer takes what is free, at most the cap divided by the number of live writers. Those with more give up what
+they do not use as soon as another has less. A writer that lacks room says so (`hungry`), and those with more than their
+share then collect files. A writer that ended keeps a quota for the bytes it left, which any other writer may collect.
 """
 
 from __future__ import annotations
@@ -90,11 +90,15 @@ class Quotas:
                 self._set(replace(self._record, quota=found, hungry=time.time() if found < goal else 0.0))
         return self.bytes
 
-    def target(self) -> int:
-        """The quota to go down to: smaller than now if this writer has more than its share and another lacks room."""
+    def balance(self, used: int) -> int:
+        """Gives up unused bytes above the fair share if another live writer has less than its own. Returns what the
+        used bytes must go down to: the fair share, if another lacks room, or if the cap has become smaller.
+        """
         with self._folder.lock():
             others = self._others()
             limit, fair = self._shares(others)
+            if any(is_live and record.quota < fair for _, record, is_live in others):
+                self._set(replace(self._record, quota=min(self.bytes, max(fair, used))))
             since = time.time() - HUNGRY_SECONDS
             is_needed = any(is_live and record.hungry > since for _, record, is_live in others)
             is_over = self.bytes + sum(record.quota for _, record, _ in others) > limit
@@ -105,11 +109,11 @@ class Quotas:
         with self._folder.lock():
             self._set(replace(self._record, quota=min(quota, self.bytes)))
 
-    def leave(self) -> None:
-        """Keeps a quota for what is there, and ends the lock."""
+    def leave(self, kept: int = 0) -> None:
+        """Keeps a quota for `kept` bytes, at least for what is there, and ends the lock."""
         with contextlib.suppress(OSError):
             if self.lock.is_intact:
-                self.shrink(writer_bytes(self.place))
+                self.shrink(max(kept, writer_bytes(self.place)))
         self.lock.close()
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+from quire.errors import ConfigError
 from quire.stores.catalog import Catalog, Entry
 from quire.stores.direct import Buffer, DirectFile
 from quire.stores.folder import DRAFT_SUFFIX
@@ -161,6 +162,8 @@ class Writer:
                 self._ticked = time.monotonic()
         except OSError as error:
             self._outage.fail(f"writing to {self._home.place} failed ({error.strerror or error})")
+        except ConfigError as error:  # the folder cannot be made again
+            self._outage.fail(str(error))
         except DamagedIndexError as error:
             log.warning("the index of %s is damaged, and its runs are lost: %s", self._home.place, error)
             with contextlib.suppress(OSError):
