@@ -101,10 +101,20 @@ class Index:
         rows = self._all("SELECT number, bytes, used FROM files")
         return [FileRow(*row) for row in rows if _are(row, int, int, float) and row[0] >= 0 and row[1] >= 0]
 
-    def runs(self) -> list[RunRow]:
-        """All runs, without their heads."""
-        rows = self._all("SELECT id, file, offset, digest FROM runs")
+    def runs(self, after: int = 0) -> list[RunRow]:
+        """All runs with larger ids, without their heads. Ids grow, and never come again."""
+        rows = self._all("SELECT id, file, offset, digest FROM runs WHERE id > ?", (after,))
         return [RunRow(*row) for row in rows if _are(row, int, int, int, bytes) and row[2] >= 0]
+
+    def ids(self) -> set[int]:
+        """The ids of all runs."""
+        return {row[0] for row in self._all("SELECT id FROM runs") if _are(row, int)}
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs."""
+        with _errors():
+            return int(self._one("SELECT count(*) FROM runs"))
 
     def head(self, run_id: int) -> bytes:
         """The head of a run; empty if there is none."""

@@ -30,6 +30,7 @@ class View:
         self.bad: set[int] = set()
         self._catalog, self._seal, self._digest, self._is_own = catalog, seal, digest, is_own
         self._known: dict[int, Entry | None] = {}
+        self._last_id = 0
         if not is_own:
             catalog.files_of_others[place] = self.files
 
@@ -38,17 +39,19 @@ class View:
         pins = index.pins()
         if not self._is_own:
             self._catalog.pins_of_others[self.place] = pins
-        files, runs = {row.number: row for row in index.files()}, index.runs()
+        files = {row.number: row for row in index.files()}
         for number in self.files.keys() - files.keys():
             self._catalog.drop_file(self.files.pop(number))
         for file_row in files.values():
             self._take_file(file_row)
-        ids = {row.id for row in runs}
-        gone = [run_id for run_id in self._known if run_id not in ids]
-        self._catalog.drop([entry for run_id in gone if (entry := self._known.pop(run_id)) is not None])
-        for row in runs:
-            if row.id not in self._known and (file := self.files.get(row.file)) is not None:
+        for row in index.runs(self._last_id):
+            if (file := self.files.get(row.file)) is not None:
                 self._known[row.id] = self._take_run(index, row, file, pins)
+                self._last_id = max(self._last_id, row.id)
+        if index.num_runs != len(self._known):  # some were removed
+            ids = index.ids()
+            gone = [run_id for run_id in self._known if run_id not in ids]
+            self._catalog.drop([entry for run_id in gone if (entry := self._known.pop(run_id)) is not None])
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -56,6 +59,7 @@ class View:
             self._catalog.drop_file(file)
         self.files.clear()
         self._known.clear()
+        self._last_id = 0
         if not self._is_own:
             self._catalog.pins_of_others.pop(self.place, None)
 
@@ -66,7 +70,7 @@ class View:
             path = self.place / f"{number}{RUNS_SUFFIX}"
             file = RunFile(self.place, number, path, row.used, self._is_own, row.num_bytes, noted=row.used)
             self.files[number] = file
-        file.used = max(file.used, row.used, used_by_others(file.path))
+        file.used = max(file.used, row.used, used_by_others(file.path) if self._is_own else 0.0)
 
     def _take_run(self, index: Index, row: RunRow, file: RunFile, pins: dict[bytes, float]) -> Entry | None:
         if row.digest != self._digest:
