@@ -253,7 +253,7 @@ def test_private_runs_are_in_no_index_and_shared_ones_are_lossless(seed: int) ->
     seen: list[Run] = []
     put = store.put
 
-    def noted(run: Run, extents: Iterable[bytes]) -> None:
+    def noted(run: Run, extents: Iterable[memoryview]) -> None:
         seen.append(run)
         put(run, extents)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.cache.arrays import Int32s
+from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.run import Origin
 
 NO_ROWS = np.empty(0, np.int32)
 
@@ -76,6 +78,18 @@ class Segment:
             found.append(segment)
             segment = segment.parent
         return found[::-1]
+
+    @property
+    def rows(self) -> Int32s:
+        """The rows of its chunks, then of its attachment."""
+        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
+
+    @property
+    def origin(self) -> Origin:
+        """Its chunks, as a run names them."""
+        above = self.parent.keys if self.parent is not None else []
+        parent = above[-1] if above else namespace_key(self.namespace)
+        return Origin(tuple(self.keys), self.tokens, self.namespace, self.start, parent)
 
     @property
     def locks(self) -> Int32s:

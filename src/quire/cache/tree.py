@@ -29,17 +29,17 @@ from quire.cache.arrays import Bools, Int32s
 from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
+from quire.cache.run import Origin
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.tree_counts import TreeCounts
 
 
 class Vacated(NamedTuple):
-    """Consecutive chunks that the tree dropped: their keys, tokens and rows of the chunk table. The last `num_attached`
-    rows are the attachment of their end.
+    """Consecutive chunks that the tree dropped, and their rows of the chunk table. The last `num_attached` rows are the
+    attachment of their end.
     """
 
-    keys: list[bytes]
-    tokens: Int32s
+    origin: Origin
     rows: Int32s
     num_attached: int
 
@@ -308,16 +308,15 @@ class PrefixTree(TreeCounts):
 
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
-        first = num_kept * PAGE_TOKENS
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], rows, len(leaf.attached))
+        vacated = Vacated(leaf.origin.part(num_kept, len(leaf.keys)), rows, len(leaf.attached))
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
             leaf.chunks, leaf.keys = leaf.chunks[:num_kept], leaf.keys[:num_kept]
-            leaf.tokens = leaf.tokens[:first]
+            leaf.tokens = leaf.tokens[: num_kept * PAGE_TOKENS]
             self._count(leaf, 1)
             return vacated
         parent = leaf.parent

@@ -21,9 +21,10 @@ from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
-from quire.engine.scheduler import Sampled, Scheduler
+from quire.engine.scheduler import Counters, Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Step, Wait
 from quire.errors import QuireError, RequestError
+from quire.stores.tiers import Tiers
 
 log = logging.getLogger("quire")
 
@@ -31,12 +32,25 @@ log = logging.getLogger("quire")
 WAIT_SECONDS = 0.02
 """Longest time that a step waits for chunks in transfer, before the engine looks for new requests."""
 
+LIFETIME_SECONDS = 1.0
+"""Interval at which an idle engine checks for expired prefixes."""
+
+IDLE_BYTES = 8 << 20
+"""Bytes that an idle engine copies to its tiers before it looks for new requests: 3 ms."""
+
+CLOSING_SECONDS = 5.0
+"""Time in which a closing engine may finish writing to its tiers."""
+
+MEASURED_TOKENS = 4 * PAGE_TOKENS
+"""Prompt tokens whose prefill is timed at start."""
+
 
 class Engine:
     """Drives the scheduler and a runner. Invariant between steps: every live sequence is in the scheduler. `check`
     proves the other invariants.
 
     namespace      what must be equal, besides a salt, for two requests to share pages
+    tiers          stores of the cache, which end with the engine; None: there are none
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
@@ -50,6 +64,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         namespace: Namespace = NOBODY,
+        tiers: Tiers | None = None,
         context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +75,7 @@ class Engine:
         self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
+        self.tiers = tiers
         self.clock = clock
         self.names = Names(tokenizer)
         self._requests: dict[str, Request] = {}
@@ -151,7 +167,10 @@ class Engine:
         if isinstance(step, Wait):
             step.sleep(WAIT_SECONDS)
             return []
+        begun = self.clock()
         result = self.runner.run(step)
+        if self.tiers is not None:
+            self._note_cost(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
@@ -169,7 +188,54 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
+            **self._tier_stats(),
         }
+
+    def idle(self) -> float | None:
+        """Does what need not hold up requests, while there are none. Returns the seconds after which there is more to
+        do; None if there is nothing, until there is a request.
+        """
+        demotion = self.scheduler.manager.demotion
+        if demotion.is_waiting:
+            copied = demotion.run(IDLE_BYTES)
+            if demotion.is_waiting:
+                return 0.0 if copied else WAIT_SECONDS
+        return LIFETIME_SECONDS if self.forgets else None
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until all cached chunks are where the tiers keep them. False if that takes longer."""
+        if self.tiers is None:
+            return True
+        demotion, end = self.scheduler.manager.demotion, time.monotonic() + seconds
+        while demotion.is_waiting and time.monotonic() < end:
+            if not demotion.run(IDLE_BYTES) and demotion.is_waiting:
+                time.sleep(WAIT_SECONDS)
+        return self.tiers.flush(max(0.0, end - time.monotonic())) and not demotion.is_waiting
+
+    def close(self) -> None:
+        """Writes what is left to the tiers, and closes them."""
+        if self.tiers is not None:
+            self.flush(CLOSING_SECONDS)
+            self.tiers.close()
+
+    def measure(self) -> None:
+        """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
+        Nothing of it stays.
+        """
+        manager = self.scheduler.manager
+        num_tokens = min(MEASURED_TOKENS, self.max_context - 2)
+        vocab_size = self.runner.model.shape.vocab_size
+        was_on, manager.demotion.is_on = manager.demotion.is_on, False
+        for index in range(2):  # the first one also warms up
+            manager.fetching.costs.forget_prefill()
+            prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
+            self.add(f"measure-{index}", None, prompt, SamplingParams(max_tokens=1, detokenize=False))
+            while self.has_work:
+                self.step()
+        manager.eviction.evict(manager.tree.num_chunks)
+        manager.demotion.is_on = was_on
+        manager.statistics.restart()
+        self.scheduler.counters = Counters()
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
@@ -233,6 +299,25 @@ class Engine:
                 " of the cache (cache.memory), may be pinned",
                 "cache_pin",
             )
+
+    def _note_cost(self, step: Step, seconds: float) -> None:
+        """Measures what computing costs."""
+        costs = self.scheduler.manager.fetching.costs
+        if step.ready is not None:
+            return  # it waited for chunks
+        if len(step.slices) == len(step.tokens):
+            costs.note_decode(seconds)
+            return
+        tall = [piece for piece in step.slices if piece.num_rows > 1]
+        positions = sum(piece.num_rows * (piece.start + piece.num_rows / 2) for piece in tall)
+        costs.note_prefill(sum(piece.num_rows for piece in tall), positions, seconds)
+
+    def _tier_stats(self) -> dict[str, Any]:
+        if self.tiers is None:
+            return {}
+        manager = self.scheduler.manager
+        counts = {**asdict(manager.fetching.counts), "lost": manager.demotion.num_lost}
+        return {"tiers": self.tiers.stats(), "moves": counts}
 
     def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
         """Collects the log-probabilities of prompts."""
@@ -299,6 +384,7 @@ class Engine:
             outputs,
             finished,
             request.sequences[0].num_cached_tokens,
+            request.sequences[0].cached_by_tier,
             request.num_pinned_tokens,
             request.sequences[0].kept_fraction,
         )
