@@ -322,7 +322,7 @@ class AsyncLLM(Face):
                 if outputs:
                     self._post([(output.request_id, output) for output in outputs])
         except _Stopped:
-            engine.close()
+            engine.moving.close()
             self._loaded = None
         except BaseException as error:
             log.exception("the engine stopped")

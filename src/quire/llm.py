@@ -37,7 +37,7 @@ cache_salt, a text (only requests with an equal salt share), and cache_pin (True
 prompt's chunks stay cached); see `CacheHints`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
-_HINT_KEYS = {field.name for field in fields(CacheHints)}
+_HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
 
 
 class ReadPrompt(NamedTuple):
@@ -258,7 +258,7 @@ class LLM(Face):
     def flush(self, seconds: float = 60.0) -> bool:
         """Waits until everything cached is on the disk of tiers.disk. False if that takes longer."""
         with self._turn:
-            is_done: bool = self._parts.engine.flush(seconds)
+            is_done: bool = self._parts.engine.moving.flush(seconds)
         return is_done
 
     def prefixes(self) -> list[Prefix]:
@@ -273,7 +273,7 @@ class LLM(Face):
         """
         with self._turn:
             if self._loaded is not None:
-                self._loaded.engine.close()
+                self._loaded.engine.moving.close()
             self._loaded = None
         gc.collect()
 

@@ -58,7 +58,7 @@ def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
     manager = engine.scheduler.manager
     table, tree, before = manager.table, manager.tree, manager.retention
     retention = before.retention if isinstance(before, Retainer) else None
-    engine.scheduler.manager = CacheManager(table, tree, manager.lifetime, retention, store)
+    engine.scheduler.manager = CacheManager(table, tree, tree.lifetime, retention, store)
     if isinstance(after := engine.scheduler.manager.retention, Retainer):
         engine.runner.decide = after.choose
     return engine

@@ -27,6 +27,7 @@ MOST_AHEAD = 16 << 20
 
 class Demotion:
     """Offers chunks to a store. Nothing leaves the tree here: eviction of a chunk that the store has costs nothing.
+    Chunks for which requests asked a lifetime stay in the arena alone.
 
     is_on     whether there is a store
     num_lost  chunks that were evicted and that the store would not take
@@ -49,7 +50,7 @@ class Demotion:
 
     def note(self, segment: Segment | None) -> None:
         """A segment has new chunks, or a new attachment."""
-        if self.is_on and segment is not None:
+        if self.is_on and segment is not None and segment.lifetime is None:
             self._waiting[segment] = None
 
     def tick(self, now: float) -> None:

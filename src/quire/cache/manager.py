@@ -37,7 +37,6 @@ class CacheManager(Paths):
     """Hands out chunks and takes them back. Invariant: chunks of live paths + chunks of the tree + free chunks = all
     chunks; `check` proves it.
 
-    lifetime    seconds after which the tree drops unused chunks; None: they stay until their memory is wanted
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
     capacity    most sealed chunks of one sequence if it is alone
@@ -53,7 +52,7 @@ class CacheManager(Paths):
         retainer: Callable[[Retention, Eviction], Retainer] = make_retainer,
     ) -> None:
         super().__init__(table, tree, retention, store or Nowhere(), retainer)
-        self.lifetime = lifetime
+        tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
@@ -83,7 +82,7 @@ class CacheManager(Paths):
             self.room.promise(holder)
             self.statistics.note_peak()
         else:
-            holder.path = Path()
+            holder.path = Path(priority=holder.priority, lifetime=holder.lifetime)
             self.retention.enter(holder)
             self.room.promise(holder)
             self.match(holder)
@@ -114,10 +113,9 @@ class CacheManager(Paths):
         self.fetching.tick()
         self.demotion.tick(now)
         self.pins.expire()
-        if self.lifetime is not None:
-            for vacated in self.tree.expire(self.lifetime):
-                self.table.give(vacated.rows)
-                self.fetching.store.drop(vacated.origin.names)
+        for vacated in self.tree.expire():
+            self.table.give(vacated.rows)
+            self.fetching.store.drop(vacated.origin.names)
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute

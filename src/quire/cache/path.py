@@ -41,6 +41,8 @@ class Path:
     transfer     the transfer that brings its chunks from a store; None: there is none
     arriving     keys of the chunks in transfer, which follow the shared ones; empty if the whole path comes back
     fetched      by store, tokens of shared chunks that came from it
+    priority     of its request: see `Segment`
+    lifetime     of its request: see `Segment`
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     """
 
@@ -61,6 +63,8 @@ class Path:
     transfer: Transfer | None = None
     arriving: list[bytes] = field(default_factory=list)
     fetched: dict[str, int] = field(default_factory=dict)
+    priority: int = 0
+    lifetime: float | None = None
     chunks: Int32s = field(default_factory=lambda: NO_ROWS)
 
     @property

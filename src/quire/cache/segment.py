@@ -35,6 +35,8 @@ class Segment:
     children      the segments after it, by the keys of their first chunks
     last_use      the tree's use counter when a path last took or left it
     used_at       the tree's `now` at that moment, in seconds
+    priority      the highest one of the requests that used it; segments of a lower one are evicted first
+    lifetime      the longest one of the requests that used it, in seconds; None: the tree's
     hits          number of sequences that found it
     computed      number of sequences that computed it: the first, and others at the same time
     pinned_until  seconds; 0 unless the prefix that ends here is pinned
@@ -51,6 +53,8 @@ class Segment:
     children: dict[bytes, Segment] = field(default_factory=dict)
     last_use: int = 0
     used_at: float = 0.0
+    priority: int = 0
+    lifetime: float | None = None
     hits: int = 0
     computed: int = 1
     pinned_until: float = 0.0

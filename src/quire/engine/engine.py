@@ -15,6 +15,7 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.moving import Moving
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.prefixes import Prefix, prefixes
@@ -34,12 +35,6 @@ WAIT_SECONDS = 0.02
 
 LIFETIME_SECONDS = 1.0
 """Interval at which an idle engine checks for expired prefixes."""
-
-IDLE_BYTES = 8 << 20
-"""Bytes that an idle engine copies to its tiers before it looks for new requests: 3 ms."""
-
-CLOSING_SECONDS = 5.0
-"""Time in which a closing engine may finish writing to its tiers."""
 
 MEASURED_TOKENS = 4 * PAGE_TOKENS
 """Prompt tokens whose prefill is timed at start."""
@@ -75,7 +70,7 @@ class Engine:
         self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
-        self.tiers = tiers
+        self.moving = Moving(scheduler.manager, tiers)
         self.clock = clock
         self.names = Names(tokenizer)
         self._requests: dict[str, Request] = {}
@@ -109,7 +104,7 @@ class Engine:
                 f"n is {params.n} and at most {self.scheduler.max_queue} sequences may wait (scheduler.max_queue)", "n"
             )
         if hints.cache_pin:
-            self._check_pin(len(prompt_ids))
+            self._check_pin(len(prompt_ids), hints.pin_tier)
 
     def add(
         self,
@@ -145,6 +140,7 @@ class Engine:
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
             manager.pins.end(request.sequences[0].keys)
+            self.moving.unpin(request.sequences[0].keys, len(prompt_ids))
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
@@ -169,8 +165,7 @@ class Engine:
             return []
         begun = self.clock()
         result = self.runner.run(step)
-        if self.tiers is not None:
-            self._note_cost(step, self.clock() - begun)
+        self.moving.note(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
@@ -188,35 +183,15 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
-            **self._tier_stats(),
+            **self.moving.stats(),
         }
 
     def idle(self) -> float | None:
         """Does what need not hold up requests, while there are none. Returns the seconds after which there is more to
         do; None if there is nothing, until there is a request.
         """
-        demotion = self.scheduler.manager.demotion
-        if demotion.is_waiting:
-            copied = demotion.run(IDLE_BYTES)
-            if demotion.is_waiting:
-                return 0.0 if copied else WAIT_SECONDS
-        return LIFETIME_SECONDS if self.forgets else None
-
-    def flush(self, seconds: float) -> bool:
-        """Waits until all cached chunks are where the tiers keep them. False if that takes longer."""
-        if self.tiers is None:
-            return True
-        demotion, end = self.scheduler.manager.demotion, time.monotonic() + seconds
-        while demotion.is_waiting and time.monotonic() < end:
-            if not demotion.run(IDLE_BYTES) and demotion.is_waiting:
-                time.sleep(WAIT_SECONDS)
-        return self.tiers.flush(max(0.0, end - time.monotonic())) and not demotion.is_waiting
-
-    def close(self) -> None:
-        """Writes what is left to the tiers, and closes them."""
-        if self.tiers is not None:
-            self.flush(CLOSING_SECONDS)
-            self.tiers.close()
+        seconds = self.moving.idle()
+        return LIFETIME_SECONDS if seconds is None and self.forgets else seconds
 
     def measure(self) -> None:
         """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
@@ -268,8 +243,7 @@ class Engine:
     def forgets(self) -> bool:
         """Whether time alone may change the cache. If so, even an idle engine must be stepped now and then."""
         manager = self.scheduler.manager
-        has_lifetime = manager.lifetime is not None and manager.tree.num_chunks > 0
-        return has_lifetime or manager.pins.has_ending
+        return manager.tree.has_ending or manager.pins.has_ending
 
     @property
     def holds_nothing(self) -> bool:
@@ -283,7 +257,7 @@ class Engine:
         assert self._requests or not self._answers, "answers of finished requests are kept"
         self.runner.check(self.scheduler.begun)
 
-    def _check_pin(self, num_tokens: int) -> None:
+    def _check_pin(self, num_tokens: int, tier: str) -> None:
         manager = self.scheduler.manager
         if not manager.tree.shares:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
@@ -292,6 +266,10 @@ class Engine:
                 f"cache_pin: the prompt has {_count(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
+        if tier == "disk":
+            if self.moving.tiers is None or not self.moving.tiers.outlives:
+                raise RequestError("cache_pin names the disk, but there is none (tiers.disk)", "cache_pin")
+            return
         most = manager.pins.most
         if num_tokens // PAGE_TOKENS > most:
             raise RequestError(
@@ -299,25 +277,6 @@ class Engine:
                 " of the cache (cache.memory), may be pinned",
                 "cache_pin",
             )
-
-    def _note_cost(self, step: Step, seconds: float) -> None:
-        """Measures what computing costs."""
-        costs = self.scheduler.manager.fetching.costs
-        if step.ready is not None:
-            return  # it waited for chunks
-        if len(step.slices) == len(step.tokens):
-            costs.note_decode(seconds)
-            return
-        tall = [piece for piece in step.slices if piece.num_rows > 1]
-        positions = sum(piece.num_rows * (piece.start + piece.num_rows / 2) for piece in tall)
-        costs.note_prefill(sum(piece.num_rows for piece in tall), positions, seconds)
-
-    def _tier_stats(self) -> dict[str, Any]:
-        if self.tiers is None:
-            return {}
-        manager = self.scheduler.manager
-        counts = {**asdict(manager.fetching.counts), "lost": manager.demotion.num_lost}
-        return {"tiers": self.tiers.stats(), "moves": counts}
 
     def _keep_prompt_logprobs(self, step: Step, result: Result) -> None:
         """Collects the log-probabilities of prompts."""
@@ -357,6 +316,9 @@ class Engine:
             request = sequence.request
             if request.first_token_at is None:
                 request.first_token_at = now
+                if request.hints.cache_pin and request.hints.pin_tier == "disk":
+                    num_tokens = len(request.prompt_ids)
+                    request.num_pinned_tokens = self.moving.pin(sequence.keys, num_tokens, request.hints.cache_pin)
             delta = answer.push(token_id, logprobs, ended)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)

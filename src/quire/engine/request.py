@@ -120,6 +120,16 @@ class Sequence:
         return {"arena": near, **self.fetched} if near else self.fetched
 
     @property
+    def priority(self) -> int:
+        """Its request's wish for its cached chunks."""
+        return self.request.hints.cache_priority
+
+    @property
+    def lifetime(self) -> float | None:
+        """Its request's wish for its cached chunks."""
+        return self.request.hints.cache_lifetime
+
+    @property
     def reads_cache(self) -> bool:
         """Whether rows of the prompt may be taken from the cache instead of computed."""
         return self.index > 0 or self.request.params.prompt_logprobs is None

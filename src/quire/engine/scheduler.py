@@ -683,7 +683,7 @@ class Scheduler:
         """Pins the computed prompt of a sequence whose request asked for it."""
         request = sequence.request
         seconds = request.hints.cache_pin
-        if not seconds or request.num_pinned_tokens is not None:
+        if not seconds or request.num_pinned_tokens is not None or request.hints.pin_tier != "arena":
             return
         num_tokens = len(request.prompt_ids)
         if self.manager.pins.add(sequence, num_tokens, seconds):

@@ -31,6 +31,7 @@ class MemoryStore:
     """Keeps the most recently used runs that fit `cap` bytes. One thread copies them into the arena."""
 
     name = "memory"
+    outlives = False
 
     def __init__(self, cap: int, *, pinned: bool) -> None:
         self.cap = cap
@@ -95,6 +96,13 @@ class MemoryStore:
                 for each in run.names:
                     if self._runs.get(each) is run:
                         del self._runs[each]
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """It has no pins."""
+        return False
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """It has no pins."""
 
     def measure(self) -> float | None:
         """Not measured: the first transfers tell."""

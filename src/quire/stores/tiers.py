@@ -11,9 +11,21 @@ from quire.cache.store import Store, Transfer
 
 
 class Tier(Store, Protocol):
-    """A store with a name, which ends with the engine or outlives it."""
+    """A store with a name.
+
+    outlives  whether what it keeps is there after a restart; only such a store has pins
+    """
 
     name: str
+    outlives: bool
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """Protects chunks until a time, in seconds since the epoch. False if it does not keep them or has no room."""
+        ...
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """Ends pins."""
+        ...
 
     def measure(self) -> float | None:
         """Measures bytes a second; None if it did not."""
@@ -75,6 +87,22 @@ class Tiers:
         names = list(names)
         for tier in self.tiers:
             tier.drop(names)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether anything is there after a restart."""
+        return any(tier.outlives for tier in self.tiers)
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """In the store that outlives the process; see Tier."""
+        return any(tier.pin(names, until) for tier in self.tiers if tier.outlives)
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """See Tier."""
+        names = list(names)
+        for tier in self.tiers:
+            if tier.outlives:
+                tier.unpin(names)
 
     def measure(self) -> float | None:
         """Bytes a second of the slowest tier; None if unknown."""
