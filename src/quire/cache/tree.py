@@ -343,8 +343,8 @@ class PrefixTree(TreeCounts):
         lifetime = self.lifetime_of(segment)
         if lifetime < math.inf:
             if len(self._ends) > 2 * self.num_chunks + 64:
-                leaves = {leaf for *_, leaf in self._ends if leaf.is_evictable}
-                self._ends = [(leaf.used_at + self.lifetime_of(leaf), leaf.number, leaf) for leaf in leaves]
+                ending = {leaf for *_, leaf in self._ends if leaf.is_evictable}
+                self._ends = [(leaf.used_at + self.lifetime_of(leaf), leaf.number, leaf) for leaf in ending]
                 heapq.heapify(self._ends)
             heapq.heappush(self._ends, (segment.used_at + lifetime, segment.number, segment))
 

@@ -145,7 +145,6 @@ class Moving:
             elif time.monotonic() < pin.gives_up:
                 left.append(pin)
             else:
-                log.warning(
-                    "a prefix of %d tokens is not pinned: the disk did not take it", len(pin.names) * PAGE_TOKENS
-                )
+                num_tokens = len(pin.names) * PAGE_TOKENS
+                log.warning("a prefix of %d tokens is not pinned: the disk did not take it", num_tokens)
         self._pins = left
