@@ -83,6 +83,7 @@ class FakeTransfer:
 
     def __init__(self, runs: list[Run], delay: float = 0.0) -> None:
         self.runs = runs
+        self.sources: dict[Run, str] = {}
         self.arrived: list[tuple[Run, int, bytes]] = []
         self.error: QuireError | None = None
         self.is_closed = False
@@ -128,7 +129,7 @@ def fetch(store: Any, names: tuple[bytes, ...], delay: float = 0.0) -> FakeTrans
     if None in runs:
         return None
     transfer = FakeTransfer(list(dict.fromkeys(runs)), delay)
-    store.get(transfer)
+    store.get(transfer, transfer.runs)
     transfer.wait()
     return transfer
 

@@ -31,14 +31,15 @@ class ToyStore:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
-    def wants(self, keys: Sequence[bytes]) -> bool:
-        """All but some."""
-        return self.rng.random() >= self.refusing
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """What it lacks, but for some calls."""
+        refuses = self.rng.random() < self.refusing
+        return [not refuses and name not in self.runs for name in names]
 
-    def put(self, run: Run, extents: Iterable[bytes]) -> None:
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
         """Keeps it; of chunks that it has already, the newer ones."""
         self.num_put += 1
-        self.extents[run] = list(extents)
+        self.extents[run] = [bytes(extent) for extent in extents]
         assert len(self.extents[run]) == run.masks.shape[1], "a layer is missing"
         for name in run.names:
             self.runs[name] = run
@@ -47,16 +48,18 @@ class ToyStore:
         """See Store."""
         return self.runs.get(name)
 
-    def get(self, run: Run, transfer: Transfer) -> None:
-        """Brings the layers from a thread."""
-        self.num_got += 1
-        fails = self.rng.random() < self.failing
-        delays = [self.rng.random() * self.delay for _ in self.extents[run]]
-        place = self.rng.randrange(len(delays)) if fails else -1
-        how = self.rng.choice(["lost", "damaged", "short", "another"])
-        thread = threading.Thread(target=self._bring, args=(run, transfer, delays, place, how), daemon=True)
-        self.threads.append(thread)
-        thread.start()
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Brings the layers of each run from a thread of its own."""
+        for run in runs:
+            transfer.sources[run] = "toy"
+            self.num_got += 1
+            fails = self.rng.random() < self.failing
+            delays = [self.rng.random() * self.delay for _ in self.extents[run]]
+            place = self.rng.randrange(len(delays)) if fails else -1
+            how = self.rng.choice(["lost", "damaged", "short", "another"])
+            thread = threading.Thread(target=self._bring, args=(run, transfer, delays, place, how), daemon=True)
+            self.threads.append(thread)
+            thread.start()
 
     def _bring(self, run: Run, transfer: Transfer, delays: list[float], place: int, how: str) -> None:
         extents = self.extents[run]
@@ -65,16 +68,10 @@ class ToyStore:
             extent = extents[layer]
             if layer == place:
                 self.num_failed += 1
-                if how == "lost":
-                    transfer.fail(QuireError("the toy store lost it"))
+                if how in ("lost", "damaged"):  # a store checks the bytes itself
+                    transfer.fail(QuireError(f"the toy store found it {how}"))
                     return
-                if how == "damaged":
-                    at = len(extent) * 3 // 4
-                    extent = extent[:at] + bytes([extent[at] ^ 1]) + extent[at + 1 :]
-                elif how == "short":
-                    extent = extent[:-1]
-                else:
-                    extent = extent.replace(b"QRUN", b"QRUM", 1)
+                extent = extent[:-1] if how == "short" else extent.replace(b"QRUN", b"QRUM", 1)
             transfer.arrive(run, extent)
 
     def drop(self, names: Iterable[bytes]) -> None:

@@ -35,9 +35,6 @@ LOADING_THREAD, ENGINE_THREAD = "quire-loading", "quire-engine"
 GIVE_UP_SECONDS = 5.0
 """Time for which a cancelled start waits for its thread."""
 
-LIFETIME_SECONDS = 1.0
-"""Interval at which an idle engine checks for expired prefixes."""
-
 
 class AsyncLLM(Face):
     """A model and its engine for an event loop. The engine runs on its own thread. Only this thread touches the model
@@ -317,7 +314,7 @@ class AsyncLLM(Face):
             while True:
                 if not self._commands and not engine.has_work:
                     assert engine.holds_nothing, f"an idle engine holds {engine.stats()['cache']}"
-                    self._wake.wait(LIFETIME_SECONDS if engine.forgets else None)
+                    self._wake.wait(engine.idle())
                 self._wake.clear()
                 while self._commands:
                     self._commands.popleft()()
@@ -325,6 +322,7 @@ class AsyncLLM(Face):
                 if outputs:
                     self._post([(output.request_id, output) for output in outputs])
         except _Stopped:
+            engine.moving.close()
             self._loaded = None
         except BaseException as error:
             log.exception("the engine stopped")

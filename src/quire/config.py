@@ -20,7 +20,7 @@ from quire.options import AtLeast, Bytes, Count, Group, OneOf, format_bytes, nea
 
 __all__ = [
     "AttentionConfig", "CacheConfig", "EngineConfig", "ModelConfig", "RetainConfig", "RuntimeConfig", "SchedulerConfig",
-    "ServeConfig",
+    "ServeConfig", "TiersConfig",
     "add_flags", "describe", "format_bytes", "nearest", "options_from", "parse_bytes", "reference", "sources",
 ]  # fmt: skip
 
@@ -177,6 +177,59 @@ RETAIN_MEMBERS = ("special", "punctuation", "frequent", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
+class TiersConfig(Group):
+    """Memories beside the cache: chunks that leave it, or are about to, are kept there and fetched when a prompt begins
+    with them again.
+    """
+
+    key: ClassVar[str] = "tiers"
+
+    disk: str | None = None
+    """Folder and its largest size, such as /var/cache/quire:20GiB. What is kept there survives a restart. Several
+    engines may use one folder. none: no disk."""
+    disk_bandwidth: Bytes | None = None
+    """Most bytes per second that are read from and written to the disk, for machines that share it. auto: no limit."""
+    memory: Bytes | None = None
+    """Size of a cache in pinned memory beside one on a GPU. auto: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.disk is None and self.disk_bandwidth is not None:
+            raise ConfigError("tiers.disk_bandwidth has no effect without tiers.disk")
+        if self.disk is not None:
+            _, colon, size = self.disk.rpartition(":")
+            if not (colon and self.disk_folder):
+                raise ConfigError(f"tiers.disk is {self.disk!r}; it must be a folder and its size, such as DIR:20GiB")
+            try:
+                parse_bytes(size)
+            except ConfigError as error:
+                raise ConfigError(f"tiers.disk is {self.disk!r}: {error}") from None
+        if self.disk_bandwidth is not None and self.disk_bandwidth < LEAST_BANDWIDTH:
+            raise ConfigError(
+                f"tiers.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
+                f" {format_bytes(LEAST_BANDWIDTH)}"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept beside the cache."""
+        return self.disk is not None or self.memory is not None
+
+    @property
+    def disk_folder(self) -> str:
+        """The folder of `disk`."""
+        return (self.disk or "").rpartition(":")[0]
+
+    @property
+    def disk_bytes(self) -> int:
+        """The size of `disk`."""
+        return parse_bytes((self.disk or "0").rpartition(":")[2])
+
+
+LEAST_BANDWIDTH = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Group):
     """The kernels that compute attention."""
 
@@ -286,6 +339,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     retain: RetainConfig = field(default_factory=RetainConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -311,6 +365,7 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     ModelConfig,
     CacheConfig,
     RetainConfig,
+    TiersConfig,
     AttentionConfig,
     SchedulerConfig,
     RuntimeConfig,

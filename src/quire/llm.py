@@ -37,7 +37,7 @@ cache_salt, a text (only requests with an equal salt share), and cache_pin (True
 prompt's chunks stay cached); see `CacheHints`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
-_HINT_KEYS = {field.name for field in fields(CacheHints)}
+_HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
 
 
 class ReadPrompt(NamedTuple):
@@ -255,6 +255,12 @@ class LLM(Face):
         """
         return self._parts.engine.stats()
 
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Waits until everything cached is on the disk of tiers.disk. False if that takes longer."""
+        with self._turn:
+            is_done: bool = self._parts.engine.moving.flush(seconds)
+        return is_done
+
     def prefixes(self) -> list[Prefix]:
         """The cached prefixes, parents first: tokens, sharers, hits, bytes, last use."""
         with self._turn:
@@ -262,8 +268,12 @@ class LLM(Face):
         return found
 
     def close(self) -> None:
-        """Waits for a call in another thread, then frees weights and cache. A second call does nothing."""
+        """Waits for a call in another thread, then frees weights and cache. Writes to the disk what tiers.disk still
+        lacks. A second call does nothing.
+        """
         with self._turn:
+            if self._loaded is not None:
+                self._loaded.engine.moving.close()
             self._loaded = None
         gc.collect()
 
@@ -308,6 +318,8 @@ class LLM(Face):
                 for request_id in order:
                     engine.abort(request_id)
                 raise
+            while engine.idle() == 0.0:
+                pass
         return [collected[request_id] for request_id in order]
 
 
@@ -323,6 +335,7 @@ def gather(collected: dict[str, RequestOutput], delta: RequestOutput) -> None:
             [],
             False,
             delta.num_cached_tokens,
+            delta.cached_by_tier,
             delta.num_pinned_tokens,
         )
     whole.finished = delta.finished

@@ -13,18 +13,20 @@ from quire.cache.codecs import DENSE
 from quire.check import check_codec
 from quire.collecting import uncollected
 from quire.config import EngineConfig, format_bytes
-from quire.engine.build import assemble, load_model, resolve
+from quire.engine.build import assemble, load_model, namespace_of, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.engine import Engine
 from quire.engine.pins import read_lines
 from quire.engine.sizes import Sizes
 from quire.errors import ConfigError, UnwantedError
 from quire.kernels.levels import LEVELS
+from quire.models.digest import digest_of
 from quire.models.fingerprint import fingerprint
 from quire.models.resolve import resolve_model
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
+from quire.stores.opening import open_tiers
 
 log = logging.getLogger("quire")
 
@@ -100,7 +102,15 @@ def load_engine(
         _machine(resolved),
         retained,
     )
-    engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration)
+    tiers = None
+    if resolved.tiers.is_on:
+        model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process
+        namespace = namespace_of(resolved, shape, model_id, calibration)
+        tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
+    engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
+    if tiers is not None:
+        engine.scheduler.manager.fetching.costs.speed = tiers.measure()
+        engine.measure()
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
 
 

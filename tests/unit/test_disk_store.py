@@ -108,7 +108,7 @@ def test_one_reader_brings_the_oldest_transfer_first_and_layer_by_layer(make: Ma
 
         transfer.arrive = noted  # type: ignore[method-assign]
         transfers.append(transfer)
-        store.get(transfer)  # type: ignore[arg-type]
+        store.get(transfer, transfer.runs)  # type: ignore[arg-type]
     assert all(transfer.wait() for transfer in transfers)
     assert [each[:2] for each in order] == sorted(each[:2] for each in order) and len(order) == 4 * LAYERS
 
@@ -121,7 +121,7 @@ def test_a_closed_transfer_drops_its_reads(make: Make) -> None:
     before = store.stats()["num_read"]
     transfer = FakeTransfer([fake.run])
     transfer.is_closed = True
-    store.get(transfer)  # type: ignore[arg-type]
+    store.get(transfer, transfer.runs)  # type: ignore[arg-type]
     time.sleep(0.1)
     assert store.stats()["num_read"] == before and not transfer.arrived
 
@@ -410,7 +410,7 @@ def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatc
     transfers = []
     for fake in fakes:
         transfers.append(FakeTransfer([fake.run]))
-        store.get(transfers[-1])  # type: ignore[arg-type]
+        store.get(transfers[-1], transfers[-1].runs)  # type: ignore[arg-type]
     assert [transfer.wait() for transfer in transfers] == [False, False, False, True]
     assert time.monotonic() - begun < 2.5
     assert "no progress" in str(transfers[0].error)
@@ -431,7 +431,7 @@ def test_a_closed_store_answers_and_keeps_nothing(make: Make) -> None:
     assert store.find(Fake(1).names[0]) is None and store.wants([b"a" * 16]) == [False]
     put(store, Fake(2))
     transfer = FakeTransfer([found])
-    store.get(transfer)  # type: ignore[arg-type]
+    store.get(transfer, transfer.runs)  # type: ignore[arg-type]
     assert not transfer.wait() and not store.flush(1)
     assert store.stats()["is_on"] is False
 

@@ -53,6 +53,9 @@ class Holder:
     namespace: Hashable = "model"
     reads_cache: bool = True
     num_preemptions: int = 0
+    priority: int = 0
+    lifetime: float | None = None
+    fetched: dict[str, int] = field(default_factory=dict)
     swapped: Swapped | None = None
     path: Path = field(default_factory=Path)
 
@@ -372,7 +375,7 @@ def test_what_uses_note_is_forgotten_in_time_and_their_order_is_not(order: range
 
 def test_to_end_a_pin_is_a_use() -> None:
     manager = make_manager(6)
-    manager.lifetime = 10.0
+    manager.tree.lifetime = 10.0
     holder = Holder([*chunk(1), 3])
     assert run_prompt(manager, holder) and manager.pins.add(holder, 64, float("inf"))
     manager.release(holder)
@@ -387,7 +390,7 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
     """What it kept is the youngest by now, in the order of eviction and of lifetimes alike."""
     manager = make_manager(12)
     tree = manager.tree
-    assert tree is not None
+    tree.lifetime = 10.0
     pinned, old = Holder([*chunk(1), *chunk(2), 3]), Holder([*chunk(4), 3])
     for now, holder in ((0.0, pinned), (5.0, old)):
         manager.tick(now)
@@ -398,11 +401,10 @@ def test_a_pin_that_was_ended_is_no_hindrance_to_older_ones() -> None:
     manager.tick(14.0)
     assert manager.pins.end(ChunkKeys("model", pinned.token_ids)) == 1
     manager.check()
-    manager.lifetime = 10.0
     manager.tick(15.0)
     assert [segment.tokens[0] for segment in tree.segments()] == [1], "the older one is gone"
     assert tree.num_evicted == 0, "of lack of memory nothing was dropped"
-    manager.lifetime = None
+    manager.tree.lifetime = None
     assert run_prompt(manager, old)
     manager.release(old)
     manager.eviction.evict(2)
@@ -452,9 +454,52 @@ def test_prefixes_tell_how_far_they_are_alike() -> None:
     assert len({each.space for each in shown}) == 2 and len({each.id for each in shown}) == 5
 
 
+def test_a_lower_priority_is_evicted_first_whoever_was_used_last() -> None:
+    manager = make_manager(20)
+    for letter, priority in ((1, 5), (2, 0), (3, -1), (4, 0)):
+        holder = Holder([*chunk(letter), 3], priority=priority)
+        assert run_prompt(manager, holder)
+        manager.release(holder)
+    again = Holder([*chunk(4), 3], priority=7)  # a chunk has the highest one of its requests
+    assert manager.admit(again)
+    manager.release(again)
+    again = Holder([*chunk(4), 3], priority=-9)
+    assert manager.admit(again)
+    manager.release(again)
+    left = [1, 2, 3, 4]
+    for letter in (3, 2, 1, 4):
+        manager.eviction.evict(1)
+        left.remove(letter)
+        assert sorted(segment.tokens[0] for segment in manager.tree.segments()) == left
+
+
+def test_a_chunk_has_the_longest_lifetime_of_its_requests() -> None:
+    manager = make_manager(20)
+    for letter, lifetimes in ((1, [5.0]), (2, [5.0, 20.0]), (3, [5.0, None]), (4, [0.0])):
+        for lifetime in lifetimes:
+            holder = Holder([*chunk(letter), 3], lifetime=lifetime)
+            assert run_prompt(manager, holder)
+            manager.release(holder)
+    for now, left in ((0.0, [1, 2, 3]), (4.9, [1, 2, 3]), (5.0, [2, 3]), (19.9, [2, 3]), (20.0, [3]), (1e9, [3])):
+        manager.tick(now)
+        assert sorted(segment.tokens[0] for segment in manager.tree.segments()) == left, now
+
+
+def test_a_lifetime_may_be_longer_than_the_trees_own() -> None:
+    manager = make_manager(20)
+    manager.tree.lifetime = 10.0
+    for letter, lifetime in ((1, None), (2, 3.0), (3, 30.0)):
+        holder = Holder([*chunk(letter), 3], lifetime=lifetime)
+        assert run_prompt(manager, holder)
+        manager.release(holder)
+    for now, left in ((2.0, [1, 2, 3]), (3.0, [1, 3]), (10.0, [3]), (30.0, [])):
+        manager.tick(now)
+        assert sorted(segment.tokens[0] for segment in manager.tree.segments()) == left, now
+
+
 def test_what_nobody_used_for_the_lifetime_is_dropped() -> None:
     manager = make_manager(20)
-    manager.lifetime = 10.0
+    manager.tree.lifetime = 10.0
     tree = manager.tree
     assert tree is not None
     for now, letter in ((0.0, 1), (6.0, 2)):
@@ -578,7 +623,7 @@ class Churn(RuleBasedStateMachine):
 
     def begin(self, manager: CacheManager, lifetime: float | None) -> None:
         self.manager = manager
-        self.manager.lifetime = lifetime
+        self.manager.tree.lifetime = lifetime
         self.now = 0.0
         self.written: dict[int, tuple[object, ...]] = {}  # chunk id -> namespace and tokens up to its end
         self.cached: dict[tuple[object, ...], int] = {}  # namespace and tokens up to a chunk's end -> chunk id

@@ -40,6 +40,9 @@ class Holder:
     namespace: Hashable = "model"
     reads_cache: bool = True
     num_preemptions: int = 0
+    priority: int = 0
+    lifetime: float | None = None
+    fetched: dict[str, int] = field(default_factory=dict)
     swapped: Swapped | None = None
     path: Path = field(default_factory=Path)
     # By position: which tokens heads keep, bool [L, H, n], as a plain list of rules would have it.

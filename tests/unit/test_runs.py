@@ -19,7 +19,7 @@ from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PageLedger
 from quire.cache.namespace import FORMAT_VERSION
 from quire.cache.path import Swapped
-from quire.cache.run import Pages, take_rows, unpack
+from quire.cache.run import CHECKSUM, MAC, Arrival, Origin, Pages, take_rows
 from quire.cache.store import Transfer
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
@@ -41,6 +41,10 @@ def make_table(slabs: int = 40, retains: bool = True) -> ChunkTable:
     )
     table.arena.data.fill_(0xFF)
     return table
+
+
+def extents_of(pages: Pages) -> list[bytes]:
+    return [bytes(extent) for extent in pages.pack(range(LAYERS))]
 
 
 def write(table: ChunkTable, rows: np.ndarray[Any, Any], rng: np.random.Generator) -> None:
@@ -87,8 +91,8 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     source, target = make_table(), make_table(60)
     target.take(5, target.sealed_codec)
     rows = gappy_rows(source, rng)
-    pages = Pages.of(source, (b"h" * 16,), rows)
-    extents = list(pages.pack(range(LAYERS)))
+    pages = Pages.of(source, Origin((b"h" * 16,)), rows)
+    extents = extents_of(pages)
     # Of every page that is held the bytes are there once, of no other any.
     held = [image for row in rows.tolist() for image in bytes_of(source, row) if image is not None]
     together = b"".join(extents)
@@ -96,8 +100,9 @@ def test_a_row_with_gaps_arrives_with_what_it_holds_and_shows_nothing_else(seed:
     heads_and_headers = len(together) - sum(map(len, held))
     assert heads_and_headers == sum(80 + len(rows) * (1 + 1 + 4 + HEADS * 9) for _ in range(LAYERS))
     arrived = take_rows(target, pages.run)
+    arrival = Arrival(target, pages.run, arrived)
     for extent in rng.permutation(np.array(extents, object)).tolist():
-        unpack(target, pages.run, arrived, extent)
+        arrival.unpack(extent)
     assert target.masks is not None and source.masks is not None
     assert np.array_equal(target.masks[arrived], source.masks[rows])
     assert [bytes_of(target, row) for row in arrived.tolist()] == [bytes_of(source, row) for row in rows.tolist()]
@@ -114,7 +119,7 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     rows = np.concatenate([table.take(1, table.sealed_codec) for _ in range(6)])
     write(table, rows, rng)
     expected = [image for row in rows[::2].tolist() for image in bytes_of(table, row)]
-    pages = Pages.of(table, (b"h" * 16,), rows[::2])
+    pages = Pages.of(table, Origin((b"h" * 16,)), rows[::2])
     table.give(rows)
     # All of the arena is wanted but for what is held.
     codec = table.sealed_codec
@@ -123,7 +128,7 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     write(table, taken, rng)
     sums = table.take(3, table.codecs[5])
     table.check()
-    together = b"".join(pages.pack(range(LAYERS)))
+    together = b"".join(extents_of(pages))
     assert all(image is not None and image in together for image in expected)
     pages.release()
     table.give(np.concatenate((taken, sums)))
@@ -131,38 +136,25 @@ def test_a_held_run_keeps_its_bytes_though_its_rows_are_given_back_and_others_mo
     assert table.ledger.bytes_out == 0
 
 
-def test_what_is_damaged_short_or_of_another_run_is_refused_and_writes_nothing(seed: int) -> None:
+def test_an_extent_that_is_short_or_of_another_run_is_refused_and_writes_nothing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     source, target = make_table(), make_table()
     rows = gappy_rows(source, rng)
-    pages = Pages.of(source, (b"h" * 16,), rows)
-    arrived = take_rows(target, pages.run)
-    other = Pages.of(source, (b"o" * 16,), rows[:3])
+    pages = Pages.of(source, Origin((b"h" * 16,)), rows)
+    arrival = Arrival(target, pages.run, take_rows(target, pages.run))
+    other = Pages.of(source, Origin((b"o" * 16,)), rows[:3])
     before = target.arena.data.clone()
-    extent = next(pages.pack(range(1)))
-    wrong = [b"", extent[:40], extent[:-1], extent + b"\0", next(other.pack(range(1)))]
-    for at in [*range(0, 100), *rng.integers(0, len(extent), 200).tolist()]:
+    extent = extents_of(pages)[0]
+    wrong = [b"", extent[:40], extent[:-1], extent + b"\0", extents_of(other)[0]]
+    described = 80 + len(rows) * (1 + 1 + 4 + HEADS * 9)
+    # A seal covers the pages, and the fields that it fills.
+    for at in [*range(CHECKSUM.start), *range(MAC.stop, described)]:
         wrong.append(extent[:at] + bytes([extent[at] ^ (1 << int(rng.integers(8)))]) + extent[at + 1 :])
     for each in wrong:
         with pytest.raises(ExtentError):
-            unpack(target, pages.run, arrived, each)
+            arrival.unpack(each)
     assert torch.equal(before, target.arena.data)
-    assert unpack(target, pages.run, arrived, extent) == 0
-
-
-def test_an_extent_of_another_run_of_the_same_shape_is_refused(seed: int) -> None:
-    table = make_table(retains=False)
-    tokens = np.arange(64, dtype=np.int32)
-    both = []
-    for name in (b"a" * 16, b"b" * 16):
-        rows = table.take(1, table.sealed_codec)
-        write(table, rows, np.random.default_rng(seed))
-        both.append(Pages.of(table, (name,), rows, tokens=tokens))
-    extents = [next(pages.pack(range(1))) for pages in both]
-    arrived = take_rows(table, both[0].run)
-    with pytest.raises(ExtentError):
-        unpack(table, both[0].run, arrived, extents[1])
-    assert unpack(table, both[0].run, arrived, extents[0]) == 0
+    assert arrival.unpack(extent) == 0
 
 
 def test_a_layer_that_arrives_twice_counts_once() -> None:
@@ -170,8 +162,8 @@ def test_a_layer_that_arrives_twice_counts_once() -> None:
     parts, extents = [], []
     for name in (b"a" * 16, b"b" * 16):
         rows = table.take(1, table.sealed_codec)
-        pages = Pages.of(table, (name,), rows, tokens=np.arange(64, dtype=np.int32))
-        extents.append(list(pages.pack(range(LAYERS))))
+        pages = Pages.of(table, Origin((name,), np.arange(64, dtype=np.int32)), rows)
+        extents.append(extents_of(pages))
         parts.append((pages.run, take_rows(table, pages.run)))
         pages.release()
     transfer = Transfer(table, parts, threading.Condition())
@@ -190,8 +182,8 @@ def test_the_header_of_an_extent_is_that_of_the_page_format() -> None:
     rows = table.take(2, table.sealed_codec)
     write(table, rows, np.random.default_rng(0))
     tokens = np.arange(128, dtype=np.int32)
-    pages = Pages.of(table, (b"a" * 16, b"b" * 16), rows, tokens=tokens)
-    extent = list(pages.pack(range(LAYERS)))[2]
+    pages = Pages.of(table, Origin((b"a" * 16, b"b" * 16), tokens), rows)
+    extent = extents_of(pages)[2]
     magic, version, flags, layer, num_rows, attached, heads, length = struct.unpack_from("<4sHHIIIIQ", extent)
     assert (magic, version, flags, layer) == (b"QRUN", FORMAT_VERSION, 1, 2)
     assert (num_rows, attached, heads, length) == (2, 0, HEADS, len(extent) - 80)
@@ -240,7 +232,7 @@ def test_a_sequence_with_gaps_goes_on_in_another_engine(codec: str, backend: str
     assert swapped is not None and ((swapped.run.masks != ALL_SLOTS).any() or swapped.run.placed.any())
     (other,) = second.add("x", None, prompt, params).sequences
     other.token_ids.extend(sequence.token_ids[len(prompt) :])
-    other.swapped, sequence.swapped = Swapped(swapped.path, swapped.run), None
+    other.swapped, sequence.swapped = Swapped(swapped.path, swapped.num_shared, swapped.run), None
     assert drain(second)["x"].outputs[0].token_ids == expected[50:]
     assert second.holds_nothing
     second.check()

@@ -58,7 +58,7 @@ def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
     manager = engine.scheduler.manager
     table, tree, before = manager.table, manager.tree, manager.retention
     retention = before.retention if isinstance(before, Retainer) else None
-    engine.scheduler.manager = CacheManager(table, tree, manager.lifetime, retention, store)
+    engine.scheduler.manager = CacheManager(table, tree, tree.lifetime, retention, store)
     if isinstance(after := engine.scheduler.manager.retention, Retainer):
         engine.runner.decide = after.choose
     return engine
@@ -253,7 +253,7 @@ def test_private_runs_are_in_no_index_and_shared_ones_are_lossless(seed: int) ->
     seen: list[Run] = []
     put = store.put
 
-    def noted(run: Run, extents: Iterable[bytes]) -> None:
+    def noted(run: Run, extents: Iterable[memoryview]) -> None:
         seen.append(run)
         put(run, extents)
 

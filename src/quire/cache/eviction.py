@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from quire.cache.counts import ChunkCounts
+from quire.cache.demotion import Demotion
 from quire.cache.ledger import Demand
 from quire.cache.segment import Segment
-from quire.cache.store import Store, put_rows
-from quire.cache.table import ChunkTable
 from quire.cache.tree import PrefixTree
 
 
 class Eviction:
     """Evicts chunks of a tree, to make room in a table.
 
-    store  is offered the evicted chunks
+    demotion  offers the evicted chunks to a store
     """
 
-    def __init__(self, table: ChunkCounts, tree: PrefixTree, store: Store) -> None:
+    def __init__(self, table: ChunkCounts, tree: PrefixTree, demotion: Demotion) -> None:
         self.table = table
         self.tree = tree
-        self.store = store
+        self.demotion = demotion
         self._of_chunk = table.cost(table.sealed_codec)
         self._at_most = self._of_chunk + table.demand(sidecars=1)
 
@@ -67,12 +66,11 @@ class Eviction:
         return True
 
     def evict(self, count: int) -> None:
-        """Evicts `count` idle chunks, or all of them, and offers them to the store."""
-        for keys, tokens, rows, num_attached in self.tree.vacate(count):
-            if self.store.wants(keys):
-                assert isinstance(self.table, ChunkTable), "a table without pages"
-                put_rows(self.store, self.table, tuple(keys), rows, attached=num_attached, tokens=tokens)
-            self.table.give(rows)
+        """Evicts `count` idle chunks, or all of them. Those that the store lacks are offered to it."""
+        for vacated in self.tree.vacate(count):
+            if self.demotion.is_on:
+                self.demotion.last_call(vacated)
+            self.table.give(vacated.rows)
 
     def evict_for(self, demand: Callable[[], Demand]) -> None:
         """Makes room for a demand that is known to fit: evicts idle chunks, then all attachments."""

@@ -1,36 +1,79 @@
-"""Fetching: chunks from a store replace computing them. Private runs of preempted sequences return in the same way."""
+"""Fetching: chunks from a store replace computing them. Preempted sequences leave and return in the same way.
+
+A sequence with chunks in transfer holds its place and its reservation. A sequence that waits for admission holds
+neither: its chunks are fetched for the tree, as idle cached chunks.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.cache.arrays import Int32s
-from quire.cache.counts import ChunkCounts
+from quire.cache.costs import Costs
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import Demand
+from quire.cache.ledger import PAGE_TOKENS, Demand
 from quire.cache.path import Path, Swapped
-from quire.cache.run import Run, demand_of, take_rows
+from quire.cache.paths import Paths
+from quire.cache.run import Origin, Run, demand_of, run_bytes, take_rows
+from quire.cache.segment import NO_ROWS
 from quire.cache.store import Store, Transfer, put_rows
 from quire.cache.table import ChunkTable
 
+log = logging.getLogger("quire")
+
+FOLLOW_SECONDS = 0.1
+"""A step may run behind arriving layers if the last one is expected within this time: the step holds up everybody."""
+
+
+@dataclass
+class FetchCounts:
+    """Counts since start, in chunks. Wasted chunks were to be read and entered no path."""
+
+    fetched: int = 0
+    wasted: int = 0
+    computed_instead: int = 0
+    prefetched: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    failed_transfers: int = 0
+
+
+@dataclass(eq=False)
+class Guest:
+    """Chunks on their way into the tree, for a sequence that is not admitted yet."""
+
+    keys: ChunkKeys
+    path: Path
+
 
 class Fetching:
-    """Finds runs in a store, and starts and ends transfers.
+    """Finds runs in a store, decides whether to fetch them, and starts and ends transfers.
 
     store     finds runs by keys of chunks, and by handles
+    costs     decide between fetching and computing
     arriving  keys of chunks in transfer
+    guests    transfers for sequences that wait for admission, by sequence
     """
 
-    def __init__(self, table: ChunkCounts, store: Store) -> None:
-        self.table = table
+    def __init__(self, paths: Paths, store: Store) -> None:
+        self.paths = paths
+        self.table = paths.table
+        self.tree = paths.tree
         self.store = store
+        self.costs = Costs()
         self.arriving: set[bytes] = set()
+        self.guests: dict[Holder, Guest] = {}
+        self.counts = FetchCounts()
+        self._underway: dict[Transfer, int] = {}  # bytes, those of earlier transfers included
         self._changed = threading.Condition()
+
+    # ---- shared chunks ---------------------------------------------------------------------------------------------
 
     def far(self, keys: ChunkKeys, near: int, limit: int) -> list[Run]:
         """The runs of the consecutive chunks [near, ...) that the store has, up to `limit`; one run per chunk. Ends at
@@ -44,59 +87,183 @@ class Fetching:
             found.append(run)
         return found
 
-    def begin(self, holder: Holder, runs: list[Run]) -> None:
-        """Fetches the private chunks of a path. `runs[i]` is the run of the i-th one. If the last run ends with its
-        attachment, the column sums of all chunks come with it.
+    def bring(self, holder: Holder) -> None:
+        """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
+        than to compute them.
         """
-        path = holder.path
-        parts: dict[Run, Int32s] = {}
-        names = holder.keys.first(len(path.chunks))[path.num_shared :]
-        for name, chunk, run in zip(names, path.private, runs, strict=True):
-            rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
-            rows[run.names.index(name)] = chunk
-        last = runs[-1]
-        if len(path.sums) and last.ends_with_sums(names[-1]):
-            parts[last][len(last.names) :] = path.sums[: last.num_attached]
-        self._start(path, list(parts.items()))
-        path.arriving = names
-        self.arriving.update(names)
+        if not (self.tree.shares and holder.reads_cache):
+            return
+        paths, path, keys = self.paths, holder.path, holder.keys
+        limit = paths.retention.limit(holder)
+        near = sum(count for _, count in self.tree.walk(keys, limit))
+        runs = paths.retention.fetchable(keys, near, self.far(keys, near, limit))
+        if not runs or not self._pays(holder, near, runs):
+            return
+        self.tree.extend(path, keys, near, not holder.num_preemptions)
+        paths.settle_shared(holder)
+        if paths.extend(holder, (near + len(runs)) * PAGE_TOKENS):
+            self._begin(keys, path, runs)
+            if paths.room.fits(self.table.nothing):
+                return
+            self.cancel(path)
+        # Chunks without their sums are of no use.
+        paths.give_back(path)
+        paths.settle_shared(holder)
+        paths.match(holder)
 
-    def end(self, path: Path) -> bool:
-        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets runs of a failed
-        transfer, and private runs.
-        """
+    def prefetch(self, holder: Holder) -> None:
+        """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
+        if not (self.tree.shares and holder.reads_cache) or holder in self.guests:
+            return
+        keys, table = holder.keys, self.table
+        limit = self.paths.retention.limit(holder)
+        near = sum(count for _, count in self.tree.walk(keys, limit))
+        runs = self.paths.retention.prefetchable(self.far(keys, near, limit))
+        if not runs or not self._pays(holder, near, runs):
+            return
+        guest = Guest(keys, Path())
+        path, demand = guest.path, table.demand(len(runs), sidecars=near == 0)
+        self.tree.extend(path, keys, near, False)
+        if not self.paths.room.fits(demand + self.paths.room.growth()):
+            self.tree.release(path)
+            return
+        self.paths.eviction.evict_for(lambda: demand)
+        path.append(table.take(len(runs), table.sealed_codec, sidecar=near == 0))
+        self.guests[holder] = guest
+        self._begin(keys, path, runs)
+        if not self.paths.room.fits(table.nothing):
+            self.dismiss(holder)
+
+    def dismiss(self, holder: Holder) -> None:
+        """Ends the fetch for a sequence that waits, if there is one: it ends, or its room is wanted."""
+        guest = self.guests.pop(holder, None)
+        if guest is not None:
+            self.cancel(guest.path)
+            self.paths.give_back(guest.path)
+
+    def make_way(self) -> bool:
+        """Ends the latest fetch for a sequence that waits, because its room is wanted. False if there is none."""
+        if not self.guests:
+            return False
+        self.dismiss(next(reversed(self.guests)))
+        return True
+
+    def tick(self) -> None:
+        """Puts chunks that have arrived for waiting sequences into the tree."""
+        for holder, guest in [each for each in self.guests.items() if self._is_over(each[1].path)]:
+            if self._close(guest.path):
+                self.counts.prefetched += len(guest.path.private)
+                holder.fetched = guest.path.fetched
+                spare = self.tree.publish(guest.path, guest.keys, len(guest.path.chunks))
+                self.table.give(spare)
+            del self.guests[holder]
+            self.paths.give_back(guest.path)
+
+    def assume(self, holder: Holder) -> None:
+        """Counts chunks in transfer as computed: the step's layers wait for their pages."""
+        path = holder.path
+        path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
+
+    def may_follow(self, path: Path) -> bool:
+        """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""
         transfer = path.transfer
-        assert transfer is not None
-        has_arrived = transfer.close()
-        self.store.drop([run.names[0] for run in transfer.runs if transfer.error is not None or not run.is_shared])
-        self.arriving.difference_update(path.arriving)
-        path.transfer, path.arriving = None, []
+        if transfer is None or not path.arriving or not transfer.done(0) or not transfer.is_shared:
+            return False
+        seconds = self.costs.fetch(int(self._underway[transfer] * (1 - transfer.share)))
+        return seconds is not None and seconds < FOLLOW_SECONDS
+
+    def end(self, holder: Holder) -> bool:
+        """Ends the transfer of a sequence. False if some chunks did not arrive: the content of their pages is unknown,
+        and the sequence must start again.
+        """
+        self.assume(holder)
+        has_arrived = self._close(holder.path)
+        if has_arrived:
+            if not holder.num_preemptions:
+                holder.fetched = holder.path.fetched
+            self.paths.commit(holder, holder.path.num_tokens)
         return has_arrived
 
-    def swap_out(self, path: Path) -> Swapped | None:
-        """Puts all chunks of a path into the store, if it wants them. The caller frees them."""
-        handle = os.urandom(16)
-        if path.transfer is not None or path.filled >= 0 or not self.store.wants([handle]):
+    def cancel(self, path: Path) -> None:
+        """Ends the transfer of a path, if it has one, complete or not."""
+        if path.transfer is not None:
+            self._close(path)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """The oldest transfer; None if nothing is on its way."""
+        return next(iter(self._underway), None)
+
+    # ---- private runs ----------------------------------------------------------------------------------------------
+
+    def swap_out(self, holder: Holder) -> None:
+        """Puts the chunks of a preempted sequence that are in no tree into the store, if to bring them back is faster
+        than to compute them again. The caller frees them.
+        """
+        path, handle = holder.path, os.urandom(16)
+        rows = np.concatenate((path.private, path.sums))
+        if path.transfer is not None or path.filled >= 0 or not len(path.private) or not self.store.wants([handle])[0]:
+            return
+        if not self._pays_to_swap(holder, self._pages.bytes_of(rows)):
+            return
+        run = put_rows(self.store, self._pages, Origin((handle,)), rows, attached=len(path.sums))
+        if self.store.find(handle) is run:
+            self.counts.swapped_out += len(path.private)
+            holder.swapped = Swapped(replace(path, tip=None, heads={}, num_shared=0), path.num_shared, run)
+
+    def swapped_demand(self, holder: Holder) -> Demand | None:
+        """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
+        swapped = holder.swapped
+        if swapped is None:
             return None
-        rows = np.concatenate((path.chunks, path.sums))
-        run = put_rows(self.store, self._pages, (handle,), rows, attached=len(path.sums))
-        return Swapped(replace(path, tip=None, heads={}, num_shared=0), run)
+        found = list(self.tree.walk(holder.keys, swapped.num_shared))
+        near = sum(count for _, count in found)
+        num_far = swapped.num_shared - near
+        is_there = self.store.find(swapped.run.names[0]) is swapped.run
+        if not is_there or len(self.far(holder.keys, near, swapped.num_shared)) < num_far:
+            self.forget(holder)
+            return None
+        demand = demand_of(self._pages, swapped.run) + self.paths.eviction.evictable_of(found)
+        return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
 
-    def has(self, swapped: Swapped) -> bool:
-        """Whether the store still has a swapped path."""
-        return self.store.find(swapped.run.names[0]) is swapped.run
+    def swap_in(self, holder: Holder) -> bool:
+        """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
+        not fit with its holds.
+        """
+        swapped, table = holder.swapped, self._pages
+        assert swapped is not None
+        path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
+        path.chunks = path.sums = NO_ROWS
+        if end:
+            self.tree.extend(path, keys, end, False)
+        near = path.num_shared
+        far = self.far(keys, near, end)
+        has_sidecar = len(far) > 0 and near == 0
+        demand = demand_of(table, run) + table.demand(len(far), sidecars=has_sidecar)
+        self.paths.eviction.evict_for(lambda: demand)
+        if far:
+            path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
+        rows = take_rows(table, run)
+        num_own = len(rows) - run.num_attached
+        path.sums = rows[num_own:]
+        holder.path, holder.swapped = path, None
+        self._begin(keys, path, far, (run, rows))
+        path.append(rows[:num_own])
+        if not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
+            self.cancel(path)
+            self.paths.give_back(path)
+            return False
+        self.counts.swapped_in += num_own
+        return True
 
-    def demand(self, swapped: Swapped) -> Demand:
-        """The demand of a swapped path in the arena."""
-        return demand_of(self._pages, swapped.run)
+    def forget(self, holder: Holder) -> None:
+        """Drops what is kept or fetched for a sequence that waits."""
+        self.dismiss(holder)
+        if holder.swapped is not None:
+            self.store.drop(holder.swapped.run.names)
+            holder.swapped = None
 
-    def swap_in(self, swapped: Swapped) -> Path:
-        """The path that was swapped out, with new rows, whose chunks are in transfer."""
-        run = swapped.run
-        path, rows = swapped.path, take_rows(self._pages, run)
-        path.chunks, path.sums = np.split(rows, [len(rows) - run.num_attached])
-        self._start(path, [(run, rows)])
-        return path
+    # ---- transfers -------------------------------------------------------------------------------------------------
 
     @property
     def _pages(self) -> ChunkTable:
@@ -104,7 +271,95 @@ class Fetching:
         assert isinstance(self.table, ChunkTable), "a table without pages"
         return self.table
 
-    def _start(self, path: Path, parts: list[tuple[Run, Int32s]]) -> None:
-        path.transfer = transfer = Transfer(self._pages, parts, self._changed)
-        for run, _ in parts:
-            self.store.get(run, transfer)
+    def _begin(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
+        """Fetches the chunks of a path that follow its shared ones: `far[i]` is the run of the i-th one. If the last
+        run ends with its attachment, the column sums of all chunks come with it.
+        """
+        parts: dict[Run, Int32s] = {}
+        names = keys.first(path.num_shared + len(far))[path.num_shared :]
+        for name, chunk, run in zip(names, path.private[: len(far)], far, strict=True):
+            rows = parts.setdefault(run, np.full(len(run.kinds), -1, np.int32))
+            rows[run.names.index(name)] = chunk
+        if far and not private and len(path.sums) and far[-1].ends_with_sums(names[-1]):
+            parts[far[-1]][len(far[-1].names) :] = path.sums[: far[-1].num_attached]
+        parts.update(private)
+        self.counts.wasted += sum(
+            int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
+        )
+        path.transfer = transfer = Transfer(self._pages, list(parts.items()), self._changed)
+        path.arriving = names
+        self.arriving.update(names)
+        num_bytes = sum(run_bytes(self._pages, run) for run in parts)
+        self._underway[transfer] = num_bytes + self._backlog()
+        self.store.get(transfer, transfer.runs)
+
+    def _backlog(self) -> int:
+        """Bytes that are still to arrive before a new transfer's."""
+        return max((int(ahead * (1 - each.share)) for each, ahead in self._underway.items()), default=0)
+
+    def _is_over(self, path: Path) -> bool:
+        return path.transfer is not None and path.transfer.is_over
+
+    def _close(self, path: Path) -> bool:
+        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets runs of a failed
+        transfer, and private runs.
+        """
+        transfer = path.transfer
+        assert transfer is not None
+        has_arrived, ahead = transfer.close(), self._underway.pop(transfer)
+        names = {*path.arriving}
+        if has_arrived:
+            self.costs.note_fetch(ahead, transfer.seconds)
+            self.counts.fetched += len(names)
+            for run, source in transfer.sources.items():
+                found = sum(name in names for name in run.names) * PAGE_TOKENS
+                path.fetched[source] = path.fetched.get(source, 0) + found
+        else:
+            self.counts.wasted += len(names)
+            self.counts.failed_transfers += transfer.error is not None
+        self.store.drop([run.names[0] for run in transfer.runs if transfer.error is not None or not run.is_shared])
+        self.arriving -= names
+        path.transfer, path.arriving = None, []
+        return has_arrived
+
+    # ---- decisions -------------------------------------------------------------------------------------------------
+
+    def _pays(self, holder: Holder, near: int, runs: list[Run]) -> bool:
+        """Whether fetching the chunks after the `near` first ones ends before computing them would, behind the prompts
+        that are being computed.
+        """
+        num_bytes, num_tokens = sum(run_bytes(self._pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
+        fetching = self.costs.fetch(num_bytes + self._backlog())
+        others = (each for each in self.paths.room.live if each is not holder)
+        before = sum(max(0, each.num_prompt - each.path.num_tokens) for each in others)
+        computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
+        waiting = self.costs.prefill(0, before)
+        pays = fetching is None or computing is None or waiting is None or fetching <= computing + waiting
+        self.counts.computed_instead += 0 if pays else len(runs)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "%d tokens from position %d on are %s: fetching %.1f MB takes %s, computing %s behind %s of others",
+                num_tokens,
+                near * PAGE_TOKENS,
+                "fetched" if pays else "computed",
+                num_bytes / 1e6,
+                *map(_shown, (fetching, computing, waiting)),
+            )
+        return pays
+
+    def _pays_to_swap(self, holder: Holder, num_bytes: int) -> bool:
+        """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one
+        by one once retention has decided.
+        """
+        path, costs = holder.path, self.costs
+        moving = costs.fetch(2 * num_bytes + self._backlog())
+        if path.is_decided:
+            parts = costs.prefill(0, holder.num_prompt), costs.decode(path.num_tokens - holder.num_prompt)
+        else:
+            start = path.num_shared * PAGE_TOKENS
+            parts = costs.prefill(start, path.num_tokens - start), 0.0
+        return moving is None or None in parts or moving <= sum(part or 0.0 for part in parts)
+
+
+def _shown(seconds: float | None) -> str:
+    return "an unknown time" if seconds is None else f"{seconds * 1e3:.0f} ms"

@@ -14,6 +14,7 @@ class Holder(Protocol):
     path             the chunks it attends to
     num_preemptions  number of times that its pages were taken away
     swapped          its path while that is in a store; None otherwise
+    fetched          by store, tokens that came from it before the first preemption
     keys             the keys of its chunks
     token_ids        prompt and generated tokens so far
     num_prompt       number of prompt tokens
@@ -22,9 +23,20 @@ class Holder(Protocol):
     path: Path
     num_preemptions: int
     swapped: Swapped | None
+    fetched: dict[str, int]
     keys: ChunkKeys
     token_ids: list[int]
     num_prompt: int
+
+    @property
+    def priority(self) -> int:
+        """See `Segment`."""
+        ...
+
+    @property
+    def lifetime(self) -> float | None:
+        """See `Segment`."""
+        ...
 
     @property
     def reads_cache(self) -> bool:

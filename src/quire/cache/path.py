@@ -40,6 +40,9 @@ class Path:
     sums         int32 [num_chunks], rows with the column sums of each chunk; empty without retention
     transfer     the transfer that brings its chunks from a store; None: there is none
     arriving     keys of the chunks in transfer, which follow the shared ones; empty if the whole path comes back
+    fetched      by store, tokens of shared chunks that came from it
+    priority     of its request: see `Segment`
+    lifetime     of its request: see `Segment`
     chunks       int32 [num_chunks], chunk ids in order of position. Never written: a change makes a new array
     """
 
@@ -59,6 +62,9 @@ class Path:
     sums: Int32s = field(default_factory=lambda: NO_ROWS)
     transfer: Transfer | None = None
     arriving: list[bytes] = field(default_factory=list)
+    fetched: dict[str, int] = field(default_factory=dict)
+    priority: int = 0
+    lifetime: float | None = None
     chunks: Int32s = field(default_factory=lambda: NO_ROWS)
 
     @property
@@ -121,7 +127,13 @@ class Path:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A path in a store: unchanged but for the rows of its chunks."""
+    """A path whose own chunks are in a store.
+
+    path        unchanged but for its chunks
+    num_shared  number of leading chunks that were shared: they are found again by their keys
+    run         the other chunks
+    """
 
     path: Path
+    num_shared: int
     run: Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
@@ -51,8 +52,12 @@ class Pins:
         """Ends the unprotected pins of a prompt and of its prefixes. Returns their number. Their segments count as used
         now.
         """
+        return self.end_of(keys.first(sys.maxsize))
+
+    def end_of(self, names: list[bytes]) -> int:
+        """As `end`, of a prompt given by the keys of its chunks."""
         tree = self.tree
-        found = [segment for segment, count in tree.walk(keys) if count == len(segment.chunks)]
+        found = [segment for segment, count in tree.match(names) if count == len(segment.chunks)]
         ended = [segment for segment in found if self._is_protected.get(segment) is False]
         if ended:
             tree.num_uses += 1

@@ -2,22 +2,22 @@
 
 A run is packed layer by layer into extents, bytes with a header. Chunks leave an arena in no other form. Pages that a
 row does not hold are in no extent. Knows rows of the chunk table and their bytes, not sequences. docs/page-format.md
-defines the header.
+defines the header. Checksum and MAC are zero here: whoever takes extents out of the process seals them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.arrays import Bools, Int32s
+from quire.cache.arrays import Bools, Bytes, Int32s
 from quire.cache.counts import POSITIONS_BYTES
-from quire.cache.ledger import UNIT, Demand
+from quire.cache.ledger import PAGE_TOKENS, UNIT, Demand
 from quire.cache.namespace import FORMAT_VERSION
 from quire.cache.table import ALL_SLOTS, ChunkTable
 from quire.errors import ExtentError
@@ -25,6 +25,10 @@ from quire.errors import ExtentError
 MAGIC = b"QRUN"
 _HEADER = struct.Struct("<4sHHIIIIQ16s32s")
 _IS_SHARED = 1
+CHECKSUM, MAC = slice(32, 48), slice(48, 80)
+"""The bytes of an extent's header that belong to whoever seals it."""
+
+NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,22 @@ class Run:
         return self.num_attached > 0 and self.names[-1] == name
 
 
+class Origin(NamedTuple):
+    """What a run is called and where it comes from; the fields are those of `Run`. A private run has only a handle."""
+
+    names: tuple[bytes, ...]
+    tokens: Int32s = NO_TOKENS
+    namespace: Hashable = None
+    start: int = 0
+    parent: bytes = b""
+
+    def part(self, first: int, end: int) -> Origin:
+        """The origin of its chunks [first, end)."""
+        parent = self.names[first - 1] if first else self.parent
+        tokens = self.tokens[first * PAGE_TOKENS : end * PAGE_TOKENS]
+        return Origin(self.names[first:end], tokens, self.namespace, self.start + first, parent)
+
+
 class Pages:
     """The pages of a run in an arena, under a hold: until `release` they neither move nor change, even if the run's
     rows are freed.
@@ -82,27 +102,22 @@ class Pages:
         self._held = table.hold(rows)
 
     @classmethod
-    def of(
-        cls,
-        table: ChunkTable,
-        names: tuple[bytes, ...],
-        rows: Int32s,
-        *,
-        attached: int = 0,
-        tokens: Int32s | None = None,
-    ) -> Pages:
-        """The pages of some rows of the table. The last `attached` rows are the attachment. tokens: of a shared run."""
-        is_shared = tokens is not None
+    def of(cls, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int = 0) -> Pages:
+        """The pages of some rows of the table. The last `attached` rows are the attachment."""
+        is_shared = len(origin.tokens) > 0
         run = Run(
-            names,
+            origin.names,
             is_shared,
-            np.empty(0, np.int32) if tokens is None else tokens,
+            origin.tokens,
             attached,
             table.kinds[rows].copy(),
             table.masks[rows],
             table.positions[rows] >= 0,
             table.bases[rows].copy(),
             table.sidecars[rows] >= 0,
+            origin.namespace,
+            origin.start,
+            origin.parent,
         )
         chunks = slice(len(rows) - attached)
         assert not is_shared or ((run.masks[chunks] == ALL_SLOTS).all() and not run.placed.any()), (
@@ -110,69 +125,74 @@ class Pages:
         )
         return cls(table, run, rows)
 
-    def pack(self, layers: range) -> Iterator[bytes]:
-        """The extents of some layers."""
+    def pack(self, layers: range) -> Iterator[memoryview]:
+        """The extents of some layers, each valid until the next one is taken."""
+        at = Layout(self._table, self.run)
+        buffer = np.empty(max(at.num_bytes[layer] for layer in layers), np.uint8)
         for layer in layers:
-            yield self._extent(layer)
+            extent = buffer[: at.num_bytes[layer]]
+            extent[: len(at.heads[layer])] = np.frombuffer(at.heads[layer], np.uint8)
+            self._fill(layer, at, extent)
+            yield extent.data
 
     def release(self) -> None:
         """Ends the hold: the bytes are copied, or not needed."""
         self._table.ledger.release(self._held)
 
-    def _extent(self, layer: int) -> bytes:
-        table, run = self._table, self.run
-        at = _Layout(table, run, layer)
-        body = np.empty(at.num_bytes, np.uint8)
-        for page_bytes, held in at.by_size():
-            _scatter(body, at.offsets[held], _load(table, self._ids[:, layer][held], page_bytes))
-        if at.placed.any():
-            images = _load(table, self._positions[:, layer][at.placed], POSITIONS_BYTES)
-            _scatter(body, at.positions[at.placed], images)
-        for page, start in zip(self._sidecars[run.has_sidecar].tolist(), at.sidecars, strict=True):
-            body[start : start + at.beside] = table.arena.read(page * UNIT + layer * at.beside, at.beside)
-        return _seal(run, layer, at.head + body.tobytes())
+    def _fill(self, layer: int, at: Layout, extent: Bytes) -> None:
+        """Copies the pages of a layer, their positions and the layer's part of sidecars."""
+        arena = self._table.arena
+        for page_bytes, held, offsets in at.groups[layer]:
+            _windows(extent, page_bytes)[offsets] = arena.images(self._ids[:, layer][held], page_bytes)
+        if (found := at.placed[layer]) is not None:
+            placed, offsets = found
+            images = arena.images(self._positions[:, layer][placed], POSITIONS_BYTES)
+            _windows(extent, POSITIONS_BYTES)[offsets] = images
+        for index, page in enumerate(self._sidecars[self.run.has_sidecar].tolist()):
+            start = at.sidecars[layer] + index * at.beside
+            extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
 
 
-class _Layout:
-    """The layout of a layer's extent after the header: the description of the rows (`head`); then for each row and head
-    the page and its positions; then the layer's part of each sidecar.
+class Layout:
+    """The layout of a run's extents. After the header: the description of the rows; then for each row and head the page
+    and its positions; then the layer's part of each sidecar.
 
-    offsets, positions  int64 [n, H], counted from the end of `head`
-    sidecars           such offsets, for the rows with a sidecar
-    beside             bytes of a layer's part of a sidecar
+    heads      by layer: the header without checksum and MAC, and the description of the rows
+    num_bytes  by layer: bytes of a whole extent
+    groups     by layer, for each page size: the size, which pages have it, bool [n, H], and their offsets, int64 [k]
+    placed     by layer: the pages with positions, bool [n, H], and the offsets of these, int64 [k]; None: no pages
+    sidecars   by layer: the offset of the first part, which those of further rows follow
+    beside     bytes of a layer's part of a sidecar
     """
 
-    def __init__(self, table: ChunkTable, run: Run, layer: int) -> None:
-        masks, self.placed = run.masks[:, layer], run.placed[:, layer]
-        self._held, self._sizes = masks != 0, table.sizes[run.kinds][:, layer]
-        lengths = np.where(self._held, self._sizes, 0).astype(np.int64) + self.placed * POSITIONS_BYTES
-        ends = np.cumsum(lengths.reshape(-1)).reshape(lengths.shape)
-        self.offsets, self.positions = ends - lengths, ends - POSITIONS_BYTES
+    def __init__(self, table: ChunkTable, run: Run) -> None:
+        masks, placed = run.masks.transpose(1, 0, 2), run.placed.transpose(1, 0, 2)  # [L, n, H]
+        held, sizes = masks != 0, table.sizes[run.kinds].transpose(1, 0, 2)
+        num_layers, n, num_heads = masks.shape
+        lengths = np.where(held, sizes, 0).astype(np.int64) + placed * POSITIONS_BYTES
+        ends = np.cumsum(lengths.reshape(num_layers, -1), 1).reshape(lengths.shape)
+        self.heads: list[bytes] = []
+        self.num_bytes: list[int] = []
+        self.groups: list[list[tuple[int, Bools, NDArray[np.int64]]]] = [[] for _ in range(num_layers)]
+        self.placed: list[tuple[Bools, NDArray[np.int64]] | None] = [None] * num_layers
         self.beside = 0 if table.sinks is None else table.sinks.layer_bytes
-        num_sidecars, end = int(run.has_sidecar.sum()), int(ends[-1, -1])
-        self.sidecars = [end + index * self.beside for index in range(num_sidecars)]
-        self.num_bytes = end + num_sidecars * self.beside
-        parts = (
-            run.kinds,
-            run.has_sidecar.astype(np.uint8),
-            self.placed.astype(np.uint8),
-            run.bases.astype("<i4"),
-            masks.astype("<u8"),
-        )
-        self.head = b"".join(part.tobytes() for part in parts)
-
-    def by_size(self) -> Iterator[tuple[int, Bools]]:
-        """Each page size, and which pages have it, bool [n, H]."""
-        for page_bytes in np.unique(self._sizes[self._held]).tolist():
-            yield page_bytes, self._held & (self._sizes == page_bytes)
-
-
-def _seal(run: Run, layer: int, rest: bytes) -> bytes:
-    n, _, heads = run.masks.shape
-    fields = MAGIC, FORMAT_VERSION, run.is_shared * _IS_SHARED, layer, n, run.num_attached, heads, len(rest)
-    named = b"".join(run.names) + _HEADER.pack(*fields, bytes(16), bytes(32))
-    checksum = hashlib.blake2b(named + rest, digest_size=16).digest()
-    return _HEADER.pack(*fields, checksum, bytes(32)) + rest
+        alike = run.kinds.tobytes() + run.has_sidecar.astype(np.uint8).tobytes()
+        bases, beside = run.bases.astype("<i4").tobytes(), int(run.has_sidecar.sum()) * self.beside
+        flags, fixed = run.is_shared * _IS_SHARED, _HEADER.size + n * (1 + 1 + 4 + num_heads * 9)
+        starts = ends - lengths + fixed
+        self.sidecars: list[int] = (ends[:, -1, -1] + fixed).tolist()
+        for layer, end in enumerate(self.sidecars):
+            self.num_bytes.append(end + beside)
+            size = end + beside - _HEADER.size
+            fields = MAGIC, FORMAT_VERSION, flags, layer, n, run.num_attached, num_heads, size
+            parts = placed[layer].astype(np.uint8).tobytes(), bases, masks[layer].astype("<u8").tobytes()
+            self.heads.append(b"".join((_HEADER.pack(*fields, bytes(16), bytes(32)), alike, *parts)))
+            if placed[layer].any():
+                self.placed[layer] = placed[layer], (ends[layer] + fixed - POSITIONS_BYTES)[placed[layer]]
+        for page_bytes in np.unique(sizes[held]).tolist():
+            group = held & (sizes == page_bytes)
+            for layer in np.flatnonzero(group.any((1, 2))).tolist():
+                self.groups[layer].append((page_bytes, group[layer], starts[layer][group[layer]]))
 
 
 def demand_of(table: ChunkTable, run: Run) -> Demand:
@@ -181,6 +201,12 @@ def demand_of(table: ChunkTable, run: Run) -> Demand:
     held = (sizes[run.masks != 0], np.full(int(run.placed.sum()), POSITIONS_BYTES))
     beside = np.full(int(run.has_sidecar.sum()), table.sidecar_bytes)
     return table.demand_of_sizes(np.concatenate((*held, beside)), num_rows=len(run.kinds))
+
+
+def run_bytes(table: ChunkTable, run: Run) -> int:
+    """Bytes of the pages of a run."""
+    pages = table.sizes[run.kinds][run.masks != 0].sum()
+    return int(pages) + POSITIONS_BYTES * int(run.placed.sum())
 
 
 def take_rows(table: ChunkTable, run: Run) -> Int32s:
@@ -197,58 +223,65 @@ def take_rows(table: ChunkTable, run: Run) -> Int32s:
     return rows
 
 
-def unpack(table: ChunkTable, run: Run, rows: Int32s, extent: bytes) -> int:
-    """Writes an extent of a run into pages. Returns its layer. Raises ExtentError, and writes nothing, if the extent is
-    damaged, has another format, or is not of this run.
+class Arrival:
+    """A run that arrives in an arena.
 
     rows  int32 [n], for each row of the run the row of the table that takes it; -1: not needed
     """
-    layer, rest = _open(run, extent)
-    at = _Layout(table, run, layer)
-    if not rest.startswith(at.head) or len(rest) != len(at.head) + at.num_bytes:
-        raise ExtentError(f"layer {layer} holds other pages than its run")
-    body = np.frombuffer(rest, np.uint8, offset=len(at.head))
-    wanted = (rows >= 0)[:, None]
-    for page_bytes, held in at.by_size():
-        chosen = held & wanted
-        if chosen.any():
-            images = _gather(body, at.offsets[chosen], page_bytes)
-            table.arena.store(table.pages[rows, layer][chosen], page_bytes, images)
-    chosen = at.placed & wanted
-    if chosen.any():
-        images = _gather(body, at.positions[chosen], POSITIONS_BYTES)
-        table.arena.store(table.positions[rows, layer][chosen], POSITIONS_BYTES, images)
-    for row, start in zip(rows[run.has_sidecar].tolist(), at.sidecars, strict=True):
-        if row >= 0:
-            table.arena.write(int(table.sidecars[row]) * UNIT + layer * at.beside, body[start : start + at.beside])
-    return layer
+
+    def __init__(self, table: ChunkTable, run: Run, rows: Int32s) -> None:
+        self.rows = rows
+        self._table = table
+        self._run = run
+        self._at = Layout(table, run)
+        self._is_wanted = (rows >= 0)[:, None]
+
+    def unpack(self, extent: memoryview | bytes) -> int:
+        """Writes an extent of the run into pages. Returns its layer. Raises ExtentError, and writes nothing, if it has
+        another format or is not of this run. Whether its pages are whole is a question for its checksum.
+        """
+        table, at, layer = self._table, self._at, layer_of(extent)
+        if layer >= len(at.heads):
+            raise ExtentError(f"an extent of layer {layer}, and the model has {len(at.heads)}")
+        head = at.heads[layer]
+        if (
+            len(extent) != at.num_bytes[layer]
+            or extent[: CHECKSUM.start] != head[: CHECKSUM.start]
+            or extent[MAC.stop : len(head)] != head[MAC.stop :]
+        ):
+            raise ExtentError(f"the extent of layer {layer} is of another run")
+        body = np.frombuffer(extent, np.uint8)
+        for page_bytes, held, offsets in at.groups[layer]:
+            self._store(table.pages[self.rows, layer], body, page_bytes, held, offsets)
+        if (found := at.placed[layer]) is not None:
+            self._store(table.positions[self.rows, layer], body, POSITIONS_BYTES, *found)
+        for index, row in enumerate(self.rows[self._run.has_sidecar].tolist()):
+            start = at.sidecars[layer] + index * at.beside
+            if row >= 0:
+                part = body[start : start + at.beside]
+                table.arena.write(int(table.sidecars[row]) * UNIT + layer * at.beside, part)
+        return layer
+
+    def _store(self, ids: Int32s, body: Bytes, page_bytes: int, held: Bools, offsets: NDArray[np.int64]) -> None:
+        """Stores the wanted ones of some pages. ids: int32 [n, H]; held, offsets: as in `Layout.groups`."""
+        wanted = np.broadcast_to(self._is_wanted, held.shape)[held]
+        if wanted.any():
+            images = _windows(body, page_bytes)[offsets[wanted]]
+            self._table.arena.store(ids[held][wanted], page_bytes, images)
 
 
-def _open(run: Run, extent: bytes) -> tuple[int, bytes]:
-    """Checks an extent. Returns its layer, and the bytes after the header."""
+def layer_of(extent: memoryview | bytes) -> int:
+    """The layer of an extent. Raises ExtentError if it has another format."""
     if len(extent) < _HEADER.size:
         raise ExtentError(f"an extent of {len(extent)} bytes has no header")
     magic, version, _, layer, *_ = _HEADER.unpack_from(extent)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise ExtentError(f"an extent of format {magic!r} {version}, and this is {MAGIC!r} {FORMAT_VERSION}")
-    rest = extent[_HEADER.size :]
-    if layer >= run.masks.shape[1] or extent != _seal(run, layer, rest):
-        raise ExtentError(f"the extent of layer {layer} is damaged, or of another run: its checksum is another")
-    return layer, rest
+    return int(layer)
 
 
-def _load(table: ChunkTable, ids: Int32s, page_bytes: int) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = table.arena.load(ids, page_bytes).cpu().numpy()
-    return found
-
-
-def _scatter(body: NDArray[np.uint8], offsets: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
-    for start, image in zip(offsets.tolist(), images, strict=True):
-        body[start : start + len(image)] = image
-
-
-def _gather(body: NDArray[np.uint8], offsets: NDArray[np.int64], page_bytes: int) -> NDArray[np.uint8]:
-    found = np.empty((len(offsets), page_bytes), np.uint8)
-    for image, start in zip(found, offsets.tolist(), strict=True):
-        image[:] = body[start : start + page_bytes]
-    return found
+def _windows(body: Bytes, page_bytes: int) -> Bytes:
+    """The pages of an extent by their offsets, uint8 [offsets, page_bytes], which overlap. Indexing copies whole pages
+    without a loop in Python.
+    """
+    return np.ndarray((len(body) - page_bytes + 1, page_bytes), np.uint8, body, 0, (1, 1))

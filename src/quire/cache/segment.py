@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.cache.arrays import Int32s
+from quire.cache.keys import namespace_key
 from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.run import Origin
 
 NO_ROWS = np.empty(0, np.int32)
 
@@ -33,6 +35,8 @@ class Segment:
     children      the segments after it, by the keys of their first chunks
     last_use      the tree's use counter when a path last took or left it
     used_at       the tree's `now` at that moment, in seconds
+    priority      the highest one of the requests that used it; segments of a lower one are evicted first
+    lifetime      the longest one of the requests that used it, in seconds; None: the tree's
     hits          number of sequences that found it
     computed      number of sequences that computed it: the first, and others at the same time
     pinned_until  seconds; 0 unless the prefix that ends here is pinned
@@ -49,6 +53,8 @@ class Segment:
     children: dict[bytes, Segment] = field(default_factory=dict)
     last_use: int = 0
     used_at: float = 0.0
+    priority: int = 0
+    lifetime: float | None = None
     hits: int = 0
     computed: int = 1
     pinned_until: float = 0.0
@@ -76,6 +82,18 @@ class Segment:
             found.append(segment)
             segment = segment.parent
         return found[::-1]
+
+    @property
+    def rows(self) -> Int32s:
+        """The rows of its chunks, then of its attachment."""
+        return np.concatenate((self.chunks, self.attached)) if len(self.attached) else self.chunks
+
+    @property
+    def origin(self) -> Origin:
+        """Its chunks, as a run names them."""
+        above = self.parent.keys if self.parent is not None else []
+        parent = above[-1] if above else namespace_key(self.namespace)
+        return Origin(tuple(self.keys), self.tokens, self.namespace, self.start, parent)
 
     @property
     def locks(self) -> Int32s:

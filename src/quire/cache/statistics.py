@@ -27,6 +27,10 @@ class Statistics:
         """Updates the peak of the bytes that live sequences use."""
         self._peak = max(self._peak, self.table.ledger.bytes_out - self.cached())
 
+    def restart(self) -> None:
+        """Counts from now on."""
+        self._peak, self.tree.num_evicted = 0, 0
+
     def cached(self) -> int:
         """Bytes that only the tree holds."""
         table, tree = self.table, self.tree

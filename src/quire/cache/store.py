@@ -5,6 +5,7 @@ decisions.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.arrays import Int32s
-from quire.cache.run import Pages, Run, unpack
+from quire.cache.run import Arrival, Origin, Pages, Run
 from quire.cache.table import ChunkTable
 from quire.errors import ExtentError, QuireError
 
@@ -23,8 +24,10 @@ class Transfer:
 
     The target pages are under a hold until `close`.
 
-    ready  int32 [L]: 1 once the whole layer has arrived, -1 if it will not; kernels may wait for it
-    error  reason of the failure; None if there is none
+    ready      int32 [L]: 1 once the whole layer has arrived, -1 if it will not; kernels may wait for it
+    error      reason of the failure; None if there is none
+    is_shared  whether all of its runs are shared
+    sources    by run, the name of the store that brings it
     """
 
     def __init__(self, table: ChunkTable, parts: list[tuple[Run, Int32s]], changed: threading.Condition) -> None:
@@ -34,23 +37,26 @@ class Transfer:
         num_layers, _ = table.shape
         self.ready: NDArray[np.int32] = np.zeros(num_layers, np.int32)
         self.error: QuireError | None = None
+        self.is_shared = all(run.is_shared for run, _ in parts)
+        self.sources: dict[Run, str] = {}
+        self._begun, self._ended = time.monotonic(), 0.0
         self._is_closed = False
         self._table = table
-        self._parts = dict(parts)
+        self._parts = {run: Arrival(table, run, rows) for run, rows in parts}
         self._missing = [set(self._parts) for _ in range(num_layers)]
         self._held = table.hold(np.concatenate([rows[rows >= 0] for _, rows in parts]))
         self._lock = threading.Lock()
         self._changed = changed
 
-    def arrive(self, run: Run, extent: bytes | memoryview) -> None:
-        """Takes the extent of one layer of one run. If the extent is damaged, the transfer fails, with all its missing
-        layers. Does nothing after a failure.
+    def arrive(self, run: Run, extent: memoryview | bytes) -> None:
+        """Takes the extent of one layer of one run, which is whole. If it is not of this run, the transfer fails, with
+        all its missing layers. Does nothing after a failure.
         """
         with self._lock:
             if self._is_closed or self.error is not None:
                 return
             try:
-                layer = unpack(self._table, run, self._parts[run], bytes(extent))
+                layer = self._parts[run].unpack(extent)
             except ExtentError as error:
                 self._fail(error)
                 return
@@ -59,6 +65,7 @@ class Transfer:
                 raise
             self._missing[layer].discard(run)
             if not self._missing[layer]:
+                self._ended = time.monotonic()
                 self.ready[layer] = 1
                 self._tell()
 
@@ -74,8 +81,18 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether nothing more will arrive, or is wanted."""
         return self._is_closed or bool(self.ready.all())
+
+    @property
+    def share(self) -> float:
+        """Share of the layers that have arrived."""
+        return float((self.ready == 1).mean())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning to the last arrival."""
+        return self._ended - self._begun
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a layer of any transfer arrives, this transfer is over, or `seconds` have passed."""
@@ -106,22 +123,26 @@ class Transfer:
 
 
 class Store(Protocol):
-    """Keeps runs. It may lose any of them at any time; what it does not find is computed."""
+    """Keeps runs. It may lose any of them at any time; what it does not find is computed. Only `put` and `get` take
+    time, and neither waits for a disk or another machine.
+    """
 
-    def wants(self, keys: Sequence[bytes]) -> bool:
-        """Whether it wants these evicted chunks."""
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """Which of these chunks it does not have and would take now."""
         ...
 
-    def put(self, run: Run, extents: Iterable[bytes]) -> None:
-        """Keeps a run, or not. The extents of all layers, in order, are valid only during the call."""
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps a run, or not. The extents of all layers, in order, are each valid only until the next one is taken."""
         ...
 
     def find(self, name: bytes) -> Run | None:
         """The run that contains the chunk with this key, or the private run with this handle."""
         ...
 
-    def get(self, run: Run, transfer: Transfer) -> None:
-        """Starts to bring all layers of a run, in order. Fails the transfer if the run was lost since it was found."""
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Starts to bring all layers of some runs of a transfer, in order, and names itself as their source. Fails the
+        transfer if a run was lost since it was found.
+        """
         ...
 
     def drop(self, names: Iterable[bytes]) -> None:
@@ -129,17 +150,9 @@ class Store(Protocol):
         ...
 
 
-def put_rows(
-    store: Store,
-    table: ChunkTable,
-    names: tuple[bytes, ...],
-    rows: Int32s,
-    *,
-    attached: int,
-    tokens: Int32s | None = None,
-) -> Run:
+def put_rows(store: Store, table: ChunkTable, origin: Origin, rows: Int32s, *, attached: int) -> Run:
     """Packs rows of a table and puts them into a store. See `Pages.of`."""
-    pages = Pages.of(table, names, rows, attached=attached, tokens=tokens)
+    pages = Pages.of(table, origin, rows, attached=attached)
     store.put(pages.run, pages.pack(range(table.shape[0])))
     pages.release()
     return pages.run
@@ -148,18 +161,18 @@ def put_rows(
 class Nowhere:
     """The plainest store: it keeps nothing, so evicted chunks are lost."""
 
-    def wants(self, keys: Sequence[bytes]) -> bool:
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Wants nothing."""
-        return False
+        return [False] * len(names)
 
-    def put(self, run: Run, extents: Iterable[bytes]) -> None:
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
         """Drops the run."""
 
     def find(self, name: bytes) -> Run | None:
         """Finds nothing."""
         return None
 
-    def get(self, run: Run, transfer: Transfer) -> None:
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
         """Never called, because `find` finds nothing."""
         raise AssertionError("nothing was found here")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,17 +30,17 @@ from quire.cache.arrays import Bools, Int32s
 from quire.cache.keys import ChunkKeys, num_common
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.path import Path
+from quire.cache.run import Origin
 from quire.cache.segment import NO_ROWS, Segment
 from quire.cache.tree_counts import TreeCounts
 
 
 class Vacated(NamedTuple):
-    """Consecutive chunks that the tree dropped: their keys, tokens and rows of the chunk table. The last `num_attached`
-    rows are the attachment of their end.
+    """Consecutive chunks that the tree dropped, and their rows of the chunk table. The last `num_attached` rows are the
+    attachment of their end.
     """
 
-    keys: list[bytes]
-    tokens: Int32s
+    origin: Origin
     rows: Int32s
     num_attached: int
 
@@ -50,6 +51,7 @@ class PrefixTree(TreeCounts):
     segment has a locked or pinned parent; the counts are right.
 
     shares       whether sequences share what they compute
+    lifetime     seconds after which unused segments are dropped; None: when their memory is wanted
     now          seconds on the engine's clock, for lifetimes
     num_evicted  chunks dropped since start because their memory was wanted
     num_uses     how often paths took or left segments; the smallest `last_use` is evicted first
@@ -58,13 +60,16 @@ class PrefixTree(TreeCounts):
 
     shares = True
 
+    lifetime: float | None = None
     now: float = 0.0
     num_evicted: int = 0
     num_uses: int = 0
     num_divided: int = 0
     _root: Segment = field(default_factory=lambda: Segment(NO_ROWS, [], NO_ROWS, 0))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _leaves: list[tuple[int, int, Segment]] = field(default_factory=list)  # a heap; stale entries are skipped
+    # Heaps, of which stale entries are skipped: leaves in the order of eviction, and by the end of their lifetimes.
+    _leaves: list[tuple[int, int, int, Segment]] = field(default_factory=list)
+    _ends: list[tuple[float, int, Segment]] = field(default_factory=list)
 
     def extend(self, path: Path, keys: ChunkKeys, limit: int, is_hit: bool = True) -> int:
         """Extends a path over cached chunks and locks them. Returns how many it took. The path has no chunks of its
@@ -75,7 +80,7 @@ class PrefixTree(TreeCounts):
         """
         first = path.num_shared
         assert path.is_all_shared, "a path with chunks of its own cannot take others"
-        for segment in self._follow(path.tip or self._root, keys.first(limit)[first:]):
+        for segment in self._follow(path, path.tip or self._root, keys.first(limit)[first:]):
             segment.hits += is_hit
             path.append(segment.chunks)
             path.tip, path.num_shared = segment, len(path.chunks)
@@ -88,7 +93,7 @@ class PrefixTree(TreeCounts):
         frees them.
         """
         at, first, spare = path.tip or self._root, path.num_shared, NO_ROWS
-        for segment in self._follow(at, keys.first(end)[first:]):
+        for segment in self._follow(path, at, keys.first(end)[first:]):
             segment.computed += 1
             spare = np.concatenate((spare, path.replace(first, segment.chunks)))
             at, first = segment, first + len(segment.chunks)
@@ -146,8 +151,8 @@ class PrefixTree(TreeCounts):
         return np.concatenate([NO_ROWS, *(self.attach(segment, NO_ROWS) for segment in self.segments())])
 
     def vacate(self, count: int) -> list[Vacated]:
-        """Drops `count` idle chunks, or all: from the ends of leaves, least recently used first. The caller frees their
-        rows.
+        """Drops `count` idle chunks, or all: from the ends of leaves, the lowest priority and the least recently used
+        first. The caller frees their rows.
         """
         dropped: list[Vacated] = []
         while count > 0 and (leaf := self._oldest_leaf()) is not None:
@@ -157,12 +162,41 @@ class PrefixTree(TreeCounts):
             self.num_evicted += num_dropped
         return dropped
 
-    def expire(self, lifetime: float) -> list[Vacated]:
-        """Drops segments that were not used for `lifetime` seconds. The caller frees their rows."""
+    def expire(self) -> list[Vacated]:
+        """Drops segments that were not used for their lifetimes. The caller frees their rows."""
         dropped: list[Vacated] = []
-        while (leaf := self._oldest_leaf()) is not None and leaf.used_at + lifetime <= self.now:
-            dropped.append(self._drop(leaf, 0))
+        while self._ends and self._ends[0][0] <= self.now:
+            _, _, leaf = heapq.heappop(self._ends)
+            if leaf.is_evictable and leaf.used_at + self.lifetime_of(leaf) <= self.now:
+                dropped.append(self._drop(leaf, 0))
         return dropped
+
+    @property
+    def has_ending(self) -> bool:
+        """Whether a segment may be dropped because its lifetime ends."""
+        return bool(self._ends) or (self.lifetime is not None and self.num_chunks > 0)
+
+    def lifetime_of(self, segment: Segment | Path) -> float:
+        """Seconds for which a segment stays without use."""
+        lifetime = self.lifetime if segment.lifetime is None else segment.lifetime
+        return math.inf if lifetime is None else lifetime
+
+    def discard(self, names: list[bytes]) -> list[Vacated]:
+        """Drops the idle chunks of a prefix, given by the keys of its chunks: the segment where it ends and all after
+        it, then those before it that have no other child. The caller frees their rows.
+        """
+        found = [segment for segment, _ in self.match(names)]
+        if not found or names[-1] not in found[-1].keys:
+            return []
+        branch = found[:-1]
+        below = [found[-1]]
+        for segment in below:  # grows as it runs
+            below.extend(segment.children.values())
+        return [self._drop(segment, 0) for segment in (*below[::-1], *branch[::-1]) if segment.is_evictable]
+
+    def names_along(self, names: list[bytes]) -> set[bytes]:
+        """Which of a prefix's chunks are there."""
+        return {name for segment, count in self.match(names) for name in segment.keys[:count]}
 
     def add_pins(self, segment: Segment, by: int) -> None:
         """Adds a pin (by = 1) to a segment and all its ancestors, or removes one (-1)."""
@@ -174,7 +208,11 @@ class PrefixTree(TreeCounts):
 
     def walk(self, keys: ChunkKeys, limit: int = sys.maxsize) -> Iterator[tuple[Segment, int]]:
         """Finds a sequence's first chunks, at most `limit`: (segment, number of its chunks found). Changes nothing."""
-        return self._match(self._root, keys.first(limit))
+        return self.match(keys.first(limit))
+
+    def match(self, names: list[bytes]) -> Iterator[tuple[Segment, int]]:
+        """As `walk`, of a sequence given by the keys of its chunks."""
+        return self._match(self._root, names)
 
     def shared(self, path: Path) -> tuple[tuple[int, int], ...]:
         """(number, chunks) of the path's segments. Sorting paths by this makes neighbours of paths with a common
@@ -218,7 +256,7 @@ class PrefixTree(TreeCounts):
             keys = keys[count:] if count == len(at.chunks) else []
             yield at, count
 
-    def _follow(self, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
+    def _follow(self, path: Path, at: Segment, keys: list[bytes]) -> Iterator[Segment]:
         """Locks the segments after one that match the keys. Divides the last one where the keys differ."""
         for segment, count in self._match(at, keys):
             at = self._divide(segment, count) if count < len(segment.chunks) else segment
@@ -226,6 +264,9 @@ class PrefixTree(TreeCounts):
             at.users += 1
             self.num_uses += 1
             at.last_use, at.used_at = self.num_uses, self.now
+            at.priority = max(at.priority, path.priority)
+            if self.lifetime_of(path) > self.lifetime_of(at):
+                at.lifetime = path.lifetime
             self._count(at, 1)
             yield at
 
@@ -251,6 +292,8 @@ class PrefixTree(TreeCounts):
             keys.namespace,
             last_use=self.num_uses,
             used_at=self.now,
+            priority=path.priority,
+            lifetime=path.lifetime,
             users=1,
         )
         at.children[new[0]] = child
@@ -293,31 +336,38 @@ class PrefixTree(TreeCounts):
             return
         if len(self._leaves) > 2 * self.num_chunks + 64:
             # Stale entries leave only by eviction: a server with spare memory would collect them for ever.
-            self._leaves = [(leaf.last_use, leaf.number, leaf) for leaf in self.segments() if leaf.is_evictable]
+            leaves = [leaf for leaf in self.segments() if leaf.is_evictable]
+            self._leaves = [(leaf.priority, leaf.last_use, leaf.number, leaf) for leaf in leaves]
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (segment.last_use, segment.number, segment))
+        heapq.heappush(self._leaves, (segment.priority, segment.last_use, segment.number, segment))
+        lifetime = self.lifetime_of(segment)
+        if lifetime < math.inf:
+            if len(self._ends) > 2 * self.num_chunks + 64:
+                ending = {leaf for *_, leaf in self._ends if leaf.is_evictable}
+                self._ends = [(leaf.used_at + self.lifetime_of(leaf), leaf.number, leaf) for leaf in ending]
+                heapq.heapify(self._ends)
+            heapq.heappush(self._ends, (segment.used_at + lifetime, segment.number, segment))
 
     def _oldest_leaf(self) -> Segment | None:
         """The leaf to evict next, left at the head of the heap."""
         while self._leaves:
-            last_use, _, leaf = self._leaves[0]
-            if leaf.last_use == last_use and leaf.is_evictable:
+            priority, last_use, _, leaf = self._leaves[0]
+            if (leaf.priority, leaf.last_use) == (priority, last_use) and leaf.is_evictable:
                 return leaf
             heapq.heappop(self._leaves)
         return None
 
     def _drop(self, leaf: Segment, num_kept: int) -> Vacated:
         """Drops the chunks of an evictable leaf after the first `num_kept`; the whole leaf if that is 0."""
-        first = num_kept * PAGE_TOKENS
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        vacated = Vacated(leaf.keys[num_kept:], leaf.tokens[first:], rows, len(leaf.attached))
+        vacated = Vacated(leaf.origin.part(num_kept, len(leaf.keys)), rows, len(leaf.attached))
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
             leaf.chunks, leaf.keys = leaf.chunks[:num_kept], leaf.keys[:num_kept]
-            leaf.tokens = leaf.tokens[:first]
+            leaf.tokens = leaf.tokens[: num_kept * PAGE_TOKENS]
             self._count(leaf, 1)
             return vacated
         parent = leaf.parent

@@ -46,6 +46,7 @@ from quire.models.quants import GROUP_CODES
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
+from quire.stores.tiers import Tiers
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
@@ -96,6 +97,12 @@ def resolve(
             f"attention.backend {backend} does not run on {device_type};"
             f" use {'cpu' if device_type == 'cpu' else 'triton'}"
         )
+    if config.tiers.memory is not None and device_type == "cpu":
+        raise ConfigError(
+            "tiers.memory is memory beside a GPU's, but the cache is in memory already; raise cache.memory instead"
+        )
+    if config.tiers.is_on and not config.cache.share:
+        raise ConfigError("tiers keep cached prefixes, but cache.share is false; set it true, or leave tiers.disk out")
     dtype: Any = shape.dtype if config.model.dtype == "auto" else config.model.dtype
     limit = shape.context_limit
     if config.model.max_context is not None and config.model.max_context > limit:
@@ -284,11 +291,13 @@ def assemble(
     fits: Sizes,
     model_id: str = "",
     calibration: Calibration | None = None,
+    tiers: Tiers | None = None,
 ) -> Engine:
     """The engine around a model: arena, table, manager, attention, scheduler, sampler.
 
     model_id     the checkpoint's fingerprint
     calibration  of a codec that needs one
+    tiers        stores of the cache; None: there are none
     """
     shape = model.shape
     device = torch.device(config.runtime.device)
@@ -330,6 +339,7 @@ def assemble(
         (PrefixTree if config.cache.share else NoSharing)((shape.num_layers, shape.num_kv_heads)),
         config.cache.lifetime,
         retention,
+        tiers,
     )
     scheduler = Scheduler(
         manager, config.scheduler.token_budget, config.scheduler.max_running, config.scheduler.max_queue
@@ -350,6 +360,7 @@ def assemble(
         max_context=fits.max_context,
         eos_token_ids=eos,
         namespace=namespace_of(config, shape, model_id, calibration),
+        tiers=tiers,
         context_limit=_context_limit(fits, shape),
     )
 

@@ -15,15 +15,17 @@ from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.manager import PINNED_SHARE
 from quire.cache.namespace import Namespace
 from quire.engine.answers import Answer, Names, Tokenizer
+from quire.engine.moving import Moving
 from quire.engine.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.prefixes import Prefix, prefixes
 from quire.engine.request import NO_HINTS, NOBODY, Request, Sequence, State
 from quire.engine.runner import LocalRunner
 from quire.engine.sampler import sequence_seed
-from quire.engine.scheduler import Sampled, Scheduler
+from quire.engine.scheduler import Counters, Sampled, Scheduler
 from quire.engine.step import NO_TOKEN, Guide, Result, Step, Wait
 from quire.errors import QuireError, RequestError
+from quire.stores.tiers import Tiers
 
 log = logging.getLogger("quire")
 
@@ -31,12 +33,19 @@ log = logging.getLogger("quire")
 WAIT_SECONDS = 0.02
 """Longest time that a step waits for chunks in transfer, before the engine looks for new requests."""
 
+LIFETIME_SECONDS = 1.0
+"""Interval at which an idle engine checks for expired prefixes."""
+
+MEASURED_TOKENS = 4 * PAGE_TOKENS
+"""Prompt tokens whose prefill is timed at start."""
+
 
 class Engine:
     """Drives the scheduler and a runner. Invariant between steps: every live sequence is in the scheduler. `check`
     proves the other invariants.
 
     namespace      what must be equal, besides a salt, for two requests to share pages
+    tiers          stores of the cache, which end with the engine; None: there are none
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
@@ -50,6 +59,7 @@ class Engine:
         max_context: int,
         eos_token_ids: tuple[int, ...],
         namespace: Namespace = NOBODY,
+        tiers: Tiers | None = None,
         context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +70,7 @@ class Engine:
         self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
+        self.moving = Moving(scheduler.manager, tiers)
         self.clock = clock
         self.names = Names(tokenizer)
         self._requests: dict[str, Request] = {}
@@ -93,7 +104,7 @@ class Engine:
                 f"n is {params.n} and at most {self.scheduler.max_queue} sequences may wait (scheduler.max_queue)", "n"
             )
         if hints.cache_pin:
-            self._check_pin(len(prompt_ids))
+            self._check_pin(len(prompt_ids), hints.pin_tier)
 
     def add(
         self,
@@ -129,6 +140,7 @@ class Engine:
         if hints.cache_pin == 0:
             manager.tick(request.arrival)  # the unpinned prefix counts as used now, not at the last step
             manager.pins.end(request.sequences[0].keys)
+            self.moving.unpin(request.sequences[0].keys, len(prompt_ids))
             request.num_pinned_tokens = 0
         for sequence in request.sequences:
             self._answers[sequence] = Answer(sequence, self.tokenizer, self.names, self.eos_token_ids)
@@ -151,7 +163,9 @@ class Engine:
         if isinstance(step, Wait):
             step.sleep(WAIT_SECONDS)
             return []
+        begun = self.clock()
         result = self.runner.run(step)
+        self.moving.note(step, self.clock() - begun)
         deltas: dict[Request, list[CompletionOutput]] = {}
         if result.errors or result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
@@ -169,7 +183,34 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
+            **self.moving.stats(),
         }
+
+    def idle(self) -> float | None:
+        """Does what need not hold up requests, while there are none. Returns the seconds after which there is more to
+        do; None if there is nothing, until there is a request.
+        """
+        seconds = self.moving.idle()
+        return LIFETIME_SECONDS if seconds is None and self.forgets else seconds
+
+    def measure(self) -> None:
+        """Times the prefill of a short prompt, so that the first choices between fetching and computing are informed.
+        Nothing of it stays.
+        """
+        manager = self.scheduler.manager
+        num_tokens = min(MEASURED_TOKENS, self.max_context - 2)
+        vocab_size = self.runner.model.shape.vocab_size
+        was_on, manager.demotion.is_on = manager.demotion.is_on, False
+        for index in range(2):  # the first one also warms up
+            manager.fetching.costs.forget_prefill()
+            prompt = [(index + 7919 * each) % vocab_size for each in range(num_tokens)]
+            self.add(f"measure-{index}", None, prompt, SamplingParams(max_tokens=1, detokenize=False))
+            while self.has_work:
+                self.step()
+        manager.eviction.evict(manager.tree.num_chunks)
+        manager.demotion.is_on = was_on
+        manager.statistics.restart()
+        self.scheduler.counters = Counters()
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
         """Whether pins have room for a prompt."""
@@ -202,8 +243,7 @@ class Engine:
     def forgets(self) -> bool:
         """Whether time alone may change the cache. If so, even an idle engine must be stepped now and then."""
         manager = self.scheduler.manager
-        has_lifetime = manager.lifetime is not None and manager.tree.num_chunks > 0
-        return has_lifetime or manager.pins.has_ending
+        return manager.tree.has_ending or manager.pins.has_ending
 
     @property
     def holds_nothing(self) -> bool:
@@ -217,7 +257,7 @@ class Engine:
         assert self._requests or not self._answers, "answers of finished requests are kept"
         self.runner.check(self.scheduler.begun)
 
-    def _check_pin(self, num_tokens: int) -> None:
+    def _check_pin(self, num_tokens: int, tier: str) -> None:
         manager = self.scheduler.manager
         if not manager.tree.shares:
             raise RequestError("cache_pin needs cache.share, which is off", "cache_pin")
@@ -226,6 +266,10 @@ class Engine:
                 f"cache_pin: the prompt has {_count(num_tokens)}; pins keep whole chunks of {PAGE_TOKENS}",
                 "cache_pin",
             )
+        if tier == "disk":
+            if self.moving.tiers is None or not self.moving.tiers.outlives:
+                raise RequestError("cache_pin names the disk, but there is none (tiers.disk)", "cache_pin")
+            return
         most = manager.pins.most
         if num_tokens // PAGE_TOKENS > most:
             raise RequestError(
@@ -272,6 +316,9 @@ class Engine:
             request = sequence.request
             if request.first_token_at is None:
                 request.first_token_at = now
+                if request.hints.cache_pin and request.hints.pin_tier == "disk":
+                    num_tokens = len(request.prompt_ids)
+                    request.num_pinned_tokens = self.moving.pin(sequence.keys, num_tokens, request.hints.cache_pin)
             delta = answer.push(token_id, logprobs, ended)
             if delta.finish_reason is not None:
                 self.scheduler.finish(sequence)
@@ -299,6 +346,7 @@ class Engine:
             outputs,
             finished,
             request.sequences[0].num_cached_tokens,
+            request.sequences[0].cached_by_tier,
             request.num_pinned_tokens,
             request.sequences[0].kept_fraction,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -56,6 +56,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were already in the cache."""
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    """The same tokens by their origin: arena, memory, disk."""
     num_pinned_tokens: int | None = None
     """Prompt tokens that the request's own pin keeps; 0 if there was no room or the request ended pins; None without
     cache_pin."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
@@ -150,13 +150,33 @@ class CacheHints:
     """Only requests with an equal salt share a prefix; up to 256 characters."""
     cache_pin: float | None = None
     """Seconds for which the prompt's whole chunks are protected from eviction. True: until the pin is ended; 0 or
-    False: ends the pin; None: changes nothing. A pin gives way to a request that would otherwise wait for ever."""
+    False: ends the pin; None: changes nothing. A pin gives way to a request that would otherwise wait for ever.
+    {"tier": "disk", "seconds": 3600} keeps the chunks on the disk of tiers.disk instead; without seconds, until the pin
+    is ended."""
+
+    pin_tier: str = field(default="arena", init=False)
+    """Where `cache_pin` keeps the chunks: in the arena, or on the disk."""
+    cache_priority: int = 0
+    """Cached chunks of a lower priority are evicted first, -100 to 100. A chunk has the highest one of its requests."""
+    cache_lifetime: float | None = None
+    """Seconds without use after which the request's cached chunks are dropped; 0: when it ends. They are not copied to
+    a disk. A chunk has the longest lifetime of its requests. None: as cache.lifetime says."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_priority", _integer("cache_priority", self.cache_priority, -100, 100))
+        if self.cache_lifetime is not None:
+            seconds = _number("cache_lifetime", self.cache_lifetime, 0, MAX_PIN_SECONDS)
+            object.__setattr__(self, "cache_lifetime", seconds)
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
             raise _wrong("cache_salt", self.cache_salt, f"a string of at most {MAX_SALT_CHARS} characters")
         if self.cache_pin is None:
             return
+        if isinstance(self.cache_pin, Mapping):
+            wanted = '{"tier": "arena" or "disk"}, and optionally "seconds"'
+            if self.cache_pin.keys() - {"tier", "seconds"} or self.cache_pin.get("tier") not in PIN_TIERS:
+                raise _wrong("cache_pin", dict(self.cache_pin), wanted)
+            object.__setattr__(self, "pin_tier", self.cache_pin["tier"])
+            object.__setattr__(self, "cache_pin", self.cache_pin.get("seconds", True))
         if isinstance(self.cache_pin, bool):
             seconds = math.inf if self.cache_pin else 0.0
         elif isinstance(self.cache_pin, Real) and math.isinf(self.cache_pin) and self.cache_pin > 0:
@@ -170,6 +190,7 @@ class CacheHints:
 
 
 MAX_PIN_SECONDS = 366 * 86400.0
+PIN_TIERS = ("arena", "disk")
 
 
 def _wrong(name: str, value: object, wanted: str) -> RequestError:

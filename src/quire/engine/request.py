@@ -46,6 +46,8 @@ class Sequence:
     lead           computed tokens minus the calendar's clock, while it is in the calendar
     slice          its row in steps while it decodes one token at a time; None before
     swapped        its path while that is in a store; None otherwise
+    is_prefetched  whether chunks were looked for in a store before its admission
+    fetched        by store, prompt tokens that came from it before the first preemption
     is_begun       whether any step included it
     kept_fraction  share of the prompt's tokens that retention keeps, over all heads; None before it decides and without
                    retention
@@ -67,6 +69,8 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     swapped: Swapped | None = None
+    is_prefetched: bool = False
+    fetched: dict[str, int] = field(default_factory=dict)
     high_water: int = 0
     is_quiet: bool = False
     lead: int = 0
@@ -106,6 +110,24 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """`num_cached_tokens` by origin."""
+        if not self.num_cached_tokens:
+            return {}
+        near = self.num_cached_tokens - sum(self.fetched.values())
+        return {"arena": near, **self.fetched} if near else self.fetched
+
+    @property
+    def priority(self) -> int:
+        """Its request's wish for its cached chunks."""
+        return self.request.hints.cache_priority
+
+    @property
+    def lifetime(self) -> float | None:
+        """Its request's wish for its cached chunks."""
+        return self.request.hints.cache_lifetime
 
     @property
     def reads_cache(self) -> bool:

@@ -44,14 +44,8 @@ def _shared(row: tuple[Sequence, Slice]) -> tuple[tuple[int, int], ...]:
 
 Logprobs = dict[int, Logprob] | None
 
-
-def _may_follow(sequence: Sequence) -> bool:
-    """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive with
-    them: other requests will read these sums, and the rows would add to them.
-    """
-    path = sequence.path
-    first_is_there = path.transfer is not None and path.transfer.done(0)
-    return first_is_there and len(path.arriving) > 0 and not len(path.sums) and not sequence.awaits_scores
+NUM_PREFETCHED = 4
+"""Sequences at the head of the queue for which chunks are fetched before their admission."""
 
 
 class Sampled(NamedTuple):
@@ -158,21 +152,27 @@ class Scheduler:
         rows = self._decide()
         if self.calendar or rows:
             return self._compose(rows)
-        fetching = [sequence for sequence in self._active if sequence.path.transfer is not None]
-        if not fetching:
-            return None
-        return self._follow_fetch(next(filter(_may_follow, fetching), fetching[0]))
+        for sequence in self._active:
+            if self._may_follow(sequence):
+                return self._follow_fetch(sequence)
+        transfer = self.manager.fetching.transfer
+        return None if transfer is None else Wait(transfer)
+
+    def _may_follow(self, sequence: Sequence) -> bool:
+        """Whether rows of a sequence may run while its earlier chunks are still arriving. Not if column sums arrive
+        with them: other requests will read these sums, and the rows would add to them.
+        """
+        is_plain = not len(sequence.path.sums) and not sequence.awaits_scores
+        return is_plain and self.manager.fetching.may_follow(sequence.path)
 
     def _follow_fetch(self, sequence: Sequence) -> Step | Wait | None:
         """The step of a sequence with chunks in transfer, when no other sequence has rows. Once the first layer has
         arrived, the rows after these chunks run layer by layer behind the transfer.
         """
-        path = sequence.path
+        path, rows = sequence.path, list[_Rows]()
         assert path.transfer is not None
-        rows: list[_Rows] = []
-        if _may_follow(sequence):
-            self.manager.assume_fetched(sequence)
-            self._add_prompt(rows, sequence, self._left(0))
+        self.manager.fetching.assume(sequence)
+        self._add_prompt(rows, sequence, self._left(0))
         if sequence.state is not State.RUNNING:  # it had no room, and begins again
             return None
         if not rows:
@@ -265,7 +265,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            self.manager.forget(sequence)
+            self.manager.fetching.forget(sequence)
         if sequence.is_begun and sequence.state is not State.FINISHED:
             self._ended.append(sequence.sequence_id)
         sequence.state = State.FINISHED
@@ -335,10 +335,18 @@ class Scheduler:
             is_ready = not sequence.awaits_scores and sequence.path.transfer is None
             if is_ready and self._ready(sequence, underway):
                 num_rows += self._add_prompt(rows, sequence, self._left(num_rows))
+        for sequence in itertools.islice(self.waiting, NUM_PREFETCHED):
+            self._prefetch(sequence)
         if self.counters.preemptions != num_preempted:
             # A sequence may be preempted after its rows got slots.
             rows = [each for each in rows if each.sequence.state is State.RUNNING]
         return rows
+
+    def _prefetch(self, sequence: Sequence) -> None:
+        """Fetches for a sequence that is not admitted, once."""
+        if not sequence.is_prefetched and sequence.swapped is None:
+            sequence.is_prefetched = True
+            self.manager.fetching.prefetch(sequence)
 
     def _is_fetching(self, sequence: Sequence) -> bool:
         """Whether chunks of a sequence are in transfer. Ends a transfer that is over: its tokens count as computed, or,
@@ -349,7 +357,7 @@ class Scheduler:
             return False
         if not transfer.is_over:
             return True
-        if not self.manager.end_fetch(sequence):
+        if not self.manager.fetching.end(sequence):
             log.warning("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
             self._restart(sequence)
             if not sequence.num_preemptions:
@@ -675,7 +683,7 @@ class Scheduler:
         """Pins the computed prompt of a sequence whose request asked for it."""
         request = sequence.request
         seconds = request.hints.cache_pin
-        if not seconds or request.num_pinned_tokens is not None:
+        if not seconds or request.num_pinned_tokens is not None or request.hints.pin_tier != "arena":
             return
         num_tokens = len(request.prompt_ids)
         if self.manager.pins.add(sequence, num_tokens, seconds):
@@ -693,6 +701,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Extends the sequence. Preempts the youngest sequences until it fits; False if that is this one."""
         while not self.manager.extend(sequence, num_tokens):
+            if self.manager.fetching.make_way():
+                continue
             youngest = max(self.running, key=lambda running: running.sequence_id)
             self.preempt(youngest)
             if youngest is sequence:
@@ -701,7 +711,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.calendar.leave(sequence)
-        self.manager.swap_out(sequence)
+        self.manager.fetching.swap_out(sequence)
         self._restart(sequence)
         sequence.num_preemptions += 1
         self.counters.preemptions += 1

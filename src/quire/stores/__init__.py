@@ -1,1 +1,1 @@
-"""Stores of runs outside the arena. `disk.DiskStore` keeps them in a folder."""
+"""Stores: memories of runs beside the arena. Knows runs and their bytes, not sequences, pages or tokens."""

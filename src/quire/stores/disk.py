@@ -35,6 +35,9 @@ class DiskStore:
     put, and after `flush` for sure.
     """
 
+    name = "disk"
+    outlives = True
+
     def __init__(
         self,
         folder: Path,
@@ -121,10 +124,11 @@ class DiskStore:
             return None
         return entry.run
 
-    def get(self, transfer: Transfer) -> None:
-        """Starts to bring all layers of all runs of a transfer."""
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Starts to bring all layers of some runs of a transfer."""
         entries = []
-        for run in transfer.runs:
+        for run in runs:
+            transfer.sources[run] = self.name
             entry = self._catalog.entries.get(run)
             if entry is None or not self._reading.is_on:
                 transfer.fail(QuireError("the disk tier has lost a run since it was found"))

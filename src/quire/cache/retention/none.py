@@ -92,6 +92,10 @@ class NoRetention:
         """The runs to fetch, one for each chunk. `far` has the runs of the chunks that follow the `near` first ones."""
         return far
 
+    def prefetchable(self, far: list[Run]) -> list[Run]:
+        """The part of `far` that is of use to a sequence that is not admitted yet."""
+        return far
+
     def must_wait(self, holder: Holder) -> bool:
         """Whether another sequence is about to cache what this one needs."""
         return False

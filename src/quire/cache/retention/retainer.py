@@ -26,6 +26,7 @@ from quire.cache.retention.none import Found, NoRetention, Profiling
 from quire.cache.retention.packing import check_packed, drop, pack, places_of
 from quire.cache.retention.retained import Retained
 from quire.cache.room import Room
+from quire.cache.run import Run
 from quire.cache.segment import NO_ROWS
 from quire.cache.table import ChunkTable
 
@@ -136,6 +137,10 @@ class Retainer(NoRetention):
         if taken:
             self._give_sums(holder.path)
         return taken
+
+    def prefetchable(self, far: list[Run]) -> list[Run]:
+        """Nothing: the tree would get chunks without their sums."""
+        return []
 
     # ---- slices ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""Runs in pinned memory, beside an arena on a GPU. They end with the process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.cache.run import Run
+from quire.cache.store import Transfer
+from quire.errors import QuireError
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The extents of a run, one after the other.
+
+    ends  where each extent ends in `data`
+    """
+
+    data: torch.Tensor
+    ends: list[int]
+
+
+class MemoryStore:
+    """Keeps the most recently used runs that fit `cap` bytes. One thread copies them into the arena."""
+
+    name = "memory"
+    outlives = False
+
+    def __init__(self, cap: int, *, pinned: bool) -> None:
+        self.cap = cap
+        self._pinned = pinned
+        self._kept: OrderedDict[Run, _Kept] = OrderedDict()
+        self._runs: dict[bytes, Run] = {}
+        self._bytes = 0
+        self._counts = dict.fromkeys(("num_put", "num_read", "bytes_read", "bytes_written", "num_collected"), 0)
+        self._copying = ThreadPoolExecutor(1, "quire-memory")
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """Whatever it lacks: older runs make room."""
+        return [self._use(name) is None for name in names]
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps the run unless it is larger than everything."""
+        parts, ends, total = [], [], 0
+        for extent in extents:
+            parts.append(np.array(extent, np.uint8))
+            total += len(extent)
+            ends.append(total)
+        if total > self.cap:
+            return
+        while self._bytes + total > self.cap:
+            oldest = next(iter(self._kept))
+            self.drop(oldest.names)
+            self._counts["num_collected"] += 1
+        data = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
+        np.concatenate(parts, out=data.numpy())
+        self._kept[run] = _Kept(data, ends)
+        self._bytes += total
+        self._counts["num_put"] += 1
+        self._counts["bytes_written"] += total
+        for name in run.names:
+            if (older := self._runs.get(name)) is not None and older.names[0] == name and older.names == run.names:
+                self.drop([name])
+            self._runs[name] = run
+
+    def find(self, name: bytes) -> Run | None:
+        """See Store."""
+        return self._runs.get(name)
+
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Copies on its thread."""
+        for run in runs:
+            transfer.sources[run] = self.name
+            kept = self._kept.get(run)
+            if kept is None:
+                transfer.fail(QuireError("a run is no longer in memory"))
+                return
+            self._kept.move_to_end(run)
+            self._counts["num_read"] += 1
+            self._counts["bytes_read"] += kept.ends[-1]
+            self._copying.submit(_bring, transfer, run, kept)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """See Store."""
+        for name in list(names):
+            run = self._runs.get(name)
+            if run is not None and (kept := self._kept.pop(run, None)) is not None:
+                self._bytes -= kept.ends[-1]
+                for each in run.names:
+                    if self._runs.get(each) is run:
+                        del self._runs[each]
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """It has no pins."""
+        return False
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """It has no pins."""
+
+    def measure(self) -> float | None:
+        """Not measured: the first transfers tell."""
+        return None
+
+    def flush(self, seconds: float) -> bool:
+        """Nothing outlives the process."""
+        return True
+
+    def close(self) -> None:
+        """Ends its thread and forgets everything."""
+        self._copying.shutdown(cancel_futures=True)
+        self._kept.clear()
+        self._runs.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and counts since start."""
+        chunks = sum(len(run.names) for run in list(self._kept))
+        return {"bytes": self._bytes, "cap_bytes": self.cap, "chunks": chunks, "is_on": True, **self._counts}
+
+    def _use(self, name: bytes) -> Run | None:
+        run = self._runs.get(name)
+        if run is not None:
+            self._kept.move_to_end(run)
+        return run
+
+
+def _bring(transfer: Transfer, run: Run, kept: _Kept) -> None:
+    view, start = kept.data.numpy().data, 0
+    for end in kept.ends:
+        if transfer.is_over:
+            return
+        transfer.arrive(run, view[start:end])
+        start = end

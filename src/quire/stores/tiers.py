@@ -1,0 +1,124 @@
+"""The tiers of an engine: its stores, nearest first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from quire.cache.run import Run
+from quire.cache.store import Store, Transfer
+
+
+class Tier(Store, Protocol):
+    """A store with a name.
+
+    outlives  whether what it keeps is there after a restart; only such a store has pins
+    """
+
+    name: str
+    outlives: bool
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """Protects chunks until a time, in seconds since the epoch. False if it does not keep them or has no room."""
+        ...
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """Ends pins."""
+        ...
+
+    def measure(self) -> float | None:
+        """Measures bytes a second; None if it did not."""
+        ...
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything it took is where it stays. False if that takes longer than `seconds`."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads. A second call does nothing."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, chunks and counts since start."""
+        ...
+
+
+class Tiers:
+    """Several stores as one. A run is put into every store that lacks it, and comes from the nearest one that has it:
+    so the copy on the disk outlives the one in memory.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = list(tiers)
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """What any of them wants."""
+        return [any(each) for each in zip(*(tier.wants(names) for tier in self.tiers), strict=True)]
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Puts a run into those that want it."""
+        takers = [tier for tier in self.tiers if any(tier.wants(run.names))]
+        if len(takers) > 1:
+            kept = [memoryview(bytes(extent)) for extent in extents]
+            for tier in takers:
+                tier.put(run, kept)
+        elif takers:
+            takers[0].put(run, extents)
+
+    def find(self, name: bytes) -> Run | None:
+        """The run in the nearest store that has it."""
+        for tier in self.tiers:
+            if (run := tier.find(name)) is not None:
+                return run
+        return None
+
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Each run comes from the nearest store that has it."""
+        found: dict[Tier, list[Run]] = {}
+        for run in runs:
+            tier = next((each for each in self.tiers if each.find(run.names[0]) is run), self.tiers[-1])
+            found.setdefault(tier, []).append(run)
+        for tier, of_tier in found.items():
+            tier.get(transfer, of_tier)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """All of them forget."""
+        names = list(names)
+        for tier in self.tiers:
+            tier.drop(names)
+
+    @property
+    def outlives(self) -> bool:
+        """Whether anything is there after a restart."""
+        return any(tier.outlives for tier in self.tiers)
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """In the store that outlives the process; see Tier."""
+        return any(tier.pin(names, until) for tier in self.tiers if tier.outlives)
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """See Tier."""
+        names = list(names)
+        for tier in self.tiers:
+            if tier.outlives:
+                tier.unpin(names)
+
+    def measure(self) -> float | None:
+        """Bytes a second of the slowest tier; None if unknown."""
+        speeds = [speed for tier in self.tiers if (speed := tier.measure()) is not None]
+        return min(speeds, default=None)
+
+    def flush(self, seconds: float) -> bool:
+        """See Tier."""
+        end = time.monotonic() + seconds
+        return all(tier.flush(max(0.0, end - time.monotonic())) for tier in self.tiers)
+
+    def close(self) -> None:
+        """See Tier."""
+        for tier in self.tiers:
+            tier.close()
+
+    def stats(self) -> dict[str, Any]:
+        """By name; see Tier."""
+        return {tier.name: tier.stats() for tier in self.tiers}
