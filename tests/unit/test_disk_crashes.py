@@ -275,16 +275,23 @@ def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_
 
 def test_a_copy_in_another_sub_folder_takes_the_place_of_a_lost_run(opened: Callable[[], DiskStore]) -> None:
     first, second = two(opened)
-    fake, twin = Fake(1), Fake(1)
+    fake, twin, third = Fake(1), Fake(1), Fake(3)
     with first._writer.work, second._writer.work:
         first.put(fake.run, fake.pack())
         second.put(twin.run, twin.pack())
     assert first.flush(5) and second.flush(5)
     wait_until(lambda: len(first._catalog.entries) == 2)
-    first.drop([fake.names[0]])
-    assert holds(first, fake)
+    path = first._catalog.entries[fake.run].file
+    assert path is not None and path.is_own
+    path.path.write_bytes(bytes(path.num_bytes))
+    assert not holds(first, fake)
+    assert holds(first, fake), "the other copy"
     assert first.flush(5)
     first.check()
+    assert path.place != second._home.place and holds(second, twin)
+    first.put(third.run, third.pack())
+    first.drop([fake.names[1]])
+    assert first.find(fake.names[0]) is None and first.find(third.names[0]) is third.run
 
 
 def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: Any) -> None:

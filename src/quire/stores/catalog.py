@@ -107,14 +107,19 @@ class Catalog:
         self._clock = clock
 
     def add(self, entry: Entry) -> None:
-        """Makes a run findable."""
+        """Makes a run findable. Of several runs with a chunk, one that ends there with an attachment is found, or else
+        the first.
+        """
         with self.lock:
             self.entries[entry.run] = entry
             if entry.staged:
                 self.staged.add(entry)
             for name in entry.run.names:
-                if self.by_name.setdefault(name, entry) is not entry:
-                    self._hidden.setdefault(name, []).append(entry)
+                found = self.by_name.setdefault(name, entry)
+                if found is not entry:
+                    is_better = entry.run.ends_with_sums(name) and not found.run.ends_with_sums(name)
+                    self.by_name[name], other = (entry, found) if is_better else (found, entry)
+                    self._hidden.setdefault(name, []).append(other)
             if entry.file is not None:
                 entry.file.entries.add(entry)
 

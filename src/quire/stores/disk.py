@@ -103,10 +103,12 @@ class DiskStore:
             return
         known = catalog.of(run.names)
         catalog.drop([entry for entry in known if self._is_expired(entry)])
-        if known and all(name in catalog.by_name for name in run.names):
-            for entry in known:
-                catalog.use(entry)
-            return
+        if all(name in catalog.by_name for name in run.names):
+            last = catalog.by_name[run.names[-1]].run
+            if run.num_attached == 0 or last.ends_with_sums(run.names[-1]):
+                for entry in known:
+                    catalog.use(entry)
+                return
         slots = self._stage(extents)
         if slots is None:
             self._num_refused += 1
@@ -138,8 +140,12 @@ class DiskStore:
         self._reads.submit(transfer, entries)
 
     def drop(self, names: Iterable[bytes]) -> None:
-        """Forgets runs, each given by any of its names."""
-        self._catalog.drop(self._catalog.of(names))
+        """Forgets runs, each given by any of its names, with all copies. Those that other processes wrote stay in their
+        sub-folders, and this process does not find them any more.
+        """
+        names = list(names)
+        while found := self._catalog.of(names):
+            self._catalog.drop(found)
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything that was put is on the disk and in the index; False if it is not."""
@@ -180,8 +186,8 @@ class DiskStore:
         """What is on the disk, of all processes and models, where the salt is visible; the last used first."""
         return list_stored(self._home.folder, self._home.seal, self._digest, visible)
 
-    def measure(self) -> float:
-        """Bytes per second of a short write and read, with the throttle; 0 if there is no room."""
+    def measure(self) -> float | None:
+        """Bytes per second of a short write and read, with the throttle; None if there is no room."""
         return self._writer.measure()
 
     def check(self) -> None:

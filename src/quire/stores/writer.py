@@ -90,8 +90,8 @@ class Writer:
             finally:
                 self.work.release()
 
-    def measure(self) -> float:
-        """Bytes per second of writing and reading a file; 0 if that does not work."""
+    def measure(self) -> float | None:
+        """Bytes per second of writing and reading a file; None if that does not work."""
         home = self._home
         path = home.place / f"measure-{os.getpid()}{DRAFT_SUFFIX}"
         with self.work, contextlib.suppress(OSError, DamagedIndexError):
@@ -99,7 +99,7 @@ class Writer:
             while not home.make_room(size):
                 size //= 2
                 if size < 1 << 20:
-                    return 0.0
+                    return None
             view = Buffer().view(size)
             file = DirectFile(path, is_direct=home.is_direct, is_new=True)
             try:
@@ -111,7 +111,7 @@ class Writer:
             finally:
                 file.close()
                 path.unlink(missing_ok=True)
-        return 0.0
+        return None
 
     def _run(self) -> None:
         while True:
