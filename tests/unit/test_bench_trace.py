@@ -137,7 +137,9 @@ def test_every_request_matches_what_was_counted(folder: str, tmp_path: Path, cap
     assert row["matched_tokens"] == row["expected_tokens"] == sum(expected)
     assert row["computed_tokens"] == row["prompt_tokens"] - row["matched_tokens"]
     assert row["prompt_tokens"] == sum(-(-length // 16) for length, _, _ in FORKS)
-    assert row["saved_bytes"] == sum(expected) * 2 * 2 * 12 * 2 * 4
+    # A copied last chunk is the request's own until its last token is computed.
+    shared, later = (sum(each // 64 * 64 for each in found) for found in (expected, [each + 1 for each in expected]))
+    assert shared <= row["saved_bytes"] / (2 * 2 * 12 * 2 * 4) <= later
     assert 0 < row["cached_bytes"] <= row["cache_bytes"]
     printed = capsys.readouterr().out
     assert all(
