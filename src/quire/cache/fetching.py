@@ -161,8 +161,11 @@ class Fetching:
 
     def assume(self, holder: Holder) -> None:
         """Counts chunks in transfer as computed: the step's layers wait for their pages."""
-        path = holder.path
-        path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
+        holder.path.num_tokens = self._num_known(holder.path)
+
+    def _num_known(self, path: Path) -> int:
+        """Number of tokens that are computed or arrive."""
+        return max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
 
     def may_follow(self, path: Path) -> bool:
         """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""
@@ -331,7 +334,7 @@ class Fetching:
         num_bytes, num_tokens = sum(run_bytes(self._pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self._backlog())
         others = (each for each in self.paths.room.live if each is not holder)
-        before = sum(max(0, each.num_prompt - each.path.num_tokens) for each in others)
+        before = sum(max(0, each.num_prompt - self._num_known(each.path)) for each in others)
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
         waiting = self.costs.prefill(0, before)
         pays = fetching is None or computing is None or waiting is None or fetching <= computing + waiting
