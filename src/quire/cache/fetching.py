@@ -212,7 +212,8 @@ class Fetching:
         run = put_rows(self.store, self._pages, Origin((handle,)), rows, attached=len(path.sums))
         if self.store.find(handle) is run:
             self.counts.swapped_out += len(path.private)
-            holder.swapped = Swapped(replace(path, tip=None, heads={}, num_shared=0), path.num_shared, run)
+            kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
+            holder.swapped = Swapped(kept, path.num_shared, run)
 
     def swapped_demand(self, holder: Holder) -> Demand | None:
         """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
