@@ -270,7 +270,9 @@ def test_a_prompt_that_is_computed_before_makes_fetching_worth_more(waiting: int
         engine.step()  # two of its six chunks
     tell(fetching.costs, chosen.num_bytes / (seconds * 1.5 - LATENCY), 1e-2)
     sequence = chosen.ask()  # it waits for its admission, because the step is full
-    assert (sequence in fetching.guests) == fetches == (sequence.path.transfer is None and fetching.transfer is not None)
+    assert (
+        (sequence in fetching.guests) == fetches == (sequence.path.transfer is None and fetching.transfer is not None)
+    )
 
 
 def test_a_swap_pays_if_both_ways_take_less_time_than_computing_again(seed: int) -> None:

@@ -342,5 +342,3 @@ def test_a_chunk_larger_than_a_run_is_a_run_of_its_own() -> None:
     ledger = PageLedger(6 * 3 * codec.page_bytes, codec.page_bytes)
     table = ChunkTable(ledger, 3, 1, codec, arena=Arena(ledger.num_bytes))
     assert Demotion(table, ToyStore())._most == 1
-
-
