@@ -113,11 +113,13 @@ class Sequence:
 
     @property
     def cached_by_tier(self) -> dict[str, int]:
-        """`num_cached_tokens` by origin."""
-        if not self.num_cached_tokens:
-            return {}
-        near = self.num_cached_tokens - sum(self.fetched.values())
-        return {"arena": near, **self.fetched} if near else self.fetched
+        """`num_cached_tokens` by origin. Tokens that were fetched and evicted again before admission do not count."""
+        left, found = self.num_cached_tokens, dict[str, int]()
+        for name, count in self.fetched.items():
+            if taken := min(count, left):
+                found[name] = taken
+                left -= taken
+        return {"arena": left, **found} if left else found
 
     @property
     def reads_cache(self) -> bool:
