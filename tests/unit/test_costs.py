@@ -357,7 +357,7 @@ def test_nobody_follows_what_is_private(seed: int) -> None:
     drain(engine)
 
 
-# ---- slow stores, and such as never answer -----------------------------------------------------------------------------
+# ---- slow stores, and such as never answer ---------------------------------------------------------------------------
 
 
 def test_a_request_on_a_very_slow_store_is_computed_instead(seed: int) -> None:

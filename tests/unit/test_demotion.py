@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -250,7 +249,7 @@ def test_no_store_means_no_work() -> None:
     assert manager.demotion.num_lost == 0
 
 
-# ---- attachments -------------------------------------------------------------------------------------------------------
+# ---- attachments -----------------------------------------------------------------------------------------------------
 
 
 def sums_engine(store: ToyStore, chunks: int = 60) -> Engine:

@@ -313,6 +313,29 @@ def make_it_move(watched: Watched, prompts: list[list[int]], expected: list[list
     check_tiers(watched.collected["waits"])
 
 
+def test_tokens_by_tier_add_up_though_what_was_fetched_ahead_is_evicted_again(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, other = ([rng.randrange(VOCABULARY) for _ in range(64 * 4 + 9)] for _ in range(2))
+    store = ToyStore(seed, delay=0.001)
+    engine = with_store(store, chunks=30, **{"scheduler.max_running": 1})
+    manager = engine.scheduler.manager
+    generate(engine, [prompt])
+    manager.eviction.evict(99)
+    collected: dict[str, RequestOutput] = {}
+    engine.add("first", None, other, GREEDY)
+    engine.add("waits", None, prompt, GREEDY)
+    while manager.fetching.counts.prefetched < 4:
+        for delta in engine.step():
+            gather(collected, delta)
+    manager.eviction.evict(3)
+    store.drop(list(store.runs))
+    while engine.has_work:
+        for delta in engine.step():
+            gather(collected, delta)
+    assert collected["waits"].num_cached_tokens == 64
+    check_tiers(collected["waits"])
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_no_order_of_moves_changes_a_token(part: str, seed: int) -> None:
     """A night run has 300 compositions."""

@@ -155,7 +155,7 @@ class Machine:
         self.now, self.num_asked = 0.0, 0
         self.counts: Counter[str] = Counter()
 
-    # ---- what a scheduler does -----------------------------------------------------------------------------------
+    # ---- what a scheduler does ---------------------------------------------------------------------------------------
 
     def ask(self) -> None:
         if len(self.waiting) < MOST_WAITING:
@@ -319,7 +319,7 @@ class Machine:
             self.fetching.forget(asked)
         assert asked not in self.fetching.guests and asked.swapped is None
 
-    # ---- what a store does -----------------------------------------------------------------------------------------
+    # ---- what a store does -------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         """Some extents, mostly the oldest ones."""
@@ -348,7 +348,7 @@ class Machine:
     def fill(self) -> None:
         self.store.is_full = self.rng.random() < 0.2
 
-    # ---- time and room ---------------------------------------------------------------------------------------------
+    # ---- time and room -----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         self.now += self.rng.choice([0.0, 1e-5, 1e-3, 5.0])
@@ -377,7 +377,7 @@ class Machine:
     def poison(self) -> None:
         poison_free(self.table)
 
-    # ---- the model -------------------------------------------------------------------------------------------------
+    # ---- the model ---------------------------------------------------------------------------------------------------
 
     def num_near(self, asked: Asked) -> int:
         """Leading chunks of a sequence that some segment of the tree has, found without the tree's own search."""
