@@ -215,6 +215,16 @@ class Fetching:
             kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
             holder.swapped = Swapped(kept, path.num_shared, run)
 
+    def must_wait(self, holder: Holder) -> bool:
+        """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
+        if that fails, in the store; now they are in neither.
+        """
+        swapped = holder.swapped
+        if swapped is None or not self.arriving:
+            return False
+        near = sum(count for _, count in self.tree.walk(holder.keys, swapped.num_shared))
+        return not self.arriving.isdisjoint(holder.keys.first(swapped.num_shared)[near:])
+
     def swapped_demand(self, holder: Holder) -> Demand | None:
         """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
         swapped = holder.swapped
