@@ -61,7 +61,7 @@ def test_a_speed_is_exact_from_the_first_transfer_on_and_follows_changes(seed: i
     costs.note_fetch(10 << 20, LATENCY + (10 << 20) / 1e8)
     assert costs.fetch(5 << 20) == pytest.approx(LATENCY + (5 << 20) / 1e8)
     assert costs.fetch(0) == LATENCY
-    # A disk that slows down to a hundredth: by the geometric mean, so one outlier moves it little, and many all the way.
+    # A disk that slows down to a hundredth: by the geometric mean, one outlier moves it little, and many all the way.
     costs.note_fetch(10 << 20, LATENCY + (10 << 20) / 1e6)
     assert costs.speed == pytest.approx(1e8 * 0.01**WEIGHT)
     for _ in range(60):

@@ -27,7 +27,7 @@ from ..toy_guide import ToyGuide
 from ..toy_store import ToyStore
 from .test_stores import SHAPE, VOCABULARY, with_store
 
-pytestmark = [pytest.mark.usefixtures("toy_codec"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("toy_codec")
 
 RETENTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -336,6 +336,33 @@ def test_tokens_by_tier_add_up_though_what_was_fetched_ahead_is_evicted_again(se
     check_tiers(collected["waits"])
 
 
+def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> None:
+    """While the prefix comes for the first one, the others wait for it and keep their own chunks in the store."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCABULARY) for _ in range(64 * 3)]
+    prompts = [[*shared, *(rng.randrange(VOCABULARY) for _ in range(30 + index))] for index in range(3)]
+    params = replace(GREEDY, max_tokens=50)
+    expected = generate(make_engine(SHAPE), prompts, params)
+    engine = with_store(ToyStore(seed, delay=0.01), chunks=60)
+    sequences = [engine.add(str(index), None, prompt, params).sequences[0] for index, prompt in enumerate(prompts)]
+    collected: dict[str, RequestOutput] = {}
+    while min(each.num_generated for each in sequences) < 20:
+        for delta in engine.step():
+            gather(collected, delta)
+    for each in sequences:
+        engine.scheduler.preempt(each)
+        assert each.swapped is not None
+    manager = engine.scheduler.manager
+    manager.eviction.evict(99)
+    while engine.has_work:
+        for delta in engine.step():
+            gather(collected, delta)
+        engine.check()
+    assert [collected[str(index)].outputs[0].token_ids for index in range(3)] == expected
+    assert manager.fetching.counts.swapped_in == 3 and engine.stats()["replayed_tokens"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_no_order_of_moves_changes_a_token(part: str, seed: int) -> None:
     """A night run has 300 compositions."""
@@ -358,6 +385,7 @@ def test_no_order_of_moves_changes_a_token(part: str, seed: int) -> None:
     assert not never and counts["demoted"] + counts["evicted to the store"] > 0, f"never happened: {never}"
 
 
+@pytest.mark.slow
 def test_a_hundred_seeds_of_delays_give_the_same_tokens(seed: int) -> None:
     """One load, in an arena in which every prompt has to be fetched again. A full run has 100 seeds."""
     rng = random.Random(7)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 import torch
 
 from quire.cache.arena import Arena
@@ -174,6 +173,10 @@ class Machine:
         asked = self.waiting[0]
         near, was_swapped, taken = self.num_near(asked), asked.swapped is not None, self.table.num_taken
         guests = len(self.fetching.guests)
+        if self.fetching.must_wait(asked):
+            assert not self.manager.admit(asked) and asked.swapped is not None
+            self.counts["waited for another's"] += 1
+            return
         if not self.manager.admit(asked):
             assert len(self.fetching.guests) == 0, "a fetch for others was left in the way"
             assert self.table.num_taken == taken or guests
@@ -445,8 +448,12 @@ class Machine:
         assert live == set(self.fetching._underway), "a transfer of nobody, or one that nobody counts"
         arriving = [name for path in owners for name in path.arriving]
         assert len({*arriving}) == len(arriving) and self.fetching.arriving == {*arriving}, "fetched twice at once"
+        ledger = self.table.ledger
+        for transfer in live:
+            for arrival in transfer._parts.values():
+                pages = self.table._pages_of(arrival.rows[arrival.rows >= 0])
+                assert ledger.holds(pages).all(), "a page may move while a store writes it"
         if not live:
-            ledger = self.table.ledger
             assert not ledger.holds(ledger.ids_out()).any(), "a hold outlives its transfer"
         handles = {each.swapped.run.names[0] for each in self.waiting if each.swapped is not None}
         handles |= {run.names[0] for path in owners if path.transfer for run in path.transfer.runs if not run.is_shared}
@@ -488,7 +495,6 @@ class Machine:
         self.counts.update(vars(self.fetching.counts))
 
 
-@pytest.mark.slow
 def test_whatever_happens_every_page_that_is_read_has_the_bytes_of_its_tokens(seed: int) -> None:
     """Half of the machines encode. A night run has 300,000 operations."""
     counts: Counter[str] = Counter()
