@@ -167,7 +167,7 @@ class Chosen:
 
     def ask(self) -> Any:
         """A request for the far prompt, and one step."""
-        request = self.engine.add(f"far {random.random()}", None, self.prompt, GREEDY)
+        request = self.engine.add(f"far {len(self.engine._requests)}", None, self.prompt, GREEDY)
         self.engine.step()
         return request.sequences[0]
 
@@ -255,7 +255,7 @@ def test_transfers_that_are_under_way_delay_a_new_one(backlog: int, fetches: boo
     if backlog:
         engine.abort(sequence.request.request_id)
         engine.scheduler.manager.eviction.evict(99)
-        store.deliver(0, 1)
+        store.deliver(1, 2)  # not the first layer, behind which a step would follow
         assert chosen.ask().path.transfer is not None, "half of what was ahead has arrived: 0.9 of the time"
 
 
@@ -294,12 +294,11 @@ def test_a_swap_pays_if_both_ways_take_less_time_than_computing_again(seed: int)
         assert engine.holds_nothing
 
 
-@pytest.mark.parametrize("kind", ["retain.budget"])
-def test_a_swap_of_a_decided_sequence_is_compared_with_its_decode_steps(kind: str, seed: int) -> None:
+def test_a_swap_of_a_decided_sequence_is_compared_with_its_decode_steps(seed: int) -> None:
     rng = random.Random(seed)
     for share, swaps in ((0.9, True), (1.1, False)):
         store = ToyStore(seed, delay=0.001)
-        engine = with_store(store, chunks=40, **{kind: 0.5, "retain.profile_rows": 32})
+        engine = with_store(store, chunks=40, **{"retain.budget": 0.5, "retain.profile_rows": 32})
         request = engine.add("x", None, [rng.randrange(VOCABULARY) for _ in range(150)], GREEDY)
         sequence = request.sequences[0]
         while sequence.num_generated < 20:
@@ -334,7 +333,7 @@ def test_a_step_follows_only_where_the_rest_is_expected_soon(seed: int) -> None:
     fetching.costs.speed = None
     assert not fetching.may_follow(path), "nobody knows when the rest arrives"
     # Bytes that arrived are not waited for.
-    fetching.costs.speed = (soon + late) / 2 if soon > late else late
+    fetching.costs.speed = late
     path.transfer.ready[:] = 1
     assert fetching.may_follow(path)
 
