@@ -362,6 +362,34 @@ def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> N
     assert manager.fetching.counts.swapped_in == 3 and engine.stats()["replayed_tokens"] == 0
 
 
+def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: int) -> None:
+    """Its prefix was evicted and computed again for somebody else, in as many chunks but another segment."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCABULARY) for _ in range(128)]
+    store = ToyStore(seed, delay=0.001)
+    engine = with_store(store, chunks=40)
+    scheduler, tree = engine.scheduler, engine.scheduler.manager.tree
+    (sequence,) = engine.add("swapped", None, [*shared, 1, 2], GREEDY).sequences
+    while sequence.num_generated < 5:
+        engine.step()
+    before = tree.shared(sequence.path)
+    scheduler.preempt(sequence)
+    assert sequence.swapped is not None
+    scheduler.manager.eviction.evict(99)
+    store.drop([name for name, run in store.runs.items() if run.is_shared])
+    engine.add("other", None, [*shared, 3], GREEDY)
+    scheduler.waiting.reverse()
+    scheduler.max_running = 1
+    while sequence.state is State.WAITING:
+        engine.step()
+    path = sequence.path
+    assert path.num_shared == 2 and scheduler.manager.fetching.counts.swapped_in == 1
+    fresh = tuple((segment.number, len(segment.chunks)) for segment in path.segments)
+    assert tree.shared(path) == fresh != before
+    while engine.has_work:
+        engine.step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_no_order_of_moves_changes_a_token(part: str, seed: int) -> None:
