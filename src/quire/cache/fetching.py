@@ -1,4 +1,4 @@
-"""Fetching: chunks from a store replace computing them. Preempted sequences leave and return in the same way.
+"""Fetching: chunks from a store replace computing them.
 
 A sequence with chunks in transfer holds its place and its reservation. A sequence that waits for admission holds
 neither: its chunks are fetched for the tree, as idle cached chunks.
@@ -7,9 +7,8 @@ neither: its chunks are fetched for the tree, as idle cached chunks.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,12 +16,11 @@ from quire.cache.arrays import Int32s
 from quire.cache.costs import Costs
 from quire.cache.holder import Holder
 from quire.cache.keys import ChunkKeys
-from quire.cache.ledger import PAGE_TOKENS, Demand
-from quire.cache.path import Path, Swapped
+from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.path import Path
 from quire.cache.paths import Paths
-from quire.cache.run import Origin, Run, demand_of, run_bytes, take_rows
-from quire.cache.segment import NO_ROWS
-from quire.cache.store import Store, Transfer, put_rows
+from quire.cache.run import Run, run_bytes
+from quire.cache.store import Store, Transfer
 from quire.cache.table import ChunkTable
 
 log = logging.getLogger("quire")
@@ -103,7 +101,7 @@ class Fetching:
         self.tree.extend(path, keys, near, not holder.num_preemptions)
         paths.settle_shared(holder)
         if paths.extend(holder, (near + len(runs)) * PAGE_TOKENS):
-            self._begin(keys, path, runs)
+            self.begin(keys, path, runs)
             if paths.room.fits(self.table.nothing):
                 return
             self.cancel(path)
@@ -131,7 +129,7 @@ class Fetching:
         self.paths.eviction.evict_for(lambda: demand)
         path.append(table.take(len(runs), table.sealed_codec, sidecar=near == 0))
         self.guests[holder] = guest
-        self._begin(keys, path, runs)
+        self.begin(keys, path, runs)
         if not self.paths.room.fits(table.nothing):
             self.dismiss(holder)
 
@@ -200,99 +198,15 @@ class Fetching:
         """The oldest transfer; None if nothing is on its way."""
         return next(iter(self._underway), None)
 
-    # ---- private runs ----------------------------------------------------------------------------------------------
-
-    def swap_out(self, holder: Holder) -> None:
-        """Puts the chunks of a preempted sequence that are in no tree into the store, if to bring them back is faster
-        than to compute them again. The caller frees them.
-        """
-        path, handle = holder.path, os.urandom(16)
-        rows = np.concatenate((path.private, path.sums))
-        # Before retention decides, a prompt's computed chunks are cached in any case.
-        is_undecided = len(path.sums) > 0 and not path.is_decided
-        if path.transfer is not None or path.filled >= 0 or is_undecided or not len(path.private):
-            return
-        if not self.store.wants([handle])[0]:
-            return
-        if not self._pays_to_swap(holder, self._pages.bytes_of(rows)):
-            return
-        run = put_rows(self.store, self._pages, Origin((handle,)), rows, attached=len(path.sums))
-        if self.store.find(handle) is run:
-            self.counts.swapped_out += len(path.private)
-            kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
-            holder.swapped = Swapped(kept, path.num_shared, run)
-
-    def must_wait(self, holder: Holder) -> bool:
-        """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
-        if that fails, in the store; now they are in neither.
-        """
-        swapped = holder.swapped
-        if swapped is None or not self.arriving:
-            return False
-        near = sum(count for _, count in self.tree.walk(holder.keys, swapped.num_shared))
-        return not self.arriving.isdisjoint(holder.keys.first(swapped.num_shared)[near:])
-
-    def swapped_demand(self, holder: Holder) -> Demand | None:
-        """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
-        swapped = holder.swapped
-        if swapped is None:
-            return None
-        found = list(self.tree.walk(holder.keys, swapped.num_shared))
-        near = sum(count for _, count in found)
-        num_far = swapped.num_shared - near
-        is_there = self.store.find(swapped.run.names[0]) is swapped.run
-        if not is_there or len(self.far(holder.keys, near, swapped.num_shared)) < num_far:
-            self.forget(holder)
-            return None
-        demand = demand_of(self._pages, swapped.run) + self.paths.eviction.evictable_of(found)
-        return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
-
-    def swap_in(self, holder: Holder) -> bool:
-        """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
-        not fit with its holds.
-        """
-        swapped, table = holder.swapped, self._pages
-        assert swapped is not None
-        path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
-        path.chunks = path.sums = NO_ROWS
-        if end:
-            self.tree.extend(path, keys, end, False)
-        near = path.num_shared
-        far = self.far(keys, near, end)
-        has_sidecar = len(far) > 0 and near == 0
-        demand = demand_of(table, run) + table.demand(len(far), sidecars=has_sidecar)
-        self.paths.eviction.evict_for(lambda: demand)
-        if far:
-            path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
-        rows = take_rows(table, run)
-        num_own = len(rows) - run.num_attached
-        path.sums = rows[num_own:]
-        holder.path, holder.swapped = path, None
-        self._begin(keys, path, far, (run, rows))
-        path.append(rows[:num_own])
-        if not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
-            self.cancel(path)
-            self.paths.give_back(path)
-            return False
-        self.counts.swapped_in += num_own
-        return True
-
-    def forget(self, holder: Holder) -> None:
-        """Drops what is kept or fetched for a sequence that waits."""
-        self.dismiss(holder)
-        if holder.swapped is not None:
-            self.store.drop(holder.swapped.run.names)
-            holder.swapped = None
-
     # ---- transfers -------------------------------------------------------------------------------------------------
 
     @property
-    def _pages(self) -> ChunkTable:
+    def pages(self) -> ChunkTable:
         """The table, for a store that keeps something."""
         assert isinstance(self.table, ChunkTable), "a table without pages"
         return self.table
 
-    def _begin(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
+    def begin(self, keys: ChunkKeys, path: Path, far: list[Run], *private: tuple[Run, Int32s]) -> None:
         """Fetches the chunks of a path that follow its shared ones: `far[i]` is the run of the i-th one. If the last
         run ends with its attachment, the column sums of all chunks come with it.
         """
@@ -307,14 +221,14 @@ class Fetching:
         self.counts.wasted += sum(
             int((rows[: len(run.names)] < 0).sum()) for run, rows in parts.items() if run.is_shared
         )
-        path.transfer = transfer = Transfer(self._pages, list(parts.items()), self._changed)
+        path.transfer = transfer = Transfer(self.pages, list(parts.items()), self._changed)
         path.arriving = names
         self.arriving.update(names)
-        num_bytes = sum(run_bytes(self._pages, run) for run in parts)
-        self._underway[transfer] = num_bytes + self._backlog()
+        num_bytes = sum(run_bytes(self.pages, run) for run in parts)
+        self._underway[transfer] = num_bytes + self.backlog()
         self.store.get(transfer, transfer.runs)
 
-    def _backlog(self) -> int:
+    def backlog(self) -> int:
         """Bytes that are still to arrive before a new transfer's."""
         return max((int(ahead * (1 - each.share)) for each, ahead in self._underway.items()), default=0)
 
@@ -349,8 +263,8 @@ class Fetching:
         """Whether fetching the chunks after the `near` first ones ends before computing them would, behind the prompts
         that are being computed.
         """
-        num_bytes, num_tokens = sum(run_bytes(self._pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
-        fetching = self.costs.fetch(num_bytes + self._backlog())
+        num_bytes, num_tokens = sum(run_bytes(self.pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
+        fetching = self.costs.fetch(num_bytes + self.backlog())
         others = (each for each in self.paths.room.live if each is not holder)
         before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
@@ -367,19 +281,6 @@ class Fetching:
                 *map(_shown, (fetching, computing, waiting)),
             )
         return pays
-
-    def _pays_to_swap(self, holder: Holder, num_bytes: int) -> bool:
-        """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one
-        by one once retention has decided.
-        """
-        path, costs = holder.path, self.costs
-        moving = costs.fetch(2 * num_bytes + self._backlog())
-        if path.is_decided:
-            parts = costs.prefill(0, holder.num_prompt), costs.decode(path.num_tokens - holder.num_prompt)
-        else:
-            start = path.num_shared * PAGE_TOKENS
-            parts = costs.prefill(start, path.num_tokens - start), 0.0
-        return moving is None or None in parts or moving <= sum(part or 0.0 for part in parts)
 
 
 def _shown(seconds: float | None) -> str:

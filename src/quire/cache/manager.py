@@ -25,6 +25,7 @@ from quire.cache.retention.decisions import Retention
 from quire.cache.retention.prefix_sums import make_retainer
 from quire.cache.retention.retainer import Retainer
 from quire.cache.store import Nowhere, Store
+from quire.cache.swapping import Swapping
 from quire.cache.tree import PrefixTree
 
 log = logging.getLogger("quire")
@@ -39,6 +40,7 @@ class CacheManager(Paths):
 
     pins        prefixes that stay cached for a time
     fetching    transfers from a store
+    swapping    what preempted sequences have in a store
     capacity    most sealed chunks of one sequence if it is alone
     """
 
@@ -54,6 +56,7 @@ class CacheManager(Paths):
         super().__init__(table, tree, retention, store or Nowhere(), retainer)
         tree.lifetime = lifetime
         self.fetching = Fetching(self, self.demotion.store)
+        self.swapping = Swapping(self.fetching)
         self.capacity = self.room.capacity()
         self.pins = Pins(tree, int(self.capacity * PINNED_SHARE))
         self._refused: object = None  # the last refused sequence, and the state that the refusal depends on
@@ -62,7 +65,7 @@ class CacheManager(Paths):
         """Gives a sequence a path, over the chunks found in the cache, and reserves room for its tokens. False, and
         nothing changes, if it must wait.
         """
-        if self.refuses(holder) or self.fetching.must_wait(holder):
+        if self.refuses(holder) or self.swapping.must_wait(holder):
             return False
         while not self._has_room_for(holder):
             if self.fetching.make_way():
@@ -78,15 +81,17 @@ class CacheManager(Paths):
                 len(holder.token_ids),
             )
         self._refused = None
-        if holder.swapped is not None and self.fetching.swap_in(holder):
+        if holder.swapped is not None:
+            if not self.swapping.bring_back(holder):
+                return False
             self.room.promise(holder)
             self.statistics.note_peak()
-        else:
-            holder.path = Path(priority=holder.priority, lifetime=holder.lifetime)
-            self.retention.enter(holder)
-            self.room.promise(holder)
-            self.match(holder)
-            self.fetching.bring(holder)
+            return True
+        holder.path = Path(priority=holder.priority, lifetime=holder.lifetime)
+        self.retention.enter(holder)
+        self.room.promise(holder)
+        self.match(holder)
+        self.fetching.bring(holder)
         return True
 
     def refuses(self, holder: Holder) -> bool:
@@ -100,7 +105,7 @@ class CacheManager(Paths):
 
     def _has_room_for(self, holder: Holder) -> bool:
         """Whether a sequence may be admitted. Takes no locks and counts no hits."""
-        if (swapped := self.fetching.swapped_demand(holder)) is not None:
+        if (swapped := self.swapping.demand(holder)) is not None:
             return self.room.fits(swapped + self.room.growth())
         found = list(self.tree.walk(holder.keys, self.retention.findable(holder))) if holder.reads_cache else []
         # Found chunks will be locked, and cannot be evicted.

@@ -265,7 +265,7 @@ class Scheduler:
             self._leave(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-            self.manager.fetching.forget(sequence)
+            self.manager.swapping.forget(sequence)
         if sequence.is_begun and sequence.state is not State.FINISHED:
             self._ended.append(sequence.sequence_id)
         sequence.state = State.FINISHED
@@ -711,7 +711,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.calendar.leave(sequence)
-        self.manager.fetching.swap_out(sequence)
+        self.manager.swapping.take_out(sequence)
         self._restart(sequence)
         sequence.num_preemptions += 1
         self.counters.preemptions += 1

@@ -1,0 +1,124 @@
+"""Swapping: preempted sequences leave their own chunks in a store, and get them back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from quire.cache.fetching import Fetching
+from quire.cache.holder import Holder
+from quire.cache.ledger import PAGE_TOKENS, Demand
+from quire.cache.path import Path, Swapped
+from quire.cache.run import Origin, demand_of, take_rows
+from quire.cache.segment import NO_ROWS
+from quire.cache.store import put_rows
+
+
+class Swapping:
+    """Moves the private chunks of preempted sequences: open, packed, with column sums. Their shared chunks are found
+    again by their keys, near or far.
+    """
+
+    def __init__(self, fetching: Fetching) -> None:
+        self.fetching = fetching
+        self.paths = fetching.paths
+        self.table = fetching.table
+        self.tree = fetching.tree
+        self.store = fetching.store
+
+    def take_out(self, holder: Holder) -> None:
+        """Puts the chunks of a preempted sequence that are in no tree into the store, if to bring them back is faster
+        than to compute them again. The caller frees them.
+        """
+        path, handle = holder.path, os.urandom(16)
+        rows = np.concatenate((path.private, path.sums))
+        # Before retention decides, a prompt's computed chunks are cached in any case.
+        is_undecided = len(path.sums) > 0 and not path.is_decided
+        if path.transfer is not None or path.filled >= 0 or is_undecided or not len(path.private):
+            return
+        if not self.store.wants([handle])[0]:
+            return
+        if not self._pays(holder, self.fetching.pages.bytes_of(rows)):
+            return
+        run = put_rows(self.store, self.fetching.pages, Origin((handle,)), rows, attached=len(path.sums))
+        if self.store.find(handle) is run:
+            self.fetching.counts.swapped_out += len(path.private)
+            kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
+            holder.swapped = Swapped(kept, path.num_shared, run)
+
+    def must_wait(self, holder: Holder) -> bool:
+        """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
+        if that fails, in the store; now they are in neither.
+        """
+        swapped = holder.swapped
+        if swapped is None or not self.fetching.arriving:
+            return False
+        near = sum(count for _, count in self.tree.walk(holder.keys, swapped.num_shared))
+        return not self.fetching.arriving.isdisjoint(holder.keys.first(swapped.num_shared)[near:])
+
+    def demand(self, holder: Holder) -> Demand | None:
+        """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
+        swapped = holder.swapped
+        if swapped is None:
+            return None
+        found = list(self.tree.walk(holder.keys, swapped.num_shared))
+        near = sum(count for _, count in found)
+        num_far = swapped.num_shared - near
+        is_there = self.store.find(swapped.run.names[0]) is swapped.run
+        if not is_there or len(self.fetching.far(holder.keys, near, swapped.num_shared)) < num_far:
+            self.forget(holder)
+            return None
+        demand = demand_of(self.fetching.pages, swapped.run) + self.paths.eviction.evictable_of(found)
+        return demand + self.table.demand(num_far, sidecars=num_far > 0 and near == 0)
+
+    def bring_back(self, holder: Holder) -> bool:
+        """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
+        not fit with its holds.
+        """
+        swapped, table = holder.swapped, self.fetching.pages
+        assert swapped is not None
+        path, run, keys, end = swapped.path, swapped.run, holder.keys, swapped.num_shared
+        path.chunks = path.sums = NO_ROWS
+        if end:
+            self.tree.extend(path, keys, end, False)
+        near = path.num_shared
+        far = self.fetching.far(keys, near, end)
+        has_sidecar = len(far) > 0 and near == 0
+        demand = demand_of(table, run) + table.demand(len(far), sidecars=has_sidecar)
+        self.paths.eviction.evict_for(lambda: demand)
+        if far:
+            path.append(table.take(len(far), table.sealed_codec, sidecar=has_sidecar))
+        rows = take_rows(table, run)
+        num_own = len(rows) - run.num_attached
+        path.sums = rows[num_own:]
+        holder.path, holder.swapped = path, None
+        self.fetching.begin(keys, path, far, (run, rows))
+        path.append(rows[:num_own])
+        if not self.paths.room.fits(table.nothing):  # slabs with holds cannot be emptied
+            self.fetching.cancel(path)
+            self.paths.give_back(path)
+            return False
+        self.fetching.counts.swapped_in += num_own
+        return True
+
+    def forget(self, holder: Holder) -> None:
+        """Drops what is kept or fetched for a sequence that waits."""
+        self.fetching.dismiss(holder)
+        if holder.swapped is not None:
+            self.store.drop(holder.swapped.run.names)
+            holder.swapped = None
+
+    def _pays(self, holder: Holder, num_bytes: int) -> bool:
+        """Whether writing and reading a path takes less time than computing it again. Generated tokens are computed one
+        by one once retention has decided.
+        """
+        path, costs = holder.path, self.fetching.costs
+        moving = costs.fetch(2 * num_bytes + self.fetching.backlog())
+        if path.is_decided:
+            parts = costs.prefill(0, holder.num_prompt), costs.decode(path.num_tokens - holder.num_prompt)
+        else:
+            start = path.num_shared * PAGE_TOKENS
+            parts = costs.prefill(start, path.num_tokens - start), 0.0
+        return moving is None or None in parts or moving <= sum(part or 0.0 for part in parts)
