@@ -33,8 +33,8 @@ log = logging.getLogger("quire")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:
-cache_salt, a text (only requests with an equal salt share), and cache_pin (True, False or seconds: how long the
-prompt's chunks stay cached); see `CacheHints`."""
+cache_salt, a text (only requests with an equal salt share), cache_pin (True, False or seconds: how long the prompt's
+chunks stay cached), cache_priority and cache_lifetime; see `CacheHints`."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
@@ -56,8 +56,8 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
         if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
             found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "both are missing"
             raise RequestError(
-                "a prompt dict has the key prompt or prompt_token_ids, and optionally cache_salt and cache_pin;"
-                f" {found}",
+                "a prompt dict has the key prompt or prompt_token_ids, and optionally"
+                f" {', '.join(sorted(_HINT_KEYS))}; {found}",
                 "prompt",
             )
         if all(prompt.get(key) is not None for key in _PROMPT_KEYS):

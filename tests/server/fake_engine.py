@@ -165,7 +165,15 @@ class FakeEngine:
                 self.decoded += 1
             step += 1
             yield RequestOutput(
-                request_id, None, ids, prompt_logprobs, outputs, not running, 3, kept_fraction=self.kept_fraction
+                request_id,
+                None,
+                ids,
+                prompt_logprobs,
+                outputs,
+                not running,
+                3,
+                {"arena": 1, "disk": 2},
+                kept_fraction=self.kept_fraction,
             )
             prompt_logprobs = None
 

@@ -50,13 +50,15 @@ def test_a_key_too_many_or_too_few_and_a_value_of_another_type_are_found() -> No
     good: dict[str, Any] = {"object": "list", "data": []}
     check(shapes.Models, good)
     details: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    check(shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0}})
+    found: dict[str, Any] = {"cached_tokens": 0, "cached_tokens_by_tier": {}}
+    check(shapes.Usage, details | {"prompt_tokens_details": found})
     for shape, bad in (
         (shapes.Models, good | {"more": 1}),
         (shapes.Models, {"object": "list"}),
         (shapes.Models, good | {"object": "lists"}),
-        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": -1}}),
-        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0, "others": 1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens": -1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"others": 1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens_by_tier": {"disk": -1}}}),
     ):
         with pytest.raises(ValidationError):
             check(shape, bad)

@@ -25,15 +25,14 @@ from pydantic_core import PydanticCustomError
 from quire.engine.params import (
     MAX_LOGIT_BIAS_IDS,
     MAX_LOGPROBS,
-    MAX_PIN_SECONDS,
     MAX_REPETITION_PENALTY,
-    MAX_SALT_CHARS,
     MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
 
@@ -116,14 +115,6 @@ def _stops(value: Any) -> list[str] | None:
     return stops
 
 
-def _pin(value: Any) -> bool | float | None:
-    # NaN and infinity are not JSON.
-    if value is None or isinstance(value, bool) or (type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS):
-        found: bool | float | None = value
-        return found
-    raise ValueError(f"Must be true, false or a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}")
-
-
 def _template_variables(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -192,21 +183,6 @@ TemplateVariables = Annotated[
     dict[str, Any] | None,
     PlainValidator(_template_variables),
     WithJsonSchema({"type": ["object", "null"], "description": "Extension: variables for the chat template."}),
-]
-Pin = Annotated[
-    bool | float | None,
-    PlainValidator(_pin),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "number", "minimum": 0, "maximum": MAX_PIN_SECONDS},
-                {"type": "null"},
-            ],
-            "description": "Extension: pin the prompt's whole chunks of 64 tokens in the cache for this many seconds or"
-            " without a time limit (true). A pin protects them from eviction; 0 or false ends it.",
-        }
-    ),
 ]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
@@ -279,10 +255,10 @@ class Sampling(Model):
         None, description="Extension: include the stop string that ended the text."
     )
 
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
-        None, description="Extension: only requests with an equal salt share cached prefixes; empty by default."
-    )
+    cache_salt: Salt = None
     cache_pin: Pin = None
+    cache_priority: Priority = None
+    cache_lifetime: Lifetime = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:

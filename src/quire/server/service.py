@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
     from quire.server.protocol import Engine
 
 T = TypeVar("T")
+
+
+class Wishes(Protocol):
+    """What a body asks of the cache; see `CacheHints`."""
+
+    cache_salt: str | None
+    cache_pin: Any
+    cache_priority: int | None
+    cache_lifetime: float | None
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,15 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     pinned_tokens: int | None = None
     kept_tokens: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
         """Adds the cache counts from the first item of a prompt."""
         self.cached_tokens += item.num_cached_tokens or 0
+        for tier, num_tokens in item.cached_by_tier.items():
+            self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + num_tokens
         if item.num_pinned_tokens is not None:
             self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
         if item.kept_fraction is not None:
@@ -90,7 +102,10 @@ class Usage:
 
     def as_dict(self) -> shapes.Usage:
         """The `usage` object of an answer."""
-        details: shapes.Details = {"cached_tokens": self.cached_tokens}
+        details: shapes.Details = {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_by_tier": dict(self.cached_by_tier),
+        }
         if self.pinned_tokens is not None:
             details["pinned_tokens"] = self.pinned_tokens
         if self.kept_tokens is not None:
@@ -230,12 +245,10 @@ class Service:
         fixed = {"max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
-    def hints(self, request: Sampling, tenant: str) -> dict[str, Any]:
+    def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
         """The cache hints of a request of `tenant`."""
-        hints: dict[str, Any] = {"cache_salt": self.tenants.salt(tenant, request.cache_salt)}
-        if request.cache_pin is not None:
-            hints["cache_pin"] = request.cache_pin
-        return hints
+        given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
+        return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
         """Returns `make()`. With many log-probabilities it runs on a thread, one at a time."""
@@ -336,6 +349,9 @@ _PASSED_ON = (
     "include_stop_str_in_output",
 )  # fmt: skip
 """Parameters with the same meaning in the API and in the engine."""
+
+
+_HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
 
 
 def shutting_down() -> ApiError:

@@ -77,6 +77,9 @@ class Details(TypedDict):
     """What the cache did for the prompts. Pins and retention are told of where there are any."""
 
     cached_tokens: Count
+    cached_tokens_by_tier: Annotated[
+        dict[str, Count], Field(description="The same tokens by where they were: arena, memory, disk.")
+    ]
     pinned_tokens: NotRequired[Count]
     kept_fraction: NotRequired[Rate]
 
