@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from tests import engines
 from tests.codecs import ENCODING, EVERY, options_of
 from tests.effort import combine
 from tests.engines import drain, generate
+from tests.stores import open_store, put_store
 from tests.tiny_models import tiny_shape
+from tests.toy_store import ToyStore
 
 RULES: dict[str, dict[str, Any]] = {
     "everything": {},
@@ -65,6 +69,42 @@ def test_every_codec_answers_alike_from_the_cache_and_after_a_preemption(codec: 
     drain(engine, outputs)
     assert engine.stats()["preemptions"] == 1
     assert [outputs[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))] == cold
+
+
+@combine(codec=EVERY, rule=list(RULES), share=[True, False], kept=["toy", "memory", "disk"])
+def test_every_codec_answers_alike_from_a_store_and_after_a_swap(
+    codec: str, rule: str, share: bool, kept: str, tmp_path: Path, seed: int
+) -> None:
+    options = {"cache.share": share, **RULES[rule]}
+    cold = generate(make_engine(codec, **options), PROMPTS, PARAMS)
+    engine = make_engine(codec, **options)
+    store = open_store(kept, tmp_path, engine.namespace, seed)
+    put_store(engine, store)
+    manager = engine.scheduler.manager
+    assert generate(engine, PROMPTS, PARAMS) == cold
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(manager.tree.num_chunks)
+    manager.table.arena.data.fill_(0xFF)
+    outputs: dict[str, RequestOutput] = {}
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), None, prompt, PARAMS)
+    num_swapped = 0
+    while engine.has_work:
+        for delta in engine.step():
+            gather(outputs, delta)
+        running = [each for each in engine.scheduler.running if each.num_generated > 3 and each.path.transfer is None]
+        if running and not num_swapped:
+            engine.scheduler.preempt(running[-1])
+            num_swapped += running[-1].swapped is not None
+    assert [outputs[str(index)].outputs[0].token_ids for index in range(len(PROMPTS))] == cold
+    counts = manager.fetching.counts
+    # A budget ranks tokens by sums that nobody shares, and computes the last rows of every prompt: here all rows.
+    assert (counts.fetched > 0) == share
+    assert counts.swapped_in == counts.swapped_out > 0 and num_swapped == 1
+    engine.check()
+    assert engine.holds_nothing
+    if not isinstance(store, ToyStore):
+        store.close()
 
 
 @pytest.mark.parametrize("codec", EVERY)

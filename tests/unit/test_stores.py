@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from quire.cache.keys import ChunkKeys
-from quire.cache.manager import CacheManager
-from quire.cache.retention.retainer import Retainer
 from quire.cache.run import Run
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
@@ -20,6 +18,7 @@ from quire.llm import gather
 from ..codecs import EVERY, TOY, options_of
 from ..effort import tries, whole
 from ..engines import GREEDY, drain, generate, make_engine
+from ..stores import put_store
 from ..tiny_models import tiny_shape
 from ..toy_store import ToyStore
 
@@ -54,14 +53,7 @@ pytestmark = pytest.mark.usefixtures("toy_codec")
 
 def with_store(store: ToyStore, chunks: int = 24, **options: Any) -> Engine:
     """An engine whose manager has the store from its beginning."""
-    engine = make_engine(SHAPE, chunks=chunks, **options)
-    manager = engine.scheduler.manager
-    table, tree, before = manager.table, manager.tree, manager.retention
-    retention = before.retention if isinstance(before, Retainer) else None
-    engine.scheduler.manager = CacheManager(table, tree, tree.lifetime, retention, store)
-    if isinstance(after := engine.scheduler.manager.retention, Retainer):
-        engine.runner.decide = after.choose
-    return engine
+    return put_store(make_engine(SHAPE, chunks=chunks, **options), store)
 
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:

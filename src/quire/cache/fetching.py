@@ -113,7 +113,7 @@ class Fetching:
 
     def prefetch(self, holder: Holder) -> None:
         """Starts to fetch chunks of a sequence that waits for admission, into room that nobody has reserved."""
-        if not (self.tree.shares and holder.reads_cache) or holder in self.guests:
+        if not (self.paths.demotion.is_on and self.tree.shares and holder.reads_cache) or holder in self.guests:
             return
         keys, table = holder.keys, self.table
         limit = self.paths.retention.limit(holder)
@@ -202,7 +202,11 @@ class Fetching:
         """
         path, handle = holder.path, os.urandom(16)
         rows = np.concatenate((path.private, path.sums))
-        if path.transfer is not None or path.filled >= 0 or not len(path.private) or not self.store.wants([handle])[0]:
+        # Before retention decides, a prompt's computed chunks are cached in any case.
+        is_undecided = len(path.sums) > 0 and not path.is_decided
+        if path.transfer is not None or path.filled >= 0 or is_undecided or not len(path.private):
+            return
+        if not self.store.wants([handle])[0]:
             return
         if not self._pays_to_swap(holder, self._pages.bytes_of(rows)):
             return

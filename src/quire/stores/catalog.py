@@ -1,0 +1,230 @@
+"""The catalog: every run that a process knows, by the names of its chunks, and where its bytes are. In memory.
+
+Engine, readers and writer share it. Its lock is never held during a read or a write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.cache.run import Run
+from quire.stores.direct import DirectFile, padded
+from quire.stores.staging import Slot, Staging
+
+FILE_BYTES = 8192
+"""Of a file beside its contents: the file system may need blocks to find the others."""
+
+
+@dataclass(eq=False)
+class RunFile:
+    """A file of runs.
+
+    num_bytes  of the file system, for the contents
+    used       time of the last use of any of its runs
+    is_own     whether this process writes its sub-folder
+    entries    known runs of this engine in it
+    others     ids of runs of other namespaces in it
+    """
+
+    place: Path
+    number: int
+    path: Path
+    used: float
+    is_own: bool
+    num_bytes: int = 0
+    entries: set[Entry] = field(default_factory=set)
+    others: set[int] = field(default_factory=set)
+    noted: float = 0.0
+    """The time of use that its index has."""
+    pinned_until: float = 0.0
+    """Of runs of other namespaces."""
+    is_gone: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """What counts against the quota."""
+        return self.num_bytes + FILE_BYTES
+
+
+@dataclass(eq=False)
+class Entry:
+    """A run and the place of its bytes: staging memory, then a file of runs or a file of its own.
+
+    lengths  bytes of each extent
+    used     time of the last use
+    users    reads in progress: memory and files stay until they end
+    """
+
+    run: Run
+    lengths: Sequence[int]
+    used: float
+    staged: list[Slot] = field(default_factory=list)
+    file: RunFile | None = None
+    offset: int = 0
+    """Of the first extent in the file."""
+    run_id: int = 0
+    """In the index of its sub-folder; 0: none."""
+    own: DirectFile | None = None
+    """The file of a private run."""
+    users: int = 0
+    is_dropped: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its extents on a disk."""
+        return sum(padded(length) for length in self.lengths)
+
+    def offset_of(self, layer: int) -> int:
+        """Where a layer's extent begins in the file."""
+        return self.offset + sum(padded(length) for length in self.lengths[:layer])
+
+
+class Catalog:
+    """Invariant: every entry that is not dropped is in `entries` and findable by each of its names, or hidden behind
+    another entry of that name; the entries with a file are those of all files.
+    """
+
+    def __init__(self, staging: Staging, clock: Callable[[], float]) -> None:
+        self.staging = staging
+        self.lock = threading.Lock()
+        self.staged: set[Entry] = set()
+        """With staging memory, dropped ones included."""
+        self.entries: dict[Run, Entry] = {}
+        self.by_name: dict[bytes, Entry] = {}
+        self.pins: dict[bytes, float] = {}
+        """Of this process."""
+        self.pins_of_others: dict[Path, dict[bytes, float]] = {}
+        self.files_of_others: dict[Path, dict[int, RunFile]] = {}
+        """By sub-folder and number."""
+        self.removed: list[Entry] = []
+        """Dropped, and still in the index of this process."""
+        self.closing: list[Entry] = []
+        """Dropped private runs with files to close."""
+        self._hidden: dict[bytes, list[Entry]] = {}
+        self._clock = clock
+
+    def add(self, entry: Entry) -> None:
+        """Makes a run findable. Of several runs with a chunk, one that ends there with an attachment is found, or else
+        the first.
+        """
+        with self.lock:
+            self.entries[entry.run] = entry
+            if entry.staged:
+                self.staged.add(entry)
+            for name in entry.run.names:
+                found = self.by_name.setdefault(name, entry)
+                if found is not entry:
+                    is_better = entry.run.ends_with_sums(name) and not found.run.ends_with_sums(name)
+                    self.by_name[name], other = (entry, found) if is_better else (found, entry)
+                    self._hidden.setdefault(name, []).append(other)
+            if entry.file is not None:
+                entry.file.entries.add(entry)
+
+    def use(self, entry: Entry) -> None:
+        """Notes a use now."""
+        entry.used = self._clock()
+        if (file := entry.file) is not None:
+            file.used = max(file.used, entry.used)
+
+    def of(self, names: Iterable[bytes]) -> list[Entry]:
+        """The entries of some names, each once."""
+        return list({entry: None for name in names if (entry := self.by_name.get(name)) is not None})
+
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """Forgets runs. Their memory and files are given back when no read uses them."""
+        with self.lock:
+            for entry in entries:
+                if not entry.is_dropped:
+                    self._drop(entry)
+
+    def drop_file(self, file: RunFile) -> None:
+        """Forgets a file that is gone, and its runs."""
+        with self.lock:
+            file.is_gone = True
+            for entry in list(file.entries):
+                if not entry.is_dropped:
+                    self._drop(entry)
+
+    def borrow(self, entry: Entry) -> bool:
+        """Keeps an entry's memory or file until `give_back`; False if the run is lost."""
+        with self.lock:
+            if entry.is_dropped:
+                return False
+            entry.users += 1
+            return True
+
+    def give_back(self, entry: Entry) -> None:
+        """Ends `borrow`."""
+        with self.lock:
+            entry.users -= 1
+            self._release(entry)
+
+    def move(self, entry: Entry, file: RunFile | None, offset: int, own: DirectFile | None) -> bool:
+        """Notes that a staged run is on the disk, and frees its memory. False if it was dropped meanwhile."""
+        with self.lock:
+            if entry.is_dropped:
+                return False
+            entry.file, entry.offset, entry.own = file, offset, own
+            if file is not None:
+                file.entries.add(entry)
+                file.used = max(file.used, entry.used)
+            self._release(entry)
+            return True
+
+    def is_pinned(self, file: RunFile) -> bool:
+        """Whether a file has a pinned run."""
+        return self.pinned_until(file) > self._clock()
+
+    def pinned_until(self, file: RunFile) -> float:
+        """Until when a file is pinned; 0: it is not."""
+        tables = [pins for pins in (self.pins, *self.pins_of_others.values()) if pins]
+        found = file.pinned_until
+        if tables:
+            names = {name for entry in list(file.entries) for name in entry.run.names}
+            for pins in tables:
+                found = max(found, *(pins[name] for name in names & pins.keys()), 0.0)
+        return found
+
+    def _drop(self, entry: Entry) -> None:
+        entry.is_dropped = True
+        del self.entries[entry.run]
+        for name in entry.run.names:
+            hidden = self._hidden.get(name, [])
+            if entry in hidden:
+                hidden.remove(entry)
+            elif self.by_name.get(name) is entry:
+                del self.by_name[name]
+                if hidden:
+                    self.by_name[name] = hidden.pop(0)
+            if not hidden:
+                self._hidden.pop(name, None)
+        if (file := entry.file) is not None:
+            file.entries.discard(entry)
+            if file.is_own and not file.is_gone:
+                self.removed.append(entry)
+        self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        """Gives back what nobody uses. Under the lock."""
+        if entry.users:
+            return
+        if entry.staged and (entry.is_dropped or entry.file is not None or entry.own is not None):
+            self.staging.give(entry.staged)
+            entry.staged = []
+            self.staged.discard(entry)
+        if entry.is_dropped and entry.own is not None:
+            self.closing.append(entry)
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        with self.lock:
+            self.staging.check([slot for entry in self.staged for slot in entry.staged])
+            entries = set(self.entries.values())
+            found = set(self.by_name.values()).union(*self._hidden.values())
+            assert entries == found and not any(entry.is_dropped for entry in entries), "entries and names differ"
+            for entry in entries:
+                assert entry.staged or entry.file is not None or entry.own is not None, "a run without bytes"
+                assert entry.file is None or (entry in entry.file.entries and not entry.file.is_gone)

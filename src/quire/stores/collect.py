@@ -1,0 +1,75 @@
+"""Which files of runs are removed, when there is no room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from quire.stores.catalog import Catalog, RunFile
+from quire.stores.folder import run_files, writer_bytes
+from quire.stores.index import DamagedIndexError, Index, remove_index
+from quire.stores.view import used_by_others
+
+log = logging.getLogger("quire")
+
+
+def victim(files: Iterable[RunFile], catalog: Catalog, stale: float) -> RunFile | None:
+    """The file to remove next, the least recently used of the first of these kinds that there is: files of other
+    models unused since `stale`, files of this model, files of other models, pinned files.
+    """
+
+    def rank(file: RunFile) -> tuple[int, float]:
+        if catalog.is_pinned(file):
+            return 3, file.used
+        if file.entries or not file.others:
+            return 1, file.used
+        return (0 if file.used < stale else 2), file.used
+
+    return min(files, key=rank, default=None)
+
+
+def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
+    """Removes files of a sub-folder without a writer, the least recently used first and pinned ones last, until so many
+    bytes are gone, or all. Under the lock of the sub-folder. Raises OSError.
+    """
+    goal = writer_bytes(place) - num_bytes
+    known = catalog.files_of_others.get(place, {})
+    try:
+        index = Index(place, is_writer=True)
+    except DamagedIndexError as error:
+        log.warning("the index of %s is damaged, and its runs are lost: %s", place, error)
+        clear_place(place)
+        return
+    try:
+        rows = {row.number: row for row in index.files()}
+        for number, path in run_files(place):
+            if number not in rows:
+                path.unlink(missing_ok=True)
+        paths = {number: path for number, path in run_files(place) if number in rows}
+
+        def rank(number: int) -> tuple[bool, float]:
+            file = known.get(number)
+            used = max(rows[number].used, used_by_others(paths[number]))
+            return file is not None and catalog.is_pinned(file), used
+
+        for number in sorted(paths, key=rank):
+            if writer_bytes(place) <= goal:
+                break
+            index.remove_files([number])
+            paths.pop(number).unlink(missing_ok=True)
+            if (file := known.get(number)) is not None:
+                catalog.drop_file(file)
+    except DamagedIndexError:
+        paths = {}
+    finally:
+        index.close()
+    if not paths:
+        clear_place(place)
+
+
+def clear_place(place: Path) -> None:
+    """Removes everything from a sub-folder but its lock. Under that lock."""
+    remove_index(place)
+    for _, path in run_files(place):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,246 @@
+"""The disk store: runs in a folder, capped in bytes, which survive the process and are shared by several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quire.cache.namespace import Namespace
+from quire.cache.run import Run
+from quire.cache.store import Transfer
+from quire.errors import ConfigError, QuireError
+from quire.stores.catalog import Catalog, Entry
+from quire.stores.heads import common_digest
+from quire.stores.home import Home
+from quire.stores.listing import Stored, list_stored
+from quire.stores.outage import Outage
+from quire.stores.reads import FAILURES, Reads
+from quire.stores.staging import Slot, Staging
+from quire.stores.throttle import Throttle
+from quire.stores.writer import Writer
+
+STAGING_BYTES = 64 << 20
+FLUSH_SECONDS = 3.0
+"""At most, while it closes."""
+
+
+class DiskStore:
+    """Keeps runs in a folder. It may lose any of them; it never gives wrong bytes, and never waits for the disk in the
+    engine's thread.
+
+    At most `cap` bytes of the disk, all processes with this folder together. A run is on the disk a moment after it was
+    put, and after `flush` for sure.
+    """
+
+    name = "disk"
+    outlives = True
+
+    def __init__(
+        self,
+        folder: Path,
+        cap: int,
+        namespace: Namespace,
+        *,
+        bandwidth: float | None = None,
+        lifetime: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """namespace: runs with another one are not found, whatever their salt. bandwidth: bytes per second of reads and
+        writes together. lifetime: seconds without use after which a run is not found any more.
+        Raises ConfigError for a folder that cannot be used.
+        """
+        self._cap, self._lifetime, self._clock = cap, lifetime, clock
+        self._digest = common_digest(namespace)
+        self._staging = Staging(STAGING_BYTES)
+        self._catalog = Catalog(self._staging, clock)
+        self._throttle = Throttle(bandwidth)
+        try:
+            self._home = Home(folder, cap, self._digest, self._catalog, self._throttle, clock)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"the disk tier cannot use {folder} ({reason}): make room, or name another one") from None
+        self._writing = Outage("writing to the disk tier", 1, clock)
+        self._reading = Outage("the disk tier", FAILURES, clock)
+        self._writer = Writer(self._home, self._catalog, self._writing, lifetime)
+        home = self._home
+        self._reads = Reads(self._catalog, lambda: home.seal, self._throttle, self._reading, lambda: home.is_direct)
+        self._is_closed = False
+        self._chunk_bytes = 0
+        """Of the last run, to guess what is still accepted."""
+        self._num_put = self._num_refused = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it finds and takes runs."""
+        return not self._is_closed and self._reading.is_on and self._writing.is_on
+
+    def wants(self, names: Sequence[bytes]) -> list[bool]:
+        """For each chunk whether it lacks it and would take it now. Counts as a use of those it has."""
+        if not self.is_on:
+            return [False] * len(names)
+        wanted, room = [], self._staging.free_bytes
+        for name in names:
+            entry = self._catalog.by_name.get(name)
+            if entry is not None and not self._is_expired(entry):
+                self._catalog.use(entry)
+                wanted.append(False)
+            else:
+                wanted.append(room > 0)
+                room -= self._chunk_bytes
+        return wanted
+
+    def put(self, run: Run, extents: Iterable[memoryview]) -> None:
+        """Keeps a run, or not. It is found at once."""
+        catalog = self._catalog
+        is_ours = not run.is_shared or (
+            isinstance(run.namespace, Namespace) and common_digest(run.namespace) == self._digest
+        )
+        if not self.is_on or not is_ours:
+            self._num_refused += 1
+            return
+        known = catalog.of(run.names)
+        catalog.drop([entry for entry in known if self._is_expired(entry)])
+        if all(name in catalog.by_name for name in run.names):
+            last = catalog.by_name[run.names[-1]].run
+            if run.num_attached == 0 or last.ends_with_sums(run.names[-1]):
+                for entry in known:
+                    catalog.use(entry)
+                return
+        slots = self._stage(extents)
+        if slots is None:
+            self._num_refused += 1
+            return
+        entry = Entry(run, [slot.length for slot in slots], self._clock(), staged=slots)
+        self._chunk_bytes = entry.num_bytes // len(run.names)
+        self._num_put += 1
+        catalog.add(entry)
+        self._writer.put(entry)
+
+    def find(self, name: bytes) -> Run | None:
+        """The run that contains the chunk, or the private run with this handle. Not a use."""
+        entry = self._catalog.by_name.get(name)
+        if entry is None or self._is_expired(entry) or not self._reading.is_on:
+            return None
+        return entry.run
+
+    def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
+        """Starts to bring all layers of some runs of a transfer."""
+        entries = []
+        for run in runs:
+            transfer.sources[run] = self.name
+            entry = self._catalog.entries.get(run)
+            if entry is None or not self._reading.is_on:
+                transfer.fail(QuireError("the disk tier has lost a run since it was found"))
+                return
+            self._catalog.use(entry)
+            entries.append(entry)
+        self._reads.submit(transfer, entries)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Forgets runs, each given by any of its names, with all copies. Those that other processes wrote stay in their
+        sub-folders, and this process does not find them any more.
+        """
+        names = list(names)
+        while found := self._catalog.of(names):
+            self._catalog.drop(found)
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything that was put is on the disk and in the index; False if it is not."""
+        return not self._is_closed and self._writer.flush(seconds)
+
+    def close(self) -> None:
+        """Writes what is queued, at most for a few seconds, and ends threads and locks. A second time does nothing."""
+        if self._is_closed:
+            return
+        self.flush(FLUSH_SECONDS)
+        self._is_closed = True
+        self._throttle.close()
+        self._reads.close()
+        self._writer.close()
+        self._catalog.drop(list(self._catalog.entries.values()))
+
+    def pin(self, names: Sequence[bytes], until: float) -> bool:
+        """Collects the files of these chunks last, until a time in seconds since the epoch. False, and no change, if a
+        chunk is not stored, or if more than half of the quota would be pinned.
+        """
+        catalog, home = self._catalog, self._home
+        entries = catalog.of(names)
+        if not all(name in catalog.by_name for name in names):
+            return False
+        files = {entry.file for entry in entries if entry.file is not None and entry.file.is_own}
+        files.update(file for file in list(home.files.values()) if catalog.is_pinned(file))
+        staged = sum(entry.num_bytes for entry in entries if entry.file is None)
+        if sum(file.total_bytes for file in files) + staged > home.quotas.bytes // 2:
+            return False
+        self._set_pins(dict.fromkeys(names, until))
+        return True
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """Ends pins of this process, and of earlier ones in its sub-folder."""
+        self._set_pins(dict.fromkeys(names, 0.0))
+
+    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Stored]:
+        """What is on the disk, of all processes and models, where the salt is visible; the last used first."""
+        return list_stored(self._home.folder, self._home.seal, self._digest, visible)
+
+    def measure(self) -> float | None:
+        """Bytes per second of a short write and read, with the throttle; None if there is no room."""
+        return self._writer.measure()
+
+    def check(self) -> None:
+        """Asserts that memory, index and files agree, and that the quotas hold. Call it when nothing is under way."""
+        with self._writer.work:
+            self._home.commit()
+            self._home.forget()
+            self._catalog.check()
+            self._home.check()
+
+    def stats(self) -> dict[str, int | float | bool | str | None]:
+        """Counters since the start, and what there is now."""
+        home, reads, writer, catalog = self._home, self._reads, self._writer, self._catalog
+        others = list(catalog.files_of_others.values())
+        return {
+            "bytes": 0 if self._is_closed else home.bytes,
+            "cap_bytes": self._cap,
+            "quota_bytes": home.quotas.bytes,
+            "chunks": len(catalog.by_name),
+            "files": len(home.files) + sum(map(len, others)),
+            "bytes_read": reads.bytes_read,
+            "bytes_written": home.bytes_written,
+            "seconds_reading": reads.seconds,
+            "seconds_writing": home.seconds,
+            "cpu_seconds": reads.cpu_seconds + writer.cpu_seconds,
+            "num_put": self._num_put,
+            "num_refused": self._num_refused + writer.num_refused,
+            "num_read": reads.num_read,
+            "num_failed": reads.num_failed,
+            "num_collected": home.num_collected,
+            "is_on": self.is_on,
+            "reason": self._reading.reason or self._writing.reason,
+        }
+
+    def _is_expired(self, entry: Entry) -> bool:
+        return self._lifetime is not None and entry.used + self._lifetime < self._clock()
+
+    def _stage(self, extents: Iterable[memoryview]) -> list[Slot] | None:
+        """Copies extents into staging memory; None if they do not fit."""
+        slots: list[Slot] = []
+        for extent in extents:
+            slot = self._staging.take(len(extent))
+            if slot is None:
+                self._staging.give(slots)
+                return None
+            # numpy, which releases the interpreter lock, so that readers go on.
+            np.copyto(np.frombuffer(slot.extent, np.uint8), np.frombuffer(extent, np.uint8))
+            slots.append(slot)
+        return slots
+
+    def _set_pins(self, changes: dict[bytes, float]) -> None:
+        now, catalog = self._clock(), self._catalog
+        with catalog.lock:
+            pins = {name: until for name, until in {**catalog.pins, **changes}.items() if until > now}
+            catalog.pins = pins
+        self._writer.note_pins()

@@ -1,0 +1,225 @@
+"""The folder of a disk store: layout, permissions, secret, and one sub-folder for each writer.
+
+    DIR/            0700; other formats have folders beside v1, which are not touched
+      v1/
+        lock        held while a writer joins, leaves or changes a quota
+        secret      32 random bytes
+        0/ 1/ ...   one sub-folder for each writer
+          lock      held by the writer while it lives; contains its quota (see `quotas`)
+          index.db  see `index`
+          7.runs    a file of runs
+          8.tmp     the file that is being written
+
+Every process reads all sub-folders and writes to one. A sub-folder whose lock is free has no live writer. All files
+have mode 0600. Locks of sub-folders are taken only under DIR/v1/lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.stores.seal import SECRET_BYTES
+
+VERSION = "v1"
+RUNS_SUFFIX, DRAFT_SUFFIX = ".runs", ".tmp"
+INDEX_NAME = "index.db"
+LOCK_NAME = "lock"
+
+MIN_CAP = 64 << 20
+SLACK_BYTES = 4 << 20
+"""Of the cap: directories, locks, and what SQLite creates beside the indexes that other processes read."""
+MAX_WRITERS = 64
+
+
+class Lock:
+    """A file under `flock`, until `close`."""
+
+    def __init__(self, path: Path, *, waits: bool = True) -> None:
+        """Raises BlockingIOError if another holds it and it does not wait."""
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether its path still leads to the locked file."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Ends it; a second time does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Folder:
+    """A folder that is ours, with its secret."""
+
+    def __init__(self, path: Path) -> None:
+        """Creates what is missing. Raises ConfigError for a folder that is not safe, and OSError."""
+        try:
+            _claim(path)
+            self.path = path.resolve()
+            self.root = self.path / VERSION
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            self.root.chmod(0o700)  # whatever the umask says
+        except OSError as error:
+            raise _unusable(path, error) from None
+        if self.root.is_symlink() or self.root.stat().st_uid != os.geteuid():
+            raise ConfigError(f"{self.root} is a link, or belongs to another user: remove it, or use another folder")
+        with self.lock():
+            self.secret = self._secret()
+
+    def lock(self) -> Lock:
+        """Waits for the folder's lock. Everybody holds it for milliseconds."""
+        return Lock(self.root / LOCK_NAME)
+
+    def take(self) -> Lock:
+        """Locks the lowest sub-folder without a live writer, under the folder's lock. A restarted process finds its own
+        runs there. Raises ConfigError if there are too many writers.
+        """
+        for number in range(MAX_WRITERS):
+            path = self.root / str(number)
+            with contextlib.suppress(BlockingIOError):
+                path.mkdir(mode=0o700, exist_ok=True)
+                return Lock(path / LOCK_NAME, waits=False)
+        raise ConfigError(f"{self.path} has {MAX_WRITERS} writers already: stop one, or use another folder")
+
+    def places(self) -> list[Path]:
+        """All sub-folders of writers."""
+        try:
+            names = sorted(int(entry.name) for entry in os.scandir(self.root) if entry.name.isdecimal())
+        except FileNotFoundError:
+            return []
+        return [self.root / str(number) for number in names]
+
+    def bytes_of_others(self) -> int:
+        """Bytes of everything that lies in no sub-folder of a writer: other formats, for example."""
+        places = set(self.places())
+        found = 0
+        for folder, folders, files in os.walk(self.path):
+            here = Path(folder)
+            folders[:] = [name for name in folders if here / name not in places]
+            if here not in (self.path, self.root):
+                found += disk_bytes(here)
+            elif here == self.path:
+                found += sum(_bytes_of(here / name) for name in files)
+        return found
+
+    def _secret(self) -> bytes:
+        path = self.root / "secret"
+        try:
+            secret = path.read_bytes()
+        except FileNotFoundError:
+            secret = os.urandom(SECRET_BYTES)
+            draft = path.with_suffix(DRAFT_SUFFIX)
+            draft.unlink(missing_ok=True)
+            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(secret)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(draft, path)
+            sync_folder(self.root)
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        if len(secret) != SECRET_BYTES:
+            raise ConfigError(f"{path} has {len(secret)} bytes instead of {SECRET_BYTES}: remove {self.root}")
+        return secret
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes on disk of a folder and the files in it, as `du` counts them."""
+    return _bytes_of(folder) + sum(_bytes_of(path) for path in _entries(folder) if not path.is_dir())
+
+
+def writer_bytes(place: Path) -> int:
+    """Bytes on disk that count against a quota: those of all files but the lock."""
+    return sum(_bytes_of(path) for path in _entries(place) if path.name != LOCK_NAME)
+
+
+def remove_drafts(place: Path) -> None:
+    """Removes what a killed writer did not finish. Only under the lock of the sub-folder."""
+    for path in _entries(place):
+        if path.name.endswith(DRAFT_SUFFIX):
+            path.unlink(missing_ok=True)
+
+
+def number_of(path: Path) -> int | None:
+    """The number of a file of runs; None for any other file."""
+    stem = path.name.removesuffix(RUNS_SUFFIX)
+    return int(stem) if path.name.endswith(RUNS_SUFFIX) and stem.isascii() and stem.isdecimal() else None
+
+
+def run_files(place: Path) -> Iterator[tuple[int, Path]]:
+    """The files of runs in a sub-folder and their numbers."""
+    for path in _entries(place):
+        if (number := number_of(path)) is not None:
+            yield number, path
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _claim(path: Path) -> None:
+    """Makes the folder, or checks the existing one."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+        path.chmod(0o700)
+        return
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{path} is a file: name a folder for the disk tier")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to user {status.st_uid}: name a folder of your own for the disk tier")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if is_open and (path.is_symlink() or any(path.iterdir())):
+        raise ConfigError(f"other users may write to {path.resolve()}: run chmod go-w on it, or name another folder")
+    if not path.is_symlink() and not any(path.iterdir()):
+        path.chmod(0o700)
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or str(error)
+    return ConfigError(f"the disk tier cannot use {path} ({reason}): name a folder that you can write to")
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

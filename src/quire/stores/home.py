@@ -1,0 +1,367 @@
+"""The sub-folder that a process writes: its files, their index, and the quota that bounds both. No threads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.stores.catalog import FILE_BYTES, Catalog, Entry, RunFile
+from quire.stores.collect import clear_place, collect_abandoned, victim
+from quire.stores.direct import Buffer, DirectFile, allows_direct, padded
+from quire.stores.folder import DRAFT_SUFFIX, INDEX_NAME, RUNS_SUFFIX, Folder, run_files, sync_folder
+from quire.stores.heads import Head, encode_head
+from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, Index
+from quire.stores.quotas import Quotas
+from quire.stores.seal import Seal
+from quire.stores.throttle import Throttle
+from quire.stores.view import View
+
+log = logging.getLogger("quire")
+
+RUNS_BYTES = 64 << 20
+"""Of a file of runs; of a small quota an eighth, so that collecting one file does not empty the tier."""
+
+MIN_RUNS_BYTES = 1 << 20
+NEW_INDEX_BYTES = MARGIN_BYTES + (64 << 10)
+
+STALE_SECONDS = 7 * 24 * 3600.0
+"""Files of other models are collected last, and after this time without use first."""
+
+GROW_SECONDS = 0.5
+"""A quota that could not grow is not asked for again within this time."""
+
+
+class Home:
+    """Invariant: bytes of all files, finished or not, of private files and of the index <= quota.
+
+    Methods raise OSError; after one in `write` or `commit` the unfinished file is gone, with its runs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        cap: int,
+        digest: bytes,
+        catalog: Catalog,
+        throttle: Throttle,
+        clock: Callable[[], float],
+    ) -> None:
+        """digest: of the namespaces whose runs are found."""
+        self.digest = digest
+        self.files: dict[int, RunFile] = {}
+        self.num_collected = self.bytes_written = 0
+        self.seconds = 0.0
+        self.catalog = catalog
+        self._path, self._cap = path, cap
+        self.throttle, self._clock = throttle, clock
+        self._draft: RunFile | None = None
+        self._draft_file: DirectFile | None = None
+        self._draft_heads: dict[Entry, bytes] = {}
+        self._private: dict[Entry, int] = {}
+        self._head = Buffer()
+        self._grow_after = 0.0
+        self.open()
+
+    def open(self) -> None:
+        """Joins the folder and finds what it has. Raises ConfigError and OSError."""
+        self.folder = Folder(self._path)
+        self.seal = Seal(self.folder.secret)
+        self.quotas = Quotas(self.folder, self._cap)
+        self.place = self.quotas.place
+        self._index: Index | None = None
+        self._view = View(self.place, self.catalog, self.seal, self.digest, is_own=True)
+        self.files = self._view.files
+        try:
+            self.is_direct = allows_direct(self.place)
+            self._load()
+        except BaseException:
+            self.quotas.leave()
+            raise
+
+    def _load(self) -> None:
+        """Finds the runs of an earlier process, and removes what no index names."""
+        try:
+            if (self.place / INDEX_NAME).exists():
+                self._index = index = Index(self.place, is_writer=True)
+                self._view.update(index)
+                index.remove_runs(self._view.bad)
+                on_disk = {number: path.stat().st_size for number, path in run_files(self.place)}
+                self.remove([file for number, file in self.files.items() if on_disk.get(number) != file.num_bytes])
+                now = self._clock()
+                self.catalog.pins = {name: until for name, until in index.pins().items() if until > now}
+        except DamagedIndexError as error:
+            log.warning("the index of %s is damaged, and its runs are lost: %s", self.place, error)
+            self.reset()
+        for number, path in run_files(self.place):
+            if number not in self.files:
+                path.unlink(missing_ok=True)
+        self._next_number = max(self.files, default=0) + 1
+        if self.bytes > self.quotas.bytes:
+            self.make_room(0)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the sub-folder is still there, and ours."""
+        return self.quotas.lock.is_intact
+
+    @property
+    def bytes(self) -> int:
+        """What counts against the quota."""
+        files = sum(file.total_bytes for file in list(self.files.values()))
+        draft = self._draft.total_bytes if self._draft is not None else 0
+        return files + draft + sum(list(self._private.values())) + self._index_bytes
+
+    @property
+    def _index_bytes(self) -> int:
+        return self._index.num_bytes if self._index is not None else 0
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a file is unfinished."""
+        return self._draft is not None
+
+    def write(self, entry: Entry) -> bool:
+        """Seals a staged run and appends it to the unfinished file. False if there is no room for it."""
+        names = b"".join(entry.run.names)
+        for slot in entry.staged:
+            self.seal.close(names, slot.extent)
+        if not entry.run.is_shared:
+            return self._write_private(entry)
+        head = encode_head(Head(entry.run, tuple(entry.lengths)), self.seal)
+        head_bytes = padded(len(head))
+        size = head_bytes + entry.num_bytes
+        if self._draft is not None and self._draft.num_bytes + size > self._file_limit:
+            self.commit()
+        beside = FILE_BYTES + 3 * len(head) + (0 if self._index is not None else NEW_INDEX_BYTES)
+        if not self.make_room(size + beside):
+            return False
+        block = self._head.view(head_bytes)
+        block[: len(head)], block[len(head) :] = head, bytes(head_bytes - len(head))
+        try:
+            draft, file = self._open_draft()
+            offset = draft.num_bytes
+            draft.num_bytes += size
+            self._write(file, [block, *(slot.block for slot in entry.staged)], offset)
+        except OSError:
+            self.discard()
+            raise
+        if self.catalog.move(entry, draft, offset + head_bytes, None):
+            self._draft_heads[entry] = head
+        return True
+
+    def commit(self) -> None:
+        """Finishes the file: only what is whole and on the disk gets its name and enters the index."""
+        draft, file = self._draft, self._draft_file
+        if draft is None or file is None:
+            return
+        try:
+            file.sync()
+            file.close()
+            self._draft_file = None
+            os.utime(draft.path, (draft.used, draft.used))
+            final = draft.path.with_suffix(RUNS_SUFFIX)
+            os.rename(draft.path, final)
+            draft.path = final
+            sync_folder(self.place)
+            alive = [(entry, head) for entry, head in self._draft_heads.items() if not entry.is_dropped]
+            rows = [(entry.offset, self.digest, head) for entry, head in alive]
+            ids = self.index.add(FileRow(draft.number, draft.num_bytes, draft.used), rows)
+        except (OSError, DamagedIndexError):
+            self.discard()
+            raise
+        draft.noted = draft.used
+        with self.catalog.lock:
+            for (entry, _), run_id in zip(alive, ids, strict=True):
+                entry.run_id = run_id
+        self.files[draft.number] = draft
+        self._draft, self._draft_heads = None, {}
+
+    def discard(self) -> None:
+        """Gives up the unfinished file and its runs."""
+        draft, file = self._draft, self._draft_file
+        self._draft, self._draft_file, self._draft_heads = None, None, {}
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        if draft is not None:
+            self.catalog.drop_file(draft)
+            with contextlib.suppress(OSError):
+                draft.path.unlink(missing_ok=True)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Asks for a larger quota, then collects files, until so many bytes fit."""
+        self._close_private()
+        wanted = self.bytes + num_bytes
+        if wanted > self.quotas.bytes and time.monotonic() >= self._grow_after:
+            found = self.quotas.grow(wanted, lambda place, size: collect_abandoned(place, size, self.catalog))
+            if found < wanted:
+                self._grow_after = time.monotonic() + GROW_SECONDS
+        fixed = self._index_bytes + sum(self._private.values())
+        if num_bytes > self.quotas.bytes - fixed:
+            return False
+        return self._go_down_to(self.quotas.bytes - num_bytes)
+
+    def shed(self) -> None:
+        """Goes down to the fair share if another writer lacks room."""
+        target = self.quotas.balance(self.bytes)
+        if target < self.quotas.bytes:
+            self._grow_after = time.monotonic() + GROW_SECONDS
+            self._go_down_to(target)
+            self.quotas.shrink(max(target, self.bytes))
+
+    def _go_down_to(self, num_bytes: int) -> bool:
+        while self.bytes > num_bytes:
+            file = victim(self.files.values(), self.catalog, self._clock() - STALE_SECONDS)
+            if file is not None:
+                self.remove([file])
+                self.num_collected += 1
+            elif self._draft is not None:
+                self.commit()
+            else:
+                return False
+        return True
+
+    def remove(self, files: list[RunFile]) -> None:
+        """Removes whole files, first from the index."""
+        if files:
+            self.index.remove_files(file.number for file in files)
+        for file in files:
+            self.catalog.drop_file(file)
+            self.files.pop(file.number, None)
+            file.path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Removes dropped runs from the index, and files without any run."""
+        with self.catalog.lock:
+            dropped, self.catalog.removed = self.catalog.removed, []
+        if ids := [entry.run_id for entry in dropped if entry.run_id]:
+            self.index.remove_runs(ids)
+        touched = {entry.file for entry in dropped}
+        self.remove(
+            [
+                file
+                for file in self.files.values()
+                if file.is_gone or (file in touched and not file.entries and not file.others)
+            ]
+        )
+        self._close_private()
+
+    def note_uses(self) -> None:
+        """Writes times of use into the index."""
+        changed = [file for file in self.files.values() if file.used > file.noted]
+        if changed:
+            self.index.use([(file.number, file.used) for file in changed])
+            for file in changed:
+                file.noted = file.used
+
+    def remove_expired(self, lifetime: float) -> None:
+        """Removes files unused for longer than the lifetime."""
+        last = self._clock() - lifetime
+        expired = [file for file in self.files.values() if file.used < last]
+        if expired:
+            self.remove(expired)
+
+    def set_pins(self) -> None:
+        """Writes the pins into the index."""
+        self.index.set_pins({name: float(until) for name, until in self.catalog.pins.items()})
+
+    def reset(self) -> None:
+        """After damage to the index: gives up everything in the sub-folder."""
+        self._give_up()
+        clear_place(self.place)
+
+    def close(self) -> None:
+        """Ends it; private runs are lost."""
+        self.catalog.drop(list(self._private))
+        self._close_private()
+        kept = self.bytes
+        self._give_up()
+        self.quotas.leave(kept)
+
+    def check(self) -> None:
+        """Asserts that index, memory and files agree, and that quotas hold."""
+        rows, files = ([], []) if self._index is None else (self._index.runs(), self._index.files())
+        others = {run_id for file in self.files.values() for run_id in file.others}
+        known = {(entry.run_id, file.number, entry.offset) for file in self.files.values() for entry in file.entries}
+        named = {(row.id, row.file, row.offset) for row in rows if row.id not in others}
+        assert named == known, "index and memory name other runs"
+        sizes = {number: file.num_bytes for number, file in self.files.items()}
+        assert sizes == {row.number: row.num_bytes for row in files}, "index and memory name other files"
+        assert sizes == {number: path.stat().st_size for number, path in run_files(self.place)}, "files are missing"
+        assert not self.files or self.bytes <= self.quotas.bytes, f"{self.bytes} bytes, quota {self.quotas.bytes}"
+        self.quotas.check()
+
+    @property
+    def index(self) -> Index:
+        """The index, which is made when it is needed: a writer without a quota has none."""
+        if self._index is None:
+            self._index = Index(self.place, is_writer=True)
+        return self._index
+
+    @property
+    def _file_limit(self) -> int:
+        return min(RUNS_BYTES, max(self.quotas.bytes // 8, MIN_RUNS_BYTES))
+
+    def _open_draft(self) -> tuple[RunFile, DirectFile]:
+        if self._draft is None or self._draft_file is None:
+            path = self.place / f"{self._next_number}{DRAFT_SUFFIX}"
+            self._draft_file = DirectFile(path, is_direct=self.is_direct, is_new=True)
+            self._draft = RunFile(self.place, self._next_number, path, self._clock(), True)
+            self._next_number += 1
+        return self._draft, self._draft_file
+
+    def _write(self, file: DirectFile, views: list[memoryview], offset: int) -> None:
+        begun = time.monotonic()
+        file.write(views, offset, self.throttle.take)
+        self.seconds += time.monotonic() - begun
+        self.bytes_written += sum(map(len, views))
+
+    def _write_private(self, entry: Entry) -> bool:
+        """Writes a private run into a file that has no name: it ends with the process."""
+        size = entry.num_bytes + FILE_BYTES
+        if not self.make_room(size):
+            return False
+        path = self.place / f"private-{os.getpid()}{DRAFT_SUFFIX}"
+        file = DirectFile(path, is_direct=self.is_direct, is_new=True)
+        try:
+            path.unlink()
+            self._private[entry] = size
+            self._write(file, [slot.block for slot in entry.staged], 0)
+        except OSError:
+            file.close()
+            self._private.pop(entry, None)
+            raise
+        if not self.catalog.move(entry, None, 0, file):
+            file.close()
+        return True
+
+    def _close_private(self) -> None:
+        """Closes the files of dropped private runs: here and not where they are dropped, because freeing the blocks of
+        a large file takes milliseconds.
+        """
+        with self.catalog.lock:
+            closing, self.catalog.closing = self.catalog.closing, []
+        for entry in closing:
+            if entry.own is not None:
+                entry.own.close()
+                entry.own = None
+        self._private = {entry: size for entry, size in self._private.items() if _has_file(entry)}
+
+    def _give_up(self) -> None:
+        """Forgets all runs, and closes the index."""
+        self.discard()
+        self._view.clear()
+        with self.catalog.lock:
+            self.catalog.removed.clear()
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+
+
+def _has_file(entry: Entry) -> bool:
+    """Whether a private run has a file, or will have it."""
+    return entry.own is not None or not entry.is_dropped

@@ -1,0 +1,256 @@
+"""The index of one sub-folder: which runs lie where. An SQLite file, read by all processes and written by one.
+
+    files  number, bytes, time of last use
+    runs   file, offset, digest of the namespace without its salt, head (see `heads`)
+    pins   name of a chunk, until when
+
+WAL with synchronous = NORMAL: a commit costs no wait for the disk. A power failure may take back the last transactions,
+never half of one. A lost insertion leaves a file that no index names, and a lost removal leaves rows of a file that is
+gone; both are removed when the sub-folder is taken. A kill loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.stores.folder import INDEX_NAME
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE files (number INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, used REAL NOT NULL);
+CREATE TABLE runs (id INTEGER PRIMARY KEY AUTOINCREMENT, file INTEGER NOT NULL, offset INTEGER NOT NULL,
+                   digest BLOB NOT NULL, head BLOB NOT NULL);
+CREATE INDEX runs_by_file ON runs (file);
+CREATE TABLE pins (name BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
+"""
+
+WAL_PAGES = 256
+MARGIN_BYTES = 3 << 19
+"""What an index may have beside its main file: the log of 256 pages of 4 KiB, and 32 KiB of shared memory."""
+
+
+class DamagedIndexError(Exception):
+    """An index that cannot be read, or has another version. It costs the runs of its sub-folder, nothing else."""
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file of runs."""
+
+    number: int
+    num_bytes: int
+    used: float
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """Where a run lies. digest: of its namespace, see `heads.common_digest`."""
+
+    id: int
+    file: int
+    offset: int
+    digest: bytes
+
+
+class Index:
+    """An open index. Methods raise DamagedIndexError and OSError."""
+
+    def __init__(self, place: Path, *, is_writer: bool) -> None:
+        """The index of a sub-folder; the writer makes one if there is none."""
+        self.path = place / INDEX_NAME
+        is_new = is_writer and not self.path.exists()
+        if is_new:  # SQLite gives its other files the mode of this one
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        with _errors():
+            # Reading takes mode rw, too: a log that a killed writer left can be read in no other way.
+            uri = f"{self.path.as_uri()}?mode=rw"
+            self._db = sqlite3.connect(uri, timeout=5.0, isolation_level=None, check_same_thread=False, uri=True)
+        try:
+            with _errors():
+                self._begin(is_writer, is_new)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _begin(self, is_writer: bool, is_new: bool) -> None:
+        version, num_tables = self._one("PRAGMA user_version"), self._one("SELECT count(*) FROM sqlite_schema")
+        if is_writer:
+            if version == num_tables == 0:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+                version = VERSION
+            elif not is_new and self._one("PRAGMA quick_check") != "ok":
+                raise DamagedIndexError("it is damaged")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+            self._db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * 4096}")
+        else:
+            self._db.execute("PRAGMA query_only = 1")
+        if version != VERSION:
+            raise DamagedIndexError(f"it has version {version}, and this is {VERSION}")
+
+    def files(self) -> list[FileRow]:
+        """All files."""
+        rows = self._all("SELECT number, bytes, used FROM files")
+        return [FileRow(*row) for row in rows if _are(row, int, int, float) and row[0] >= 0 and row[1] >= 0]
+
+    def runs(self, after: int = 0) -> list[RunRow]:
+        """All runs with larger ids, without their heads. Ids grow, and never come again."""
+        rows = self._all("SELECT id, file, offset, digest FROM runs WHERE id > ?", (after,))
+        return [RunRow(*row) for row in rows if _are(row, int, int, int, bytes) and row[2] >= 0]
+
+    def ids(self) -> set[int]:
+        """The ids of all runs."""
+        return {row[0] for row in self._all("SELECT id FROM runs") if _are(row, int)}
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs."""
+        with _errors():
+            return int(self._one("SELECT count(*) FROM runs"))
+
+    def head(self, run_id: int) -> bytes:
+        """The head of a run; empty if there is none."""
+        rows = self._all("SELECT head FROM runs WHERE id = ?", (run_id,))
+        return rows[0][0] if rows and _are(rows[0], bytes) else b""
+
+    def pins(self) -> dict[bytes, float]:
+        """Pinned chunks, and until when."""
+        return {row[0]: row[1] for row in self._all("SELECT name, until FROM pins") if _are(row, bytes, float)}
+
+    @property
+    def data_version(self) -> int:
+        """Another number after a change by another connection."""
+        with _errors():
+            return int(self._one("PRAGMA data_version"))
+
+    def add(self, file: FileRow, runs: Sequence[tuple[int, bytes, bytes]]) -> list[int]:
+        """Enters a whole file with its runs: offset, digest, head. Returns their ids."""
+        with self._transaction():
+            self._db.execute("INSERT INTO files VALUES (?, ?, ?)", (file.number, file.num_bytes, float(file.used)))
+            insert = "INSERT INTO runs (file, offset, digest, head) VALUES (?, ?, ?, ?)"
+            return [int(self._db.execute(insert, (file.number, *run)).lastrowid or 0) for run in runs]
+
+    def remove_files(self, numbers: Iterable[int]) -> None:
+        """Forgets files and their runs."""
+        rows = [(number,) for number in numbers]
+        with self._transaction():
+            self._db.executemany("DELETE FROM runs WHERE file = ?", rows)
+            self._db.executemany("DELETE FROM files WHERE number = ?", rows)
+
+    def remove_runs(self, ids: Iterable[int]) -> None:
+        """Forgets runs."""
+        with self._transaction():
+            self._db.executemany("DELETE FROM runs WHERE id = ?", [(each,) for each in ids])
+
+    def use(self, used: Iterable[tuple[int, float]]) -> None:
+        """Notes times of last use of files."""
+        with self._transaction():
+            self._db.executemany("UPDATE files SET used = ? WHERE number = ?", [(when, n) for n, when in used])
+
+    def set_pins(self, pins: dict[bytes, float]) -> None:
+        """Replaces all pins."""
+        with self._transaction():
+            self._db.execute("DELETE FROM pins")
+            self._db.executemany("INSERT INTO pins VALUES (?, ?)", list(pins.items()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it has or may soon have."""
+        try:
+            return self.path.stat().st_blocks * 512 + MARGIN_BYTES
+        except FileNotFoundError:
+            return MARGIN_BYTES
+
+    def close(self) -> None:
+        """Closes it."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _all(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        with _errors():
+            return self._db.execute(query, values).fetchall()
+
+    def _one(self, query: str) -> Any:
+        return self._db.execute(query).fetchone()[0]
+
+
+def remove_index(place: Path) -> None:
+    """Removes an index with all its files. Only under the lock of the sub-folder."""
+    for suffix in ("-wal", "-shm", "-journal", ""):
+        (place / (INDEX_NAME + suffix)).unlink(missing_ok=True)
+
+
+class Mirror:
+    """The view of a sub-folder that another process writes. `poll` is cheap while nothing changes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.index: Index | None = None
+        self.is_damaged = False
+        self._inode = 0
+        self._version: int | None = None
+
+    def poll(self) -> bool | None:
+        """Whether the index has changed since the last time; None: there is none, or a new one. Raises as Index."""
+        try:
+            inode = (self.place / INDEX_NAME).stat().st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            inode = 0
+        if inode != self._inode:
+            self.close()
+            self._inode, self.is_damaged = inode, False
+            return None
+        if not inode or self.is_damaged:
+            return False
+        if self.index is None:
+            self.index = Index(self.place, is_writer=False)
+        version = self.index.data_version
+        has_changed, self._version = version != self._version, version
+        return has_changed
+
+    def give_up(self) -> None:
+        """Leaves a damaged index alone until there is a new one."""
+        self.close()
+        self.is_damaged = True
+
+    def close(self) -> None:
+        """Closes it."""
+        if self.index is not None:
+            self.index.close()
+        self.index, self._version = None, None
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.OperationalError, sqlite3.InterfaceError) as error:
+        # The disk is full, does not answer, or the folder is gone.
+        raise OSError(errno.EIO, f"SQLite: {error}") from None
+    except (sqlite3.Error, OverflowError) as error:
+        raise DamagedIndexError(str(error)) from None
+
+
+def _are(row: Sequence[Any], *types: type) -> bool:
+    """SQLite does not check types, and a damaged row may have any."""
+    return len(row) == len(types) and all(isinstance(value, kind) for value, kind in zip(row, types, strict=True))

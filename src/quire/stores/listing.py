@@ -1,0 +1,74 @@
+"""What a folder has stored, for listings: read from the indexes, past the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.cache.namespace import Namespace
+from quire.errors import ExtentError
+from quire.stores.direct import padded
+from quire.stores.folder import RUNS_SUFFIX, Folder
+from quire.stores.heads import parse_head
+from quire.stores.index import DamagedIndexError, Index
+from quire.stores.seal import Seal
+from quire.stores.view import used_by_others
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored run.
+
+    names         keys of its chunks
+    start         index of the first chunk in its sequence
+    num_bytes     on the disk
+    used          time of the last use of its file, in seconds since the epoch
+    pinned_until  likewise; 0: not pinned
+    path          its file
+    is_own_namespace  whether this engine can read it
+    """
+
+    salt: str
+    names: tuple[bytes, ...]
+    start: int
+    num_tokens: int
+    num_bytes: int
+    used: float
+    pinned_until: float
+    path: Path
+    is_own_namespace: bool
+
+
+def list_stored(folder: Folder, seal: Seal, digest: bytes, visible: Callable[[str], bool]) -> list[Stored]:
+    """All runs in the indexes of a folder whose salts are visible, the last used first. Skips what is damaged."""
+    found: list[Stored] = []
+    for place in folder.places():
+        with contextlib.suppress(DamagedIndexError, OSError):
+            index = Index(place, is_writer=False)
+            try:
+                found += _list_place(place, index, seal, digest, visible)
+            finally:
+                index.close()
+    return sorted(found, key=lambda stored: -stored.used)
+
+
+def _list_place(place: Path, index: Index, seal: Seal, digest: bytes, visible: Callable[[str], bool]) -> list[Stored]:
+    found, pins = [], index.pins()
+    files = {row.number: row for row in index.files()}
+    for row in index.runs():
+        try:
+            head = parse_head(index.head(row.id), seal)
+            file = files[row.file]
+        except (ExtentError, KeyError):  # damaged, or removed meanwhile
+            continue
+        run, path = head.run, place / f"{row.file}{RUNS_SUFFIX}"
+        salt = run.namespace.salt if isinstance(run.namespace, Namespace) else ""
+        if visible(salt):
+            num_bytes = sum(map(padded, head.lengths))
+            used = max(file.used, used_by_others(path))
+            until = max((pins.get(name, 0.0) for name in run.names), default=0.0)
+            own = row.digest == digest
+            found.append(Stored(salt, run.names, run.start, len(run.tokens), num_bytes, used, until, path, own))
+    return found

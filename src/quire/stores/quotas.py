@@ -1,0 +1,196 @@
+"""Quotas: the bytes that each writer of a folder may take.
+
+    sum of all quotas <= cap - slack - bytes of others          bytes of a sub-folder <= its quota
+
+A quota stands in the lock file of its sub-folder. It changes only under the folder's lock, and grows before the bytes
+do. A writer takes what is free, at most the cap divided by the number of live writers. Those with more give up what
+they do not use as soon as another has less. A writer that lacks room says so (`hungry`), and those with more than their
+share then collect files. A writer that ended keeps a quota for the bytes it left, which any other writer may collect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.stores.folder import LOCK_NAME, MIN_CAP, SLACK_BYTES, Folder, Lock, remove_drafts, writer_bytes
+
+HUNGRY_SECONDS = 5.0
+"""A writer that still lacks room says it again within this time."""
+
+OTHERS_SECONDS = 10.0
+"""Bytes of other formats are counted anew after this time."""
+
+Collect = Callable[[Path, int], None]
+"""Removes files of runs from a sub-folder without a writer until so many bytes are gone, or all."""
+
+_RECORD = re.compile(rb"(\d+) (\d+) (\d+\.\d+) *\n")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a lock file says.
+
+    quota   bytes its sub-folder may have
+    cap     bytes the writer lets the whole folder have
+    hungry  time of its last request for more, in seconds since the epoch; 0: none
+    """
+
+    quota: int
+    cap: int = 0
+    hungry: float = 0.0
+
+
+class Quotas:
+    """The quota of one writer, which holds the lock of its sub-folder from the beginning until `leave`."""
+
+    def __init__(self, folder: Folder, cap: int) -> None:
+        """Joins the folder. Raises ConfigError and OSError."""
+        if cap < MIN_CAP:
+            raise ConfigError(f"a disk tier of {cap} bytes is too small: give it at least {MIN_CAP >> 20}MiB")
+        self._folder, self._cap = folder, cap
+        self._others_bytes, self._others_time = 0, -math.inf
+        with folder.lock():
+            self.lock = folder.take()
+            self.place = self.lock.path.parent
+            remove_drafts(self.place)
+            used = writer_bytes(self.place)
+            self._record = replace(_read(self.lock.descriptor, used), cap=cap, hungry=0.0)
+            others = self._others()
+            limit, fair = self._shares(others)
+            free = limit - sum(record.quota for _, record, _ in others)
+            self._set(replace(self._record, quota=max(used, min(free, fair))))
+
+    @property
+    def bytes(self) -> int:
+        """The quota."""
+        return self._record.quota
+
+    def grow(self, wanted: int, collect: Collect) -> int:
+        """Asks for a quota of `wanted` bytes; returns the new one, which may be smaller, and is never smaller than
+        before. Takes what is free, then what writers left that have ended.
+        """
+        with self._folder.lock():
+            others = self._others()
+            limit, fair = self._shares(others)
+            goal = min(wanted, fair)
+            if self.bytes < goal:
+                free = limit - sum(record.quota for _, record, _ in others)
+                for place, record, is_live in others if free < fair else ():
+                    if not is_live:
+                        free += record.quota - _reclaim(place, goal - (free + record.quota), collect)
+                found = max(self.bytes, min(free, fair))
+                self._set(replace(self._record, quota=found, hungry=time.time() if found < goal else 0.0))
+        return self.bytes
+
+    def balance(self, used: int) -> int:
+        """Gives up unused bytes above the fair share if another live writer has less than its own. Returns what the
+        used bytes must go down to: the fair share, if another lacks room, or if the cap has become smaller.
+        """
+        with self._folder.lock():
+            others = self._others()
+            limit, fair = self._shares(others)
+            if any(is_live and record.quota < fair for _, record, is_live in others):
+                self._set(replace(self._record, quota=min(self.bytes, max(fair, used))))
+            since = time.time() - HUNGRY_SECONDS
+            is_needed = any(is_live and record.hungry > since for _, record, is_live in others)
+            is_over = self.bytes + sum(record.quota for _, record, _ in others) > limit
+        return min(fair, self.bytes) if is_needed or is_over else self.bytes
+
+    def shrink(self, quota: int) -> None:
+        """Gives up what is above `quota`: the bytes are below it already."""
+        with self._folder.lock():
+            self._set(replace(self._record, quota=min(quota, self.bytes)))
+
+    def leave(self, kept: int = 0) -> None:
+        """Keeps a quota for `kept` bytes, at least for what is there, and ends the lock."""
+        with contextlib.suppress(OSError):
+            if self.lock.is_intact:
+                self.shrink(max(kept, writer_bytes(self.place)))
+        self.lock.close()
+
+    def check(self) -> None:
+        """Asserts the invariants of the whole folder."""
+        with self._folder.lock():
+            others = self._others()
+            limit, _ = self._shares(others)
+            total = self.bytes + sum(record.quota for _, record, _ in others)
+            used = writer_bytes(self.place)
+        assert total <= limit, f"quotas of {total} bytes in all, and there are {limit}"
+        assert used <= self.bytes, f"{used} bytes with a quota of {self.bytes}"
+
+    def _shares(self, others: list[tuple[Path, Record, bool]]) -> tuple[int, int]:
+        """The bytes of all quotas together, and a live writer's fair share. The smallest cap counts."""
+        now = time.monotonic()
+        if now - self._others_time > OTHERS_SECONDS:
+            self._others_bytes, self._others_time = self._folder.bytes_of_others(), now
+        caps = [self._cap, *(record.cap for _, record, is_live in others if is_live and record.cap)]
+        limit = max(min(caps) - SLACK_BYTES - self._others_bytes, 0)
+        return limit, limit // len(caps)
+
+    def _others(self) -> list[tuple[Path, Record, bool]]:
+        """The other sub-folders, their records, and whether they have a live writer. Under the folder's lock."""
+        found = []
+        for place in self._folder.places():
+            if place != self.place:
+                try:
+                    lock = Lock(place / LOCK_NAME, waits=False)
+                except BlockingIOError:
+                    is_live = True
+                    with open(place / LOCK_NAME, "rb") as file:
+                        record = _read(file.fileno(), writer_bytes(place))
+                except FileNotFoundError:  # removed meanwhile
+                    continue
+                else:
+                    is_live = False
+                    with lock:
+                        record = _read(lock.descriptor, writer_bytes(place))
+                found.append((place, record, is_live))
+        return found
+
+    def _set(self, record: Record) -> None:
+        if record != self._record or record.quota == 0:
+            _write(self.lock.descriptor, record)
+            self._record = record
+
+
+def _reclaim(place: Path, wanted: int, collect: Collect) -> int:
+    """Lowers the quota of a sub-folder without a writer to its bytes, after collecting what is still wanted then.
+    Returns the new quota.
+    """
+    try:
+        lock = Lock(place / LOCK_NAME, waits=False)
+    except (BlockingIOError, FileNotFoundError):
+        return 0
+    with lock:
+        remove_drafts(place)
+        used = writer_bytes(place)
+        if wanted + used > 0:
+            collect(place, wanted + used)
+            used = writer_bytes(place)
+        # Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
+        quota = min(used, _read(lock.descriptor, used).quota)
+        _write(lock.descriptor, Record(quota))
+        return quota
+
+
+def _read(descriptor: int, used: int) -> Record:
+    """The record in a lock file; one for the used bytes if there is none."""
+    found = _RECORD.match(os.pread(descriptor, 128, 0))
+    if found is None:
+        return Record(used)
+    quota, cap, hungry = found.groups()
+    return Record(int(quota), int(cap), float(hungry))
+
+
+def _write(descriptor: int, record: Record) -> None:
+    # One small write: a kill leaves the old record or the new one.
+    line = f"{record.quota} {record.cap} {record.hungry:.3f}"
+    os.pwrite(descriptor, line.ljust(95).encode() + b"\n", 0)

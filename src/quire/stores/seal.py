@@ -1,0 +1,69 @@
+"""Seals: a checksum proves that bytes are whole, a MAC that someone with the folder's secret wrote them.
+
+    checksum = first 16 bytes of BLAKE3 of: names, the header with zero checksum and MAC, everything after the header
+    MAC      = BLAKE3, keyed with the secret, of the header with its checksum and a zero MAC
+
+The checksum covers the run's names, so an extent cannot take the place of another run's. BLAKE3 and not BLAKE2b: 4.5
+against 0.9 GB/s on one core of an EPYC, and it releases the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+
+from blake3 import blake3
+
+from quire.errors import ExtentError
+
+HEADER_BYTES = 80
+_CHECKSUM, _MAC = slice(32, 48), slice(48, 80)
+_LAYER, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+_LAYER_AT, _LENGTH_AT = 8, 24
+
+SECRET_BYTES = 32
+
+
+class Seal:
+    """Closes and verifies extents and run heads: anything with the header of an extent (docs/page-format.md)."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        """secret: 32 bytes; None: verifies checksums alone, for bytes that an administrator imports."""
+        assert secret is None or len(secret) == SECRET_BYTES, "a secret of another length"
+        self._secret = secret
+
+    @property
+    def is_check_only(self) -> bool:
+        """Whether it has no secret: it verifies checksums, and cannot close."""
+        return self._secret is None
+
+    def close(self, names: bytes, extent: memoryview) -> None:
+        """Writes checksum and MAC into the header. names: of the run, joined."""
+        extent[_CHECKSUM] = _checksum(names, extent)
+        extent[_MAC] = self._mac(extent)
+
+    def verify(self, names: bytes, extent: memoryview) -> None:
+        """Raises ExtentError unless the bytes are what `close` left."""
+        if len(extent) < HEADER_BYTES:
+            raise ExtentError(f"{len(extent)} bytes have no header")
+        (length,) = _LENGTH.unpack_from(extent, _LENGTH_AT)
+        if length != len(extent) - HEADER_BYTES:
+            raise ExtentError(f"a header says {length} bytes, and {len(extent) - HEADER_BYTES} follow it")
+        if not hmac.compare_digest(bytes(extent[_CHECKSUM]), _checksum(names, extent)):
+            raise ExtentError("damaged, or of another run: the checksum differs")
+        if self._secret is not None and not hmac.compare_digest(bytes(extent[_MAC]), self._mac(extent)):
+            raise ExtentError("written under another secret: the MAC differs")
+
+    def _mac(self, extent: memoryview) -> bytes:
+        assert self._secret is not None, "no secret"
+        return blake3(bytes(extent[: _MAC.start]) + bytes(32), key=self._secret).digest()
+
+
+def layer_of(extent: memoryview) -> int:
+    """The layer that a verified extent names."""
+    return int(_LAYER.unpack_from(extent, _LAYER_AT)[0])
+
+
+def _checksum(names: bytes, extent: memoryview) -> bytes:
+    hashed = blake3(names + bytes(extent[: _CHECKSUM.start]) + bytes(HEADER_BYTES - _CHECKSUM.start))
+    return hashed.update(extent[HEADER_BYTES:]).digest(length=16)

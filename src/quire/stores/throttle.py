@@ -1,0 +1,44 @@
+"""A limit on bytes per second that reads and writes share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+BURST_SECONDS = 0.05
+"""Unused time that counts: in any t seconds at most t + 0.05 seconds' bytes pass."""
+
+
+class Throttle:
+    """A token bucket. A request waits until its own bytes are paid for, so that a large one makes no burst."""
+
+    def __init__(
+        self,
+        bandwidth: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        """bandwidth: bytes per second; None: no limit. sleep: by default one that `close` ends."""
+        assert bandwidth is None or bandwidth > 0, f"a bandwidth of {bandwidth}"
+        self.bandwidth = bandwidth
+        self._clock = clock
+        self._closed = threading.Event()
+        self._sleep = sleep or self._closed.wait
+        self._lock = threading.Lock()
+        self._paid_until = clock()
+
+    def take(self, num_bytes: int) -> None:
+        """Waits until these bytes may pass. Requests pass in the order of their calls."""
+        if self.bandwidth is None:
+            return
+        with self._lock:
+            now = self._clock()
+            self._paid_until = max(self._paid_until, now - BURST_SECONDS) + num_bytes / self.bandwidth
+            seconds = self._paid_until - now
+        if seconds > 0 and not self._closed.is_set():
+            self._sleep(seconds)
+
+    def close(self) -> None:
+        """Ends the limit and all waiting."""
+        self._closed.set()

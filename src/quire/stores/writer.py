@@ -1,0 +1,215 @@
+"""The writer: the thread that writes staged runs, keeps the index, collects files and looks at other sub-folders."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+
+from quire.errors import ConfigError
+from quire.stores.catalog import Catalog, Entry
+from quire.stores.direct import Buffer, DirectFile
+from quire.stores.folder import DRAFT_SUFFIX
+from quire.stores.home import Home
+from quire.stores.index import DamagedIndexError
+from quire.stores.mirrors import Mirrors
+from quire.stores.outage import Outage
+
+log = logging.getLogger("quire")
+
+IDLE_SECONDS = 0.1
+"""A file is finished when nothing was queued for this time."""
+TICK_SECONDS = 1.0
+NOTE_SECONDS = 5.0
+MEASURED_BYTES = 8 << 20
+
+
+class Writer:
+    """Writes runs in the order in which they were queued.
+
+    work  held while anything is done in the sub-folder; whoever holds it sees no half-done change
+    """
+
+    def __init__(self, home: Home, catalog: Catalog, outage: Outage, lifetime: float | None) -> None:
+        self.num_refused = 0
+        self.cpu_seconds = 0.0
+        self.work = threading.RLock()
+        self._home, self._catalog, self._outage, self._lifetime = home, catalog, outage, lifetime
+        self._mirrors = Mirrors(home, catalog)
+        self._queue: deque[Entry] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = self._is_urgent = self._is_closing = False
+        self._pins_changed = False
+        self._written = self._ticked = self._noted = time.monotonic()
+        self._mirrors.poll()
+        self._thread = threading.Thread(target=self._run, name="quire-disk-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry) -> None:
+        """Queues a staged run."""
+        with self._changed:
+            self._queue.append(entry)
+            self._changed.notify_all()
+
+    def note_pins(self) -> None:
+        """The pins have changed: they go into the index."""
+        with self._changed:
+            self._pins_changed = self._is_urgent = True
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until every run that was put is on the disk and in the index; False if it is not in time, or lost."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
+            while self._queue or self._is_busy or self._is_urgent:
+                left = end - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._changed.wait(left)
+        return self._outage.reason is None
+
+    def close(self) -> None:
+        """Ends the thread and gives the sub-folder up; a thread that hangs keeps it until the process ends."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(2.0)
+        if self.work.acquire(timeout=0.5):
+            try:
+                for step in (self._note_uses, self._home.close, self._mirrors.close):
+                    with contextlib.suppress(OSError, DamagedIndexError):
+                        step()
+            finally:
+                self.work.release()
+
+    def measure(self) -> float | None:
+        """Bytes per second of writing and reading a file; None if that does not work."""
+        home = self._home
+        path = home.place / f"measure-{os.getpid()}{DRAFT_SUFFIX}"
+        with self.work, contextlib.suppress(OSError, DamagedIndexError):
+            size = MEASURED_BYTES
+            while not home.make_room(size):
+                size //= 2
+                if size < 1 << 20:
+                    return None
+            view = Buffer().view(size)
+            file = DirectFile(path, is_direct=home.is_direct, is_new=True)
+            try:
+                begun = time.monotonic()
+                file.write([view], 0, home.throttle.take)
+                file.sync()
+                file.read(view, 0, home.throttle.take)
+                return 2 * size / (time.monotonic() - begun)
+            finally:
+                file.close()
+                path.unlink(missing_ok=True)
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._queue or self._is_urgent or self._is_closing):
+                    seconds = self._seconds_to_wait()
+                    if seconds <= 0:
+                        break
+                    self._changed.wait(seconds)
+                if self._is_closing and not self._queue:
+                    return
+                entry = self._queue.popleft() if self._queue else None
+                is_urgent = self._is_urgent and entry is None
+                self._is_busy = True
+            begun = time.thread_time()
+            try:
+                with self.work:
+                    self._work(entry, is_urgent)
+            except Exception as error:  # a defect: the tier must not take the engine with it
+                log.exception("the disk tier failed")
+                self._outage.fail(f"an error ({error})")
+            finally:
+                self.cpu_seconds += time.thread_time() - begun
+                with self._changed:
+                    self._is_busy = False
+                    if is_urgent:
+                        self._is_urgent = False
+                    self._changed.notify_all()
+
+    def _seconds_to_wait(self) -> float:
+        now = time.monotonic()
+        seconds = self._ticked + TICK_SECONDS - now
+        if self._home.has_draft:
+            seconds = min(seconds, self._written + IDLE_SECONDS - now)
+        return seconds
+
+    def _work(self, entry: Entry | None, is_urgent: bool) -> None:
+        try:
+            if self._outage.is_on:
+                self._prepare()
+                if entry is not None:
+                    self._write(entry)
+                elif is_urgent or time.monotonic() >= self._written + IDLE_SECONDS:
+                    self._commit()
+                if is_urgent or time.monotonic() >= self._ticked + TICK_SECONDS:
+                    self._tick()
+            else:
+                self._ticked = time.monotonic()
+        except OSError as error:
+            self._outage.fail(f"writing to {self._home.place} failed ({error.strerror or error})")
+        except ConfigError as error:  # the folder cannot be made again
+            self._outage.fail(str(error))
+        except DamagedIndexError as error:
+            log.warning("the index of %s is damaged, and its runs are lost: %s", self._home.place, error)
+            with contextlib.suppress(OSError):
+                self._home.reset()
+        finally:
+            is_lost = entry is not None and entry.file is None and entry.own is None and not entry.is_dropped
+            if entry is not None and is_lost:
+                self.num_refused += 1
+                self._catalog.drop([entry])
+
+    def _prepare(self) -> None:
+        """Notices that the folder is gone; on trial, makes it again."""
+        if not self._home.is_intact:
+            if self._outage.reason is None:
+                raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+            self._mirrors.close()
+            with contextlib.suppress(OSError, DamagedIndexError):
+                self._home.close()
+            self._home.open()
+
+    def _write(self, entry: Entry) -> None:
+        if entry.is_dropped:
+            return
+        if self._home.write(entry) and entry.own is not None:
+            self._outage.succeed()
+        self._written = time.monotonic()
+
+    def _commit(self) -> None:
+        if self._home.has_draft:
+            self._home.commit()
+            self._outage.succeed()
+
+    def _tick(self) -> None:
+        self._ticked = time.monotonic()
+        self._home.forget()
+        self._home.shed()
+        if self._pins_changed:
+            self._pins_changed = False
+            self._home.set_pins()
+        if self._lifetime is not None:
+            self._home.remove_expired(self._lifetime)
+        if self._ticked >= self._noted + NOTE_SECONDS:
+            self._noted = self._ticked
+            self._note_uses()
+        self._mirrors.poll()
+
+    def _note_uses(self) -> None:
+        self._home.note_uses()
+        self._mirrors.note_uses()

@@ -1,0 +1,338 @@
+"""The disk store after kills, among several processes, and with damaged files: right bytes or none, within the cap."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.stores.disk import DiskStore
+from quire.stores.folder import run_files
+from quire.stores.heads import Head, common_digest, encode_head
+from quire.stores.index import FileRow, Index
+from quire.stores.seal import Seal
+
+from ..disk_child import fake_of, start_child
+from ..disk_runs import MIB, NAMESPACE, Fake, disk_usage, fetch, holds
+from ..effort import EFFORT, tries
+
+CAP = 64 * MIB
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[], DiskStore]]:
+    stores: list[DiskStore] = []
+
+    def opened() -> DiskStore:
+        stores.append(DiskStore(tmp_path / "store", CAP, NAMESPACE))
+        return stores[-1]
+
+    yield opened
+    for store in stores:
+        store.close()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_whole_index_and_right_bytes(
+    tmp_path: Path, opened: Callable[[], DiskStore], seed: int
+) -> None:
+    rng, folder, num_found = random.Random(seed), tmp_path / "store", 0
+    for round_number in range(50 if EFFORT == "night" else 10):
+        extent_bytes = rng.choice([5000, 100_000, 700_000])
+        child, count, _ = start_child(folder, CAP, 1000 * round_number, extent_bytes)
+        wait_until(lambda count=count: count.value > 0)  # type: ignore[misc]
+        end = time.monotonic() + rng.random() * 0.8
+        while time.monotonic() < end:
+            assert disk_usage(folder) <= CAP
+            time.sleep(0.01)
+        child.kill()
+        child.join(10)
+        store = opened()
+        assert disk_usage(folder) <= CAP
+        assert not list(folder.rglob("*.tmp"))
+        store.check()
+        assert store.stats()["num_failed"] == 0
+        names = {name for stored in store.stored() for name in stored.names}
+        for number in range(1000 * round_number, 1000 * round_number + count.value):
+            fake = fake_of(number, extent_bytes)
+            if fake.names[0] in names:
+                assert holds(store, fake), f"seed {seed}, round {round_number}, run {number}"
+                num_found += 1
+        store.close()
+    assert num_found > 10
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_folder_within_its_cap(
+    tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any
+) -> None:
+    folder = tmp_path / "store"
+    store = opened()
+    mine = [fake_of(number, 600_000) for number in range(10_000, 10_030)]
+    for fake in mine[:20]:
+        store.put(fake.run, fake.pack())
+        assert store.flush(10)
+    assert int(store.stats()["bytes"] or 0) > 30 * MIB, "alone it may have more than half"
+    child, count, stop = start_child(folder, CAP, 0, 600_000, pause=0.05)
+    theirs: set[int] = set()
+    end = time.monotonic() + 8
+    while time.monotonic() < end or (len(theirs) < 5 and time.monotonic() < end + 20):
+        assert disk_usage(folder) <= CAP
+        fake = random.choice(mine)
+        if all(store.wants(fake.names)):
+            store.put(fake.run, fake.pack())
+        number = random.randrange(count.value + 1)
+        if holds(store, fake_of(number, 600_000)):
+            theirs.add(number)
+        time.sleep(0.01)
+    quota = store.stats()["quota_bytes"]
+    assert quota == (CAP - 4 * MIB) // 2, "each has its half"
+    assert len(theirs) >= 5, "it does not find what the other has written"
+    stop.set()
+    child.join(20)
+    assert child.exitcode == 0
+    assert store.flush(10)
+    store.check()
+    assert disk_usage(folder) <= CAP
+    assert store.stats()["num_failed"] == 0 or "was collected" not in caplog.text
+    for number in range(20_000, 20_040):  # alone again, it collects what the other left
+        fake = fake_of(number, 600_000)
+        store.put(fake.run, fake.pack())
+        assert store.flush(10)
+        assert disk_usage(folder) <= CAP
+    store.check()
+    assert int(store.stats()["quota_bytes"] or 0) > CAP // 2 + 8 * MIB
+    assert all(holds(store, fake_of(number, 600_000)) for number in range(20_030, 20_040))
+
+
+def two(opened: Callable[[], DiskStore]) -> tuple[DiskStore, DiskStore]:
+    """Two stores, of which each has its share."""
+    first, second = opened(), opened()
+    wait_until(lambda: int(first.stats()["quota_bytes"] or 0) <= CAP // 2)
+    return first, second
+
+
+def damage(rng: random.Random, folder: Path, older: bytes) -> None:
+    """Damages files of runs at random."""
+    for _ in range(rng.randrange(1, 4)):
+        path = rng.choice(sorted(folder.rglob("*.runs")))
+        data = bytearray(path.read_bytes())
+        how = rng.randrange(8)
+        at = rng.randrange(len(data))
+        if how == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del data[at:]
+        elif how == 2:
+            data[at : at + 4096] = rng.randbytes(min(4096, len(data) - at))
+        elif how == 3:
+            data = bytearray(rng.randbytes(len(data)))
+        elif how == 4:  # blocks change places: extents of other layers and runs under the same secret
+            here, there = (rng.randrange(len(data) // 4096) * 4096 for _ in range(2))
+            size = min(rng.choice([4096, 8192, 8192 * 3]), len(data) - max(here, there))
+            data[here : here + size], data[there : there + size] = data[there : there + size], data[here : here + size]
+        elif how == 5:
+            data = bytearray(older[: len(data)].ljust(len(data), b"\0"))
+        elif how == 6:
+            path.unlink()
+            continue
+        else:
+            other = rng.choice(sorted(folder.rglob("*.runs")))
+            data = bytearray(other.read_bytes()[: len(data)].ljust(len(data), b"\0"))
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("while_running", [False, True])
+def test_damaged_files_give_right_bytes_or_a_failure(
+    tmp_path: Path, opened: Callable[[], DiskStore], seed: int, while_running: bool
+) -> None:
+    rng, folder = random.Random(seed), tmp_path / "store"
+    num_lost = num_kept = 0
+    store = opened()
+    fakes = [Fake(seed + n, 2, 3900, layers=4) for n in range(12)]
+    older = b""
+    for _ in range(tries(40)):
+        for fake in fakes:
+            if all(store.wants(fake.names)):
+                store.put(fake.run, fake.pack())
+                if rng.random() < 0.4:
+                    assert store.flush(5)
+        assert store.flush(5)
+        older = older or next(folder.rglob("*.runs")).read_bytes()
+        if not while_running:
+            store.close()
+        damage(rng, folder, older)
+        if not while_running:
+            store = opened()
+        for fake in fakes:
+            found = holds(store, fake)  # fails on wrong bytes
+            num_lost, num_kept = num_lost + (not found), num_kept + found
+        store._reading.succeed()  # eight failures would turn it off
+        assert store.flush(5)
+        if not while_running:
+            store.check()
+    assert num_lost > tries(30) and num_kept > tries(30), "nothing was damaged, or everything"
+
+
+def test_layers_that_changed_places_are_refused(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    store, fake = opened(), Fake(1, 2, 3900)
+    store.put(fake.run, fake.pack())
+    assert store.flush(5)
+    (path,) = (tmp_path / "store").rglob("*.runs")
+    data = path.read_bytes()
+    assert len(data) == 4096 * 4
+    path.write_bytes(data[:4096] + data[8192:12288] + data[4096:8192] + data[12288:])
+    assert not holds(store, fake)
+
+
+def test_a_right_checksum_under_another_secret_is_refused(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    fake, other = Fake(1), bytes(32)
+    place = tmp_path / "store" / "v1" / "0"
+    opened().close()
+
+    def plant(head_secret: bytes, extent_secret: bytes) -> None:
+        head = encode_head(Head(fake.run, tuple(map(len, fake.extents))), Seal(head_secret))
+        blocks = [head.ljust(4096, b"\0")]
+        for layer in range(len(fake.extents)):
+            extent = bytearray(fake.extents[layer])
+            Seal(extent_secret).close(b"".join(fake.names), memoryview(extent))
+            blocks.append(bytes(extent).ljust(-(-len(extent) // 4096) * 4096, b"\0"))
+        (place / "5.runs").write_bytes(data := b"".join(blocks))
+        index = Index(place, is_writer=True)
+        index.remove_files([5])
+        index.add(FileRow(5, len(data), 1e9), [(4096, common_digest(NAMESPACE), head)])
+        index.close()
+
+    secret = (tmp_path / "store" / "v1" / "secret").read_bytes()
+    for head_secret, extent_secret in ((other, other), (secret, other), (other, secret), (secret, secret)):
+        plant(head_secret, extent_secret)
+        store = opened()
+        assert (store.find(fake.names[0]) is not None) == (head_secret == secret)
+        assert holds(store, fake) == (head_secret == extent_secret == secret)
+        store.close()
+
+
+def test_a_damaged_index_costs_its_own_runs_alone(tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any) -> None:
+    first, second = two(opened)
+    one, other = Fake(1), Fake(2)
+    first.put(one.run, one.pack())
+    second.put(other.run, other.pack())
+    assert first.flush(5) and second.flush(5)
+    first.close()
+    second.close()
+    path = tmp_path / "store" / "v1" / "0" / "index.db"
+    path.write_bytes(b"junk" * 5000)
+    store = opened()
+    assert len([record for record in caplog.records if "index" in record.getMessage()]) == 1
+    assert not holds(store, one) and holds(store, other)
+    assert [number for number, _ in run_files(path.parent)] == []
+    store.put(one.run, one.pack())
+    assert store.flush(5) and holds(store, one)
+    store.check()
+    (tmp_path / "store" / "v1" / "1" / "index.db").write_bytes(b"junk" * 5000)
+    caplog.clear()
+    again = opened()
+    assert again.find(other.names[0]) is None and len(caplog.records) == 1
+
+
+def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_is_a_miss(
+    opened: Callable[[], DiskStore], caplog: Any
+) -> None:
+    first, second = two(opened)
+    fake, twin = Fake(1), Fake(1)
+    first.put(fake.run, fake.pack())
+    assert first.flush(5)
+    wait_until(lambda: second.find(fake.names[0]) is not None)
+    assert holds(second, fake) and second.wants(fake.names) == [False, False]
+    with second._writer.work:  # it does not look
+        first.drop([fake.names[0]])
+        assert first.flush(5) and first.stats()["files"] == 0
+        transfer = fetch(second, fake.names)
+        assert transfer is not None and transfer.error is not None
+    assert second.find(fake.names[0]) is None
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    second.put(twin.run, twin.pack())
+    assert second.flush(5) and holds(second, fake)
+    wait_until(lambda: holds(first, fake))
+    first.check()
+    second.check()
+
+
+def test_a_copy_in_another_sub_folder_takes_the_place_of_a_lost_run(opened: Callable[[], DiskStore]) -> None:
+    first, second = two(opened)
+    fake, twin, third = Fake(1), Fake(1), Fake(3)
+    with first._writer.work, second._writer.work:
+        first.put(fake.run, fake.pack())
+        second.put(twin.run, twin.pack())
+    assert first.flush(5) and second.flush(5)
+    wait_until(lambda: len(first._catalog.entries) == 2)
+    path = first._catalog.entries[fake.run].file
+    assert path is not None and path.is_own
+    path.path.write_bytes(bytes(path.num_bytes))
+    assert not holds(first, fake)
+    assert holds(first, fake), "the other copy"
+    assert first.flush(5)
+    first.check()
+    assert path.place != second._home.place and holds(second, twin)
+    first.put(third.run, third.pack())
+    first.drop([fake.names[1]])
+    assert first.find(fake.names[0]) is None and first.find(third.names[0]) is third.run
+
+
+def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: Any) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or os.system(f"mount -t tmpfs -o size=8m none {folder} 2>/dev/null"):
+        pytest.skip("no tmpfs can be mounted here")
+    stores = []
+    try:
+        stores.append(store := DiskStore(folder / "store", CAP, NAMESPACE))
+        fakes = [Fake(n, 2, 600_000) for n in range(8)]
+        for fake in fakes:
+            store.put(fake.run, fake.pack())
+        store.flush(10)
+        found = [holds(store, fake) for fake in fakes]
+        assert not all(found)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(warnings) == 1 and "No space left" in warnings[0]
+        assert store.stats()["is_on"] is False
+        store.check()
+        store.close()
+        stores.append(again := DiskStore(folder / "store", CAP, NAMESPACE))
+        assert [holds(again, fake) for fake in fakes] == found
+    finally:
+        for store in stores:
+            store.close()
+        os.system(f"umount {folder}")
+
+
+def test_other_formats_count_and_are_not_touched(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    folder = tmp_path / "store"
+    opened().close()
+    (folder / "v2" / "0").mkdir(parents=True)
+    (folder / "v2" / "0" / "1.runs").write_bytes(os.urandom(30 * MIB))
+    store = opened()
+    for number in range(30):
+        fake = Fake(number, 2, 1_000_000, namespace=replace(NAMESPACE, salt="s"))
+        store.put(fake.run, fake.pack())
+        assert store.flush(10)
+        assert disk_usage(folder) <= CAP
+    assert (folder / "v2" / "0" / "1.runs").stat().st_size == 30 * MIB
+    store.check()
+    store.close()
+    shutil.rmtree(folder)

@@ -1,0 +1,192 @@
+"""Parts of the disk store: throttle, staging memory, direct files, outages and the index."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.stores.direct import BLOCK_BYTES, Buffer, DirectFile, allows_direct, padded
+from quire.stores.index import DamagedIndexError, FileRow, Index, Mirror, remove_index
+from quire.stores.outage import Outage
+from quire.stores.staging import Slot, Staging
+from quire.stores.throttle import BURST_SECONDS, Throttle
+
+from ..disk_runs import MIB
+from ..effort import tries
+
+
+def test_a_throttle_passes_its_bytes_over_time_and_no_burst(seed: int) -> None:
+    rng, now = random.Random(seed), 0.0
+    passed: list[tuple[float, int]] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    throttle = Throttle(1e6, lambda: now, sleep)
+    for _ in range(1000):
+        if rng.random() < 0.1:
+            now += rng.random()
+        size = rng.choice([100, 5000, 300_000])
+        throttle.take(size)
+        passed.append((now, size))
+    for _ in range(200):
+        first, last = sorted(rng.sample(range(1000), 2))
+        seconds = passed[last][0] - (passed[first - 1][0] if first else 0.0)
+        assert sum(size for _, size in passed[first : last + 1]) <= 1e6 * (seconds + BURST_SECONDS) * 1.0001
+    begun = now
+    for _ in range(100):
+        throttle.take(100_000)
+    assert now - begun == pytest.approx(10, rel=0.1)
+
+
+def test_threads_share_a_throttle_and_closing_ends_their_wait() -> None:
+    throttle, begun = Throttle(20e6), time.monotonic()
+    threads = [threading.Thread(target=lambda: [throttle.take(MIB) for _ in range(4)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begun == pytest.approx(8 * MIB / 20e6, rel=0.25)
+    slow = Throttle(1.0)
+    waiting = threading.Thread(target=lambda: slow.take(MIB))
+    waiting.start()
+    slow.close()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_staging_memory_gives_each_byte_once(seed: int) -> None:
+    rng = random.Random(seed)
+    staging, slots = Staging(64 * BLOCK_BYTES), list[Slot]()
+    marks: dict[Slot, int] = {}
+    num_refused = 0
+    for step in range(tries(500)):
+        if rng.random() < 0.55:
+            slot = staging.take(rng.randrange(1, 12 * BLOCK_BYTES))
+            if slot is None:
+                num_refused += 1
+            else:
+                assert bytes(slot.block[slot.length :]) == bytes(padded(slot.length) - slot.length)
+                slot.block[:] = bytes([step % 256]) * len(slot.block)
+                marks[slot] = step % 256
+                slots.append(slot)
+        elif slots:
+            given = [slots.pop(rng.randrange(len(slots))) for _ in range(min(len(slots), rng.randrange(1, 4)))]
+            staging.give(given)
+        staging.check(slots)
+        assert all(bytes(slot.block) == bytes([marks[slot]]) * len(slot.block) for slot in slots)
+    staging.give(slots)
+    assert num_refused and staging.take(64 * BLOCK_BYTES) is not None
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_reads_and_writes_are_whole_or_fail(tmp_path: Path, is_direct: bool, monkeypatch: Any) -> None:
+    is_direct = is_direct and allows_direct(tmp_path)
+    sizes: list[int] = []
+    data = [os.urandom(BLOCK_BYTES * n) for n in (1, 2000, 3, 1)]
+    views = []
+    for part in data:
+        view = Buffer().view(len(part))
+        view[:] = part
+        views.append(view)
+    file = DirectFile(tmp_path / "x", is_direct=is_direct, is_new=True)
+    file.write(views, 0, sizes.append)
+    file.sync()
+    assert sum(sizes) == sum(map(len, data)) and max(sizes) <= 8 * MIB
+    assert (tmp_path / "x").read_bytes() == b"".join(data)
+    reader = DirectFile(tmp_path / "x", is_direct=is_direct)
+    found = Buffer().view(sum(map(len, data)) - BLOCK_BYTES)
+    reader.read(found, BLOCK_BYTES, sizes.append)
+    assert found == b"".join(data)[BLOCK_BYTES:]
+    with pytest.raises(OSError, match="a read of"):
+        reader.read(found, 2 * BLOCK_BYTES, sizes.append)
+    monkeypatch.setattr(os, "pwritev", lambda *_: BLOCK_BYTES)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="a write of"):
+        file.write(views, 0, sizes.append)
+    file.close()
+    reader.close()
+    with pytest.raises(FileExistsError):
+        DirectFile(tmp_path / "x", is_direct=is_direct, is_new=True)
+
+
+def test_an_outage_waits_longer_each_time_and_says_it_once(caplog: Any) -> None:
+    now = 1000.0
+    outage = Outage("the thing", 3, lambda: now)
+    outage.fail("a")
+    outage.fail("b")
+    outage.succeed()
+    outage.fail("c")
+    outage.fail("d")
+    assert outage.is_on and not caplog.records
+    outage.fail("e")
+    for seconds in (30, 60, 120, 240, 480, 600, 600):
+        assert not outage.is_on
+        now += seconds - 1
+        assert not outage.is_on, seconds
+        now += 2
+        assert outage.is_on
+        outage.fail("again")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "e; it is tried" in caplog.text
+    now -= 1e6
+    assert outage.is_on, "a clock that was set back"
+    outage.succeed()
+    outage.succeed()
+    assert outage.is_on and len(caplog.records) == 2 and outage.reason is None
+
+
+def test_an_index_keeps_what_was_entered_and_mirrors_see_it(tmp_path: Path) -> None:
+    index, mirror = Index(tmp_path, is_writer=True), Mirror(tmp_path)
+    assert mirror.poll() is None and mirror.poll() is True and mirror.poll() is False
+    ids = index.add(FileRow(7, 100, 5.0), [(0, b"d", b"head0"), (50, b"e", b"head1")])
+    assert mirror.poll() is True and mirror.poll() is False
+    assert mirror.index is not None
+    assert [(row.id, row.file, row.offset, row.digest) for row in mirror.index.runs()] == [
+        (ids[0], 7, 0, b"d"),
+        (ids[1], 7, 50, b"e"),
+    ]
+    assert mirror.index.head(ids[1]) == b"head1" and mirror.index.head(99) == b""
+    index.use([(7, 9.0)])
+    index.set_pins({b"n": 3.0})
+    assert mirror.index.files() == [FileRow(7, 100, 9.0)] and mirror.index.pins() == {b"n": 3.0}
+    index.remove_runs(ids[:1])
+    assert [row.id for row in mirror.index.runs()] == ids[1:]
+    index.remove_files([7])
+    assert mirror.index.runs() == [] and index.add(FileRow(8, 1, 1.0), [(0, b"d", b"h")])[0] > ids[1]
+    with pytest.raises(OSError, match="readonly"):
+        mirror.index.set_pins({})
+    index.close()
+    remove_index(tmp_path)
+    assert mirror.poll() is None and mirror.poll() is False
+    mirror.close()
+
+
+@pytest.mark.parametrize("how", ["junk", "version", "flipped"])
+def test_a_damaged_index_is_said_to_be(tmp_path: Path, how: str) -> None:
+    index = Index(tmp_path, is_writer=True)
+    for number in range(200):
+        index.add(FileRow(number, 1, 1.0), [(0, b"d" * 16, os.urandom(500))])
+    index.close()
+    path = tmp_path / "index.db"
+    if how == "version":
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version = 9")
+        db.close()
+    else:
+        data = bytearray(path.read_bytes())
+        data[4096 * 3 if how == "flipped" else 0 :] = os.urandom(len(data) - (4096 * 3 if how == "flipped" else 0))
+        path.write_bytes(data)
+    with pytest.raises(DamagedIndexError):
+        Index(tmp_path, is_writer=True)
+    if how != "flipped":
+        with pytest.raises(DamagedIndexError):
+            Index(tmp_path, is_writer=False)

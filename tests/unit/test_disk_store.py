@@ -1,0 +1,511 @@
+"""The disk store gives back what was put, byte by byte, or nothing; also after a restart, and within its cap."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cache.run import Run
+from quire.errors import ConfigError
+from quire.stores import disk, home, writer
+from quire.stores.direct import DirectFile
+from quire.stores.disk import DiskStore
+
+from ..disk_runs import HEADS, LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
+from ..effort import tries
+
+CAP = 64 * MIB
+Make = Callable[..., DiskStore]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes stores in one folder; checks and closes them at the end."""
+    stores: list[DiskStore] = []
+
+    def make(cap: int = CAP, namespace: Any = NAMESPACE, folder: str = "store", **options: Any) -> DiskStore:
+        stores.append(DiskStore(tmp_path / folder, cap, namespace, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+    assert not list(tmp_path.rglob("*.tmp")), "a file was left unfinished"
+
+
+def put(store: DiskStore, *fakes: Fake) -> None:
+    for fake in fakes:
+        store.put(fake.run, fake.pack())
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.02)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_runs_come_back_byte_by_byte_and_in_the_order_of_layers(make: Make, seed: int) -> None:
+    store, rng = make(), random.Random(seed)
+    fakes = [
+        Fake(seed + n, rng.randrange(1, 5), rng.choice([100, 4016, 70_000, 1_200_000]), attached=n % 2, start=n % 3)
+        for n in range(12)
+    ]
+    put(store, *fakes)
+    for is_on_disk in (False, True):
+        assert not is_on_disk or store.flush(10)
+        for fake in fakes:
+            for name in fake.names:
+                assert store.find(name) is fake.run
+            assert holds(store, fake)
+        transfer = fetch(store, tuple(name for fake in fakes[:4] for name in fake.names))
+        assert transfer is not None and transfer.error is None
+        for fake in fakes[:4]:
+            layers = [layer for run, layer, _ in transfer.arrived if run is fake.run]
+            assert sorted(layers) == list(range(LAYERS))
+            found = {layer: unsealed(extent) for run, layer, extent in transfer.arrived if run is fake.run}
+            assert [found[layer] for layer in range(LAYERS)] == fake.extents
+    store.check()
+    assert store.stats()["num_read"] > 0 and store.stats()["num_failed"] == 0
+
+
+def test_one_reader_brings_the_oldest_transfer_first_and_layer_by_layer(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr("quire.stores.reads.NUM_READERS", 1)
+    store = make()
+    fakes = [Fake(n, 2, 1_100_000) for n in range(4)]
+    put(store, *fakes)
+    assert store.flush(10)
+    order: list[tuple[int, int, int]] = []
+    transfers = []
+    for age, pair in enumerate((fakes[:2], fakes[2:])):
+        transfer = FakeTransfer([fake.run for fake in pair], delay=0.01)
+        arrive = transfer.arrive
+
+        def noted(run: Run, extent: memoryview, age: int = age, arrive: Any = arrive) -> None:
+            order.append((age, int.from_bytes(extent[8:12], "little"), [f.run for f in fakes].index(run)))
+            arrive(run, extent)
+
+        transfer.arrive = noted  # type: ignore[method-assign]
+        transfers.append(transfer)
+        store.get(transfer, transfer.runs)  # type: ignore[arg-type]
+    assert all(transfer.wait() for transfer in transfers)
+    assert [each[:2] for each in order] == sorted(each[:2] for each in order) and len(order) == 4 * LAYERS
+
+
+def test_a_closed_transfer_drops_its_reads(make: Make) -> None:
+    store = make()
+    fake = Fake(1, 2, 3 * MIB, layers=4)
+    put(store, fake)
+    assert store.flush(10)
+    before = store.stats()["num_read"]
+    transfer = FakeTransfer([fake.run])
+    transfer.is_closed = True
+    store.get(transfer, transfer.runs)  # type: ignore[arg-type]
+    time.sleep(0.1)
+    assert store.stats()["num_read"] == before and not transfer.arrived
+
+
+@pytest.mark.parametrize("allows_direct", [True, False])
+def test_a_restart_finds_everything(make: Make, monkeypatch: Any, allows_direct: bool) -> None:
+    if not allows_direct:
+        monkeypatch.setattr(home, "allows_direct", lambda folder: False)
+    fakes = [
+        Fake(n, 3, 50_000, attached=n % 2, start=n % 2, namespace=replace(NAMESPACE, salt=str(n))) for n in range(9)
+    ]
+    first = make()
+    put(first, *fakes)
+    first.close()
+    second = make()
+    assert second.stats()["chunks"] == 27
+    for fake in fakes:
+        found = second.find(fake.names[1])
+        assert found is not None and found is not fake.run and holds(second, fake)
+        for name in ("names", "is_shared", "num_attached", "namespace", "start", "parent"):
+            assert getattr(found, name) == getattr(fake.run, name)
+        for name in ("tokens", "kinds", "masks", "placed", "bases", "has_sidecar"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(fake.run, name))
+    assert second.wants([*fakes[0].names, b"x" * 16]) == [False, False, False, True]
+    second.check()
+
+
+def test_what_is_stored_is_not_stored_twice(make: Make) -> None:
+    store, fake = make(), Fake(1)
+    put(store, fake, fake, Fake(1))
+    assert store.stats()["num_put"] == 1 and store.flush(5)
+    assert store.find(fake.names[0]) is fake.run
+    assert [stored.names for stored in store.stored()] == [fake.names]
+
+
+def test_a_run_with_an_attachment_takes_the_place_of_one_without(make: Make) -> None:
+    store, plain, better = make(), Fake(1, 3), Fake(1, 3, attached=2)
+    end = Fake(1, 1, start=2, attached=1)
+    assert end.names == plain.names[2:] and better.names == plain.names
+    put(store, plain, end)
+    for _ in range(2):
+        assert store.flush(5)
+        found = [store.find(name) for name in plain.names]
+        assert found[0] is found[1] and [run is not None and run.num_attached for run in found] == [0, 0, 1]
+        assert holds(store, end)
+        store.check()
+        store.close()
+        store = make()
+    put(store, better, plain)
+    assert store.find(plain.names[2]) is found[2] or store.stats()["num_put"] == 0
+    store.drop([end.names[0]])
+    assert not any(store.find(name) for name in plain.names), "with all copies"
+    assert store.flush(5)
+    store.check()
+    assert store.stats()["chunks"] == 0 and store.stats()["files"] == 0
+
+
+def test_dropped_runs_are_gone_after_a_restart_too(make: Make) -> None:
+    store = make()
+    fakes = [Fake(n) for n in range(6)]
+    put(store, *fakes[:3])
+    assert store.flush(5)
+    put(store, *fakes[3:])
+    store.drop([fakes[0].names[1], fakes[4].names[0]])
+    assert store.flush(5)
+    store.check()
+    for again in (store, None):
+        if again is None:
+            store.close()
+            again = make()
+        assert [holds(again, fake) for fake in fakes] == [False, True, True, True, False, True]
+    again.drop([fake.names[0] for fake in fakes])
+    assert again.flush(5) and again.stats()["files"] == 0, "files without runs are removed"
+    again.check()
+
+
+def test_private_runs_end_with_the_process_and_are_in_no_index(make: Make, tmp_path: Path) -> None:
+    store = make()
+    fakes = [Fake(n, 2, 20_000, is_shared=False) for n in range(4)]
+    before = store.stats()["bytes"]
+    put(store, *fakes)
+    assert store.flush(5) and all(holds(store, fake) for fake in fakes)
+    assert not store.stored() and not list(tmp_path.rglob("*.runs"))
+    taken = store.stats()["bytes"] - before
+    assert taken > 4 * LAYERS * 20_000
+    store.drop([fake.names[0] for fake in fakes[:2]])
+    assert store.flush(5) and store.stats()["bytes"] - before == taken // 2
+    assert store.find(fakes[0].names[0]) is None and holds(store, fakes[3])
+    store.check()
+    store.close()
+    assert not any(make().find(fake.names[0]) for fake in fakes)
+
+
+def test_a_run_larger_than_the_staging_memory_is_refused(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr(disk, "STAGING_BYTES", 1 << 20)
+    store = make()
+    put(store, Fake(1, 2, 400_000))
+    assert store.stats()["num_refused"] == 1 and store.stats()["num_put"] == 0
+    put(store, Fake(2, 2, 200_000))
+    assert store.flush(5) and holds(store, Fake(2, 2, 200_000))
+    store.check()
+
+
+def test_full_staging_memory_wants_nothing(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr(disk, "STAGING_BYTES", 1 << 20)
+    store = make()
+    with store._writer.work:
+        put(store, Fake(1, 2, 170_000))
+        put(store, Fake(2, 2, 170_000))
+        assert store.stats()["num_put"] == 2
+        assert store.wants([b"a" * 16, b"b" * 16]) == [True, False], "there is room for a part of one"
+        put(store, Fake(3, 2, 170_000), Fake(4, 2, 3000), Fake(5, 2, 100))
+        assert store.stats()["num_refused"] == 2 and store.stats()["num_put"] == 3
+    assert store.flush(5) and store.wants([b"a" * 16]) == [True]
+    store.check()
+
+
+def test_the_cap_holds_and_the_least_recently_used_files_go_first(make: Make, tmp_path: Path) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    fakes = [Fake(n, 2, 1_000_000) for n in range(40)]
+    for number, fake in enumerate(fakes):
+        clock.now += 1
+        put(store, fake)
+        if number:
+            assert store.wants(fakes[0].names) == [False, False], "the first run is used all the time"
+        assert store.flush(10)
+        assert disk_usage(tmp_path / "store") <= CAP
+    store.check()
+    kept = [number for number, fake in enumerate(fakes) if holds(store, fake)]
+    assert kept[0] == 0 and kept[1:] == list(range(40 - len(kept) + 1, 40)) and 10 < len(kept) < 25
+    assert store.stats()["num_collected"] > 10
+
+
+def test_pinned_files_go_last_and_at_most_half_may_be_pinned(make: Make) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    fakes = [Fake(n, 2, 1_000_000) for n in range(40)]
+    put(store, fakes[0], fakes[1])
+    assert store.flush(10) and store.pin(fakes[0].names, clock.now + 1e6)
+    assert not store.pin([b"z" * 16], clock.now + 1e6)
+    for fake in fakes[2:]:
+        clock.now += 1
+        put(store, fake)
+        assert store.flush(10)
+    assert holds(store, fakes[0]) and not holds(store, fakes[2])
+    (pinned,) = [stored for stored in store.stored() if stored.pinned_until]
+    assert pinned.names == fakes[0].names and pinned.pinned_until == clock.now - 38 + 1e6
+    num_pinned = sum(store.pin(fake.names, clock.now + 1e6) for fake in fakes if store.find(fake.names[0]))
+    assert 2 <= num_pinned <= 10
+    store.close()
+    again = make(clock=clock)
+    for number in range(40, 60):
+        put(again, Fake(number, 2, 1_000_000))
+        assert again.flush(10)
+    assert holds(again, fakes[0]), "pins survive a restart"
+    again.unpin([*fakes[0].names, *fakes[1].names])  # they share a file
+    for number in range(60, 80):
+        clock.now += 1
+        put(again, Fake(number, 2, 1_000_000))
+        assert again.flush(10)
+    assert not holds(again, fakes[0])
+
+
+def test_runs_of_other_models_are_not_found_and_are_collected_last(make: Make) -> None:
+    clock = Clock()
+    other = replace(NAMESPACE, model="other", salt="s")
+    first = make(namespace=other, clock=clock)
+    theirs = [Fake(n, 2, 1_000_000, namespace=other) for n in range(5)]
+    put(first, *theirs)
+    first.close()
+    clock.now += 10
+    store = make(clock=clock)
+    assert not any(store.find(fake.names[0]) for fake in theirs)
+    assert {(s.is_own_namespace, s.salt) for s in store.stored()} == {(False, "s")}
+    assert store.stored(lambda salt: salt != "s") == []
+    put(store, theirs[0])
+    assert store.stats()["num_refused"] == 1
+    for n in range(100, 130):
+        clock.now += 1
+        put(store, Fake(n, 2, 1_000_000))
+        assert store.flush(10)
+    assert len([s for s in store.stored() if not s.is_own_namespace]) == 5, "own files go first"
+    clock.now += 8 * 24 * 3600
+    for n in range(200, 205):
+        put(store, Fake(n, 2, 1_000_000))
+        assert store.flush(10)
+    assert len([s for s in store.stored() if not s.is_own_namespace]) < 5, "unused for a week they go first"
+    store.check()
+
+
+def test_runs_unused_for_their_lifetime_are_not_found_and_their_files_go(make: Make) -> None:
+    clock = Clock()
+    store = make(clock=clock, lifetime=100.0)
+    put(store, Fake(1))
+    assert store.flush(5)
+    put(store, Fake(2))
+    assert store.flush(5)
+    clock.now += 90
+    assert holds(store, Fake(1))
+    clock.now += 20
+    assert store.find(Fake(2).names[0]) is None and holds(store, Fake(1))
+    assert store.wants(Fake(2).names) == [True, True]
+    assert store.flush(5)
+    assert store.stats()["files"] == 1
+    clock.now += 200
+    put(store, Fake(1))
+    assert holds(store, Fake(1)), "what comes anew is found again"
+
+
+def test_a_throttle_limits_reads_and_writes_together(make: Make) -> None:
+    store = make(bandwidth=20e6)
+    begun = time.monotonic()
+    fake = Fake(1, 2, 2_000_000)
+    put(store, fake)
+    assert store.flush(10) and holds(store, fake)
+    assert 0.9 * 12e6 / 20e6 - 0.05 < time.monotonic() - begun < 1.5
+    assert 15e6 < (store.measure() or 0) < 22e6
+
+
+def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monkeypatch: Any, caplog: Any) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    put(store, Fake(1))
+    assert store.flush(5)
+    real = DirectFile.write
+
+    def full(self: DirectFile, *args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DirectFile, "write", full)
+    put(store, Fake(2), Fake(3))
+    assert not store.flush(5)
+    assert store.wants([b"a" * 16]) == [False] and not store.stats()["is_on"]
+    assert "No space left on device" in str(store.stats()["reason"])
+    put(store, Fake(4))
+    assert holds(store, Fake(1)) and store.find(Fake(2).names[0]) is None and store.find(Fake(4).names[0]) is None
+    for seconds in (31, 61, 121):
+        clock.now += seconds
+        put(store, Fake(5))
+        assert not store.flush(5)
+        assert store.wants([b"a" * 16]) == [False]
+    assert len(warnings_of(caplog)) == 1 and "No space left" in caplog.text
+    monkeypatch.setattr(DirectFile, "write", real)
+    clock.now += 241
+    put(store, Fake(6))
+    assert store.flush(5) and holds(store, Fake(6))
+    assert len(warnings_of(caplog)) == 2 and "works again" in warnings_of(caplog)[-1]
+    store.check()
+
+
+def test_a_removed_folder_turns_writing_off_until_it_can_be_made_again(make: Make, tmp_path: Path, caplog: Any) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    put(store, Fake(1))
+    assert store.flush(5)
+    (tmp_path / "store").rename(tmp_path / "moved")
+    put(store, Fake(2))
+    assert not store.flush(5) and not store.stats()["is_on"]
+    assert not holds(store, Fake(2)) and not holds(store, Fake(1))
+    clock.now += 31
+    put(store, Fake(3))
+    assert store.flush(5) and holds(store, Fake(3))
+    assert (tmp_path / "store" / "v1" / "0").is_dir() and "works again" in caplog.text
+    store.check()
+
+
+def test_failing_reads_turn_the_tier_off_after_eight(make: Make, monkeypatch: Any, caplog: Any) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    fakes = [Fake(n) for n in range(12)]
+    put(store, *fakes)
+    assert store.flush(5)
+    real = DirectFile.read
+
+    def broken(self: DirectFile, *args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DirectFile, "read", broken)
+    for fake in fakes[:8]:
+        assert store.find(fake.names[0]) is not None and not holds(store, fake)
+    assert store.find(fakes[9].names[0]) is None and not store.stats()["is_on"]
+    assert len([text for text in warnings_of(caplog) if "is off" in text]) == 1
+    monkeypatch.setattr(DirectFile, "read", real)
+    clock.now += 31
+    assert holds(store, fakes[9])
+    wait_until(lambda: "works again" in caplog.text)
+    assert store.flush(5)
+    store.check()
+
+
+def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatch: Any) -> None:
+    store = make()
+    store._reads.stuck_seconds = 0.4
+    fakes = [Fake(n, 2, 200_000) for n in range(4)]
+    for fake in fakes:
+        put(store, fake)
+        assert store.flush(5)
+    real, num_left = os.preadv, [3]
+
+    def stuck(*args: Any) -> int:
+        if num_left[0]:
+            num_left[0] -= 1
+            time.sleep(3)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", stuck)
+    begun = time.monotonic()
+    transfers = []
+    for fake in fakes:
+        transfers.append(FakeTransfer([fake.run]))
+        store.get(transfers[-1], transfers[-1].runs)  # type: ignore[arg-type]
+    assert [transfer.wait() for transfer in transfers] == [False, False, False, True]
+    assert time.monotonic() - begun < 2.5
+    assert "no progress" in str(transfers[0].error)
+
+
+def test_settings_that_cannot_be_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="at least 64MiB"):
+        make(cap=10 * MIB)
+
+
+def test_a_closed_store_answers_and_keeps_nothing(make: Make) -> None:
+    store = make()
+    put(store, Fake(1))
+    found = store.find(Fake(1).names[0])
+    assert found is not None
+    store.close()
+    store.close()
+    assert store.find(Fake(1).names[0]) is None and store.wants([b"a" * 16]) == [False]
+    put(store, Fake(2))
+    transfer = FakeTransfer([found])
+    store.get(transfer, transfer.runs)  # type: ignore[arg-type]
+    assert not transfer.wait() and not store.flush(1)
+    assert store.stats()["is_on"] is False
+
+
+def test_random_use_agrees_with_a_dictionary(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    for round_number in range(tries(2)):
+        store = make(folder=f"random-{round_number}")
+        known: dict[int, Fake] = {}
+        for step in range(120):
+            match rng.randrange(8):
+                case 0 | 1 | 2:
+                    number = rng.randrange(60)
+                    fake = Fake(number, number % 3 + 1, 3000 * (number % 7 + 1), is_shared=number % 5 > 0)
+                    if store.find(fake.names[0]) is None:
+                        put(store, fake)
+                        known[number] = fake
+                case 3 if known:
+                    fake = known.pop(rng.choice(list(known)))
+                    store.drop([rng.choice(fake.names)])
+                case 4:
+                    assert store.flush(10)
+                    store.check()
+                case 5 if rng.random() < 0.2:
+                    store.close()
+                    store = make(folder=f"random-{round_number}")
+                    known = {number: fake for number, fake in known.items() if fake.run.is_shared}
+                case _ if known:
+                    assert holds(store, rng.choice(list(known.values()))), f"seed {seed}, step {step}"
+        assert all(holds(store, fake) for fake in known.values())
+        assert store.stats()["chunks"] == sum(len(fake.names) for fake in known.values())
+        store.close()
+
+
+def test_modes_are_private_whatever_the_umask(make: Make, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = make()
+        put(store, Fake(1))
+        assert store.flush(5)
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+    names = {path.name for path in paths}
+    assert {"secret", "lock", "index.db", "index.db-wal", "index.db-shm", "1.runs"} <= names
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_idle_files_are_finished_without_a_flush(make: Make, tmp_path: Path) -> None:
+    store = make()
+    put(store, Fake(1))
+    wait_until(lambda: bool(list(tmp_path.rglob("*.runs"))), 3 * writer.IDLE_SECONDS + 1)
+    assert HEADS == 2

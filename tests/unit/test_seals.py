@@ -1,0 +1,141 @@
+"""Seals and run heads: bytes that anybody changed, moved or wrote without the secret are refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from quire.errors import ExtentError
+from quire.stores.heads import Head, common_digest, encode_head, parse_head
+from quire.stores.seal import Seal, layer_of
+
+from ..disk_runs import NAMESPACE, Fake
+from ..effort import tries
+
+SECRET, OTHER = bytes(range(32)), bytes(32)
+
+
+def closed(fake: Fake, layer: int, secret: bytes = SECRET) -> bytearray:
+    extent = bytearray(fake.extents[layer])
+    Seal(secret).close(b"".join(fake.names), memoryview(extent))
+    return extent
+
+
+def refuses(seal: Seal, names: bytes, extent: bytes) -> bool:
+    try:
+        seal.verify(names, memoryview(extent))
+    except ExtentError:
+        return True
+    return False
+
+
+def test_checksum_and_mac_are_those_of_the_page_format() -> None:
+    fake = Fake(1)
+    extent, names = closed(fake, 2), b"".join(fake.names)
+    assert layer_of(memoryview(extent)) == 2
+    assert extent[:32] == fake.extents[2][:32] and extent[80:] == fake.extents[2][80:]
+    assert extent[32:48] == blake3(names + fake.extents[2]).digest()[:16]
+    assert extent[48:80] == blake3(bytes(extent[:48]) + bytes(32), key=SECRET).digest()
+    assert not refuses(Seal(SECRET), names, extent) and not refuses(Seal(None), names, extent)
+
+
+def test_every_flipped_bit_of_a_header_and_many_behind_it_are_found(seed: int) -> None:
+    rng, fake = random.Random(seed), Fake(seed)
+    extent, names = closed(fake, 0), b"".join(fake.names)
+    for bit in [*range(640), *(rng.randrange(8 * len(extent)) for _ in range(tries(200)))]:
+        changed = bytearray(extent)
+        changed[bit // 8] ^= 1 << bit % 8
+        assert refuses(Seal(SECRET), names, changed), f"bit {bit}"
+        assert refuses(Seal(None), names, changed) == (not 48 <= bit // 8 < 80), "the MAC alone needs the secret"
+    for length in (0, 1, 79, 80, 81, len(extent) - 1):
+        assert refuses(Seal(SECRET), names, extent[:length])
+    assert refuses(Seal(SECRET), names, extent + b"x")
+
+
+def test_an_extent_of_another_run_or_secret_is_refused() -> None:
+    fake, other = Fake(1), Fake(2)
+    names, others = b"".join(fake.names), b"".join(other.names)
+    assert refuses(Seal(SECRET), names, closed(other, 0))
+    assert refuses(Seal(SECRET), others, closed(fake, 0))
+    foreign = closed(fake, 0, OTHER)
+    assert refuses(Seal(SECRET), names, foreign) and not refuses(Seal(None), names, foreign)
+
+
+@pytest.mark.parametrize("attached", [0, 2])
+@pytest.mark.parametrize("start", [0, 5])
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_a_head_says_everything_of_its_run(attached: int, start: int, secret: bytes | None) -> None:
+    run = Fake(3, 4, attached=attached, start=start, namespace=replace(NAMESPACE, salt="ä\n", strict=False)).run
+    lengths = (80, 5000, 1 << 30)
+    head = parse_head(encode_head(Head(run, lengths), Seal(SECRET)), Seal(secret))
+    assert head.lengths == lengths
+    for name in ("names", "is_shared", "num_attached", "namespace", "start", "parent"):
+        assert getattr(head.run, name) == getattr(run, name)
+    for name in ("tokens", "kinds", "masks", "placed", "bases", "has_sidecar"):
+        found = getattr(head.run, name)
+        np.testing.assert_array_equal(found, getattr(run, name))
+        assert found.dtype == getattr(run, name).dtype
+
+
+def test_any_damage_to_a_head_is_an_extent_error(seed: int) -> None:
+    rng = random.Random(seed)
+    blob = encode_head(Head(Fake(seed, 3, attached=1).run, (100, 200, 300)), Seal(SECRET))
+    for _ in range(tries(300)):
+        changed = bytearray(blob)
+        match rng.randrange(4):
+            case 0:
+                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+            case 1:
+                del changed[rng.randrange(len(changed)) :]
+            case 2:
+                changed += rng.randbytes(rng.randrange(1, 100))
+            case _:
+                at = rng.randrange(len(changed))
+                changed[at : at + 8] = rng.randbytes(8)
+        if changed != blob:
+            with pytest.raises(ExtentError):
+                parse_head(bytes(changed), Seal(SECRET))
+    for junk in (b"", b"QHED", rng.randbytes(80), rng.randbytes(5000), bytes(5000)):
+        with pytest.raises(ExtentError):
+            parse_head(junk, Seal(SECRET))
+
+
+def test_any_contents_under_a_valid_seal_are_a_head_or_an_extent_error(seed: int) -> None:
+    """What a stranger may send whose checksums are right."""
+    rng = random.Random(seed)
+    blob = encode_head(Head(Fake(seed, 3, attached=1).run, (100, 200, 300)), Seal(SECRET))
+    num_refused = 0
+    for _ in range(tries(400)):
+        changed = bytearray(blob)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(8, 24) if rng.random() < 0.3 else rng.randrange(80, len(changed))
+            size = rng.choice([1, 4, 8])
+            changed[at : at + size] = rng.choice([bytes(size), b"\xff" * size, rng.randbytes(size)])
+        if rng.random() < 0.3:
+            del changed[rng.randrange(80, len(changed)) :]
+        changed[24:32] = (len(changed) - 80).to_bytes(8, "little")
+        Seal(SECRET).close(b"", memoryview(changed))
+        for secret in (SECRET, None):
+            try:
+                head = parse_head(bytes(changed), Seal(secret))
+                assert len(head.run.masks) == len(head.run.kinds) == len(head.run.names) + head.run.num_attached
+            except ExtentError:
+                num_refused += 1
+    assert num_refused > tries(100)
+
+
+def test_a_strangers_tokens_must_have_the_keys_of_its_chunks() -> None:
+    run = replace(Fake(1).run, tokens=Fake(2).run.tokens)
+    blob = encode_head(Head(run, (100, 100, 100)), Seal(SECRET))
+    with pytest.raises(ExtentError, match="other keys"):
+        parse_head(blob, Seal(None))
+
+
+def test_a_salt_is_no_other_model() -> None:
+    assert common_digest(replace(NAMESPACE, salt="x")) == common_digest(NAMESPACE)
+    for changes in ({"model": "n"}, {"codec": "g4"}, {"calibration": "c"}, {"version": 99}, {"strict": False}):
+        assert common_digest(replace(NAMESPACE, **changes)) != common_digest(NAMESPACE)
