@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.known import KnownPrefix
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
@@ -70,6 +71,7 @@ class FakeEngine:
     live          the ids of unfinished requests: what a leak would leave behind
     prompts       as they came
     cached        (salt, prefix): what it says its cache holds
+    known         (salt, prefix): the same, and its disk
     pinned_salts  what it was asked to pin for
     kept_fraction  what it says of every prompt
     """
@@ -96,6 +98,7 @@ class FakeEngine:
         self.decoded = 0
         self.prompts: list[dict[str, Any]] = []
         self.cached: list[tuple[str, Prefix]] = []
+        self.known: list[tuple[str, KnownPrefix]] = []
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
 
@@ -110,7 +113,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         assert request_id not in self.live
         if "prompt" in prompt:
-            prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"])}
+            hints = {name: value for name, value in prompt.items() if name != "prompt"}
+            prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"]), **hints}
         self.prepare(prompt, sampling_params)
         self.live.add(str(request_id))
         self.started += 1
@@ -202,6 +206,24 @@ class FakeEngine:
 
     async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
         return [prefix for salt, prefix in self.cached if visible(salt)]
+
+    def prefix_key(self, prompt: dict[str, Any]) -> str:
+        count = len(prompt["prompt_token_ids"])
+        if count < 64:
+            raise RequestError(f"the prompt has {count} tokens; the cache keeps whole chunks of 64", "prompt")
+        return f"{count // 64:032x}"
+
+    async def known_prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[KnownPrefix]:
+        return [prefix for salt, prefix in self.known if visible(salt)]
+
+    async def find_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> KnownPrefix | None:
+        return next((prefix for prefix in await self.known_prefixes(visible) if prefix.key.hex() == key), None)
+
+    async def drop_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> dict[str, int] | None:
+        if await self.find_prefix(key, visible) is None:
+            return None
+        self.known = [(salt, prefix) for salt, prefix in self.known if prefix.key.hex() != key]
+        return {"arena": 1, "disk": 2}
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
         self.pinned_salts += salts

@@ -63,7 +63,8 @@ def _faulty_item(forms: str, fault: str) -> PydanticCustomError:
     return PydanticCustomError("faulty_item", "{reason}", {"reason": f"{forms}; {fault}"})
 
 
-def _is_token(value: Any) -> bool:
+def is_token(value: Any) -> bool:
+    """Whether a value may be a token id."""
     return type(value) is int and 0 <= value < 2**31
 
 
@@ -77,9 +78,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if all(isinstance(each, str) for each in value):
             return list(value)
-        if all(map(_is_token, value)):
+        if all(map(is_token, value)):
             return [value]
-        if all(isinstance(each, list) and all(map(_is_token, each)) for each in value):
+        if all(isinstance(each, list) and all(map(is_token, each)) for each in value):
             return list(value)
         raise _faulty_item(_PROMPT_FORMS, _fault(value))
     raise ValueError(_PROMPT_FORMS)
@@ -90,9 +91,9 @@ def _fault(prompts: list[Any]) -> str:
     kind = type(prompts[0]) if isinstance(prompts[0], str | list) else int
     for place, prompt in enumerate(prompts):
         if kind is list and isinstance(prompt, list):
-            if (at := next((at for at, token in enumerate(prompt) if not _is_token(token)), None)) is not None:
+            if (at := next((at for at, token in enumerate(prompt) if not is_token(token)), None)) is not None:
                 return f"[{place}][{at}] is {shown(prompt[at])}"
-        elif kind is list or not (isinstance(prompt, str) if kind is str else _is_token(prompt)):
+        elif kind is list or not (isinstance(prompt, str) if kind is str else is_token(prompt)):
             return f"[{place}] is {shown(prompt)}"
     raise AssertionError(f"{len(prompts)} prompts are of one kind")
 
@@ -145,13 +146,13 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases
 
 
-_TOKEN_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
+        {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
     ]
 }
 _STOP_SCHEMA = {

@@ -150,6 +150,7 @@ class Service:
     draining      whether new requests are refused
     num_answered  number of prompts answered completely
     num_cut_off   number of prompts cut off by the shutdown
+    listing       held by the one request that reads the indexes of a disk
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
@@ -172,6 +173,7 @@ class Service:
         self.texts = Texts(engine)
         self.unsent = Unsent()
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
+        self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 

@@ -297,6 +297,50 @@ class Prefix(TypedDict):
     pinned_seconds: Seconds | Literal["forever"] | None
 
 
+class WarmPrefix(TypedDict):
+    """A prompt whose whole chunks are cached now."""
+
+    key: str
+    tokens: Count
+    cached_tokens: Count
+    cached_tokens_by_tier: dict[str, Count]
+    pinned_tokens: Count
+
+
+class HeldPrefix(TypedDict):
+    """What a tier has of a prefix."""
+
+    bytes: Count
+    last_used: Seconds
+    pinned_until: Seconds | Literal["forever"] | None
+
+
+class ListedPrefix(TypedDict):
+    """A prefix, and what the arena and the disk have of it."""
+
+    key: str
+    parent: str | None
+    tokens: Count
+    last_used: Seconds
+    tiers: dict[str, HeldPrefix]
+
+
+class ListedPrefixes(TypedDict):
+    """The prefixes that the caller may see, those used last first."""
+
+    data: Many[ListedPrefix]
+    num_prefixes: Count
+    truncated: bool
+    scope: Literal["all", "tenant"]
+
+
+class DroppedPrefix(TypedDict):
+    """The number of chunks dropped from each tier."""
+
+    key: str
+    dropped: dict[str, Count]
+
+
 class CacheTotals(TypedDict):
     """Sizes of the whole cache, and of what is the caller's own."""
 
