@@ -38,7 +38,9 @@ class Fake:
         attached: int = 0,
         layers: int = LAYERS,
         is_shared: bool = True,
+        jitter: int = 200,
     ) -> None:
+        """extent_bytes: of each extent, and up to `jitter` more."""
         rng = random.Random(seed)
         tokens = [rng.randrange(1 << 15) for _ in range(64 * (start + chunks))]
         keys = ChunkKeys(namespace, tokens)
@@ -62,7 +64,7 @@ class Fake:
             struct.pack("<4sHHIIIIQ48x", b"QRUN", FORMAT_VERSION, is_shared, layer, n, attached, HEADS, len(rest))
             + rest
             for layer in range(layers)
-            for rest in [rng.randbytes(extent_bytes + rng.randrange(200))]
+            for rest in [rng.randbytes(extent_bytes + rng.randrange(jitter))]
         ]
 
     @property

@@ -190,7 +190,7 @@ def test_damaged_files_give_right_bytes_or_a_failure(
 
 
 def test_layers_that_changed_places_are_refused(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
-    store, fake = opened(), Fake(1, 2, 3900)
+    store, fake = opened(), Fake(1, 2, 3900, jitter=1)
     store.put(fake.run, fake.pack())
     assert store.flush(5)
     (path,) = (tmp_path / "store").rglob("*.runs")

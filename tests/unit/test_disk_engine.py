@@ -15,7 +15,8 @@ from quire.stores.disk import DiskStore
 
 from ..disk_runs import MIB
 from ..engines import GREEDY, drain, generate, make_engine
-from .test_stores import CACHES, SHAPE, VOCABULARY, with_store
+from ..stores import put_store
+from .test_stores import CACHES, SHAPE, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("toy_codec")
 def with_disk(folder: Path, **options: Any) -> tuple[Engine, DiskStore]:
     engine = make_engine(SHAPE, **options)
     store = DiskStore(folder, 64 * MIB, engine.namespace)  # type: ignore[arg-type]
-    return with_store(store, 14, **options), store  # type: ignore[arg-type]
+    return put_store(make_engine(SHAPE, chunks=14, **options), store), store
 
 
 def settle(engine: Engine) -> None:

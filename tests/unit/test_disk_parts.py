@@ -70,7 +70,7 @@ def test_staging_memory_gives_each_byte_once(seed: int) -> None:
     marks: dict[Slot, int] = {}
     num_refused = 0
     for step in range(tries(500)):
-        if rng.random() < 0.55:
+        if rng.random() < 0.65:
             slot = staging.take(rng.randrange(1, 12 * BLOCK_BYTES))
             if slot is None:
                 num_refused += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import sys
@@ -11,21 +10,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def benchmark(name: str) -> ModuleType:
-    """A script of the benchmarks, which import each other by their bare names."""
-    with pytest.MonkeyPatch.context() as patch:
-        folders = (BENCHMARKS, BENCHMARKS / "retention_quality", BENCHMARKS / "peers")
-        patch.setattr(sys, "path", [*map(str, folders), *sys.path])
-        return importlib.import_module(name)
-
+from tests.benchmark_scripts import benchmark
 
 quality = benchmark("retention_quality")
 runners = benchmark("tasks")

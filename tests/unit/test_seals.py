@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
+from quire.cache.run import layer_of
 from quire.errors import ExtentError
 from quire.stores.heads import Head, common_digest, encode_head, parse_head
-from quire.stores.seal import Seal, layer_of
+from quire.stores.seal import Seal
 
 from ..disk_runs import NAMESPACE, Fake
 from ..effort import tries

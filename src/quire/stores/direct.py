@@ -38,7 +38,9 @@ class Buffer:
 
 
 def allows_direct(folder: Path) -> bool:
-    """Whether files of a folder take direct writes: some file systems refuse them only then. Raises OSError."""
+    """Whether files of a folder take direct writes: some file systems refuse them only then. A full disk does not tell,
+    and counts as one that does. Raises OSError.
+    """
     path = folder / f"probe-{os.getpid()}.tmp"
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
@@ -52,6 +54,8 @@ def allows_direct(folder: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
         raise
     finally:
         os.close(file)

@@ -50,7 +50,12 @@ class MemoryStore:
         return [self._use(name) is None for name in names]
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Keeps the run unless it is larger than everything."""
+        """Keeps the run unless it has it already, or it is larger than everything. One with an attachment replaces one
+        without.
+        """
+        known = {self._runs.get(name) for name in run.names}
+        if None not in known and all(each and each.num_attached >= run.num_attached for each in known):
+            return
         parts, ends, total = [], [], 0
         for extent in extents:
             parts.append(np.array(extent, np.uint8))
@@ -68,10 +73,8 @@ class MemoryStore:
         self._bytes += total
         self._counts["num_put"] += 1
         self._counts["bytes_written"] += total
-        for name in run.names:
-            if (older := self._runs.get(name)) is not None and older.names[0] == name and older.names == run.names:
-                self.drop([name])
-            self._runs[name] = run
+        self.drop([name for name in run.names if (older := self._runs.get(name)) and {*older.names} <= {*run.names}])
+        self._runs.update(dict.fromkeys(run.names, run))
 
     def find(self, name: bytes) -> Run | None:
         """See Store."""

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.cache.run import layer_of
 from quire.cache.store import Transfer
 from quire.errors import ExtentError, QuireError
 from quire.stores.catalog import Catalog, Entry, RunFile
 from quire.stores.direct import Buffer, DirectFile, padded
 from quire.stores.outage import Outage
-from quire.stores.seal import Seal, layer_of
+from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
 
 log = logging.getLogger("quire")

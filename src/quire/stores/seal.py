@@ -14,12 +14,11 @@ import struct
 
 from blake3 import blake3
 
+from quire.cache.run import CHECKSUM, MAC
 from quire.errors import ExtentError
 
-HEADER_BYTES = 80
-_CHECKSUM, _MAC = slice(32, 48), slice(48, 80)
-_LAYER, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
-_LAYER_AT, _LENGTH_AT = 8, 24
+HEADER_BYTES = MAC.stop
+_LENGTH, _LENGTH_AT = struct.Struct("<Q"), 24
 
 SECRET_BYTES = 32
 
@@ -39,8 +38,8 @@ class Seal:
 
     def close(self, names: bytes, extent: memoryview) -> None:
         """Writes checksum and MAC into the header. names: of the run, joined."""
-        extent[_CHECKSUM] = _checksum(names, extent)
-        extent[_MAC] = self._mac(extent)
+        extent[CHECKSUM] = _checksum(names, extent)
+        extent[MAC] = self._mac(extent)
 
     def verify(self, names: bytes, extent: memoryview) -> None:
         """Raises ExtentError unless the bytes are what `close` left."""
@@ -49,21 +48,16 @@ class Seal:
         (length,) = _LENGTH.unpack_from(extent, _LENGTH_AT)
         if length != len(extent) - HEADER_BYTES:
             raise ExtentError(f"a header says {length} bytes, and {len(extent) - HEADER_BYTES} follow it")
-        if not hmac.compare_digest(bytes(extent[_CHECKSUM]), _checksum(names, extent)):
+        if not hmac.compare_digest(bytes(extent[CHECKSUM]), _checksum(names, extent)):
             raise ExtentError("damaged, or of another run: the checksum differs")
-        if self._secret is not None and not hmac.compare_digest(bytes(extent[_MAC]), self._mac(extent)):
+        if self._secret is not None and not hmac.compare_digest(bytes(extent[MAC]), self._mac(extent)):
             raise ExtentError("written under another secret: the MAC differs")
 
     def _mac(self, extent: memoryview) -> bytes:
         assert self._secret is not None, "no secret"
-        return blake3(bytes(extent[: _MAC.start]) + bytes(32), key=self._secret).digest()
-
-
-def layer_of(extent: memoryview) -> int:
-    """The layer that a verified extent names."""
-    return int(_LAYER.unpack_from(extent, _LAYER_AT)[0])
+        return blake3(bytes(extent[: MAC.start]) + bytes(32), key=self._secret).digest()
 
 
 def _checksum(names: bytes, extent: memoryview) -> bytes:
-    hashed = blake3(names + bytes(extent[: _CHECKSUM.start]) + bytes(HEADER_BYTES - _CHECKSUM.start))
+    hashed = blake3(names + bytes(extent[: CHECKSUM.start]) + bytes(HEADER_BYTES - CHECKSUM.start))
     return hashed.update(extent[HEADER_BYTES:]).digest(length=16)

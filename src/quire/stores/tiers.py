@@ -66,14 +66,11 @@ class Tiers:
         return [any(each) for each in zip(*(tier.wants(names) for tier in self.tiers), strict=True)]
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
-        """Puts a run into those that want it."""
-        takers = [tier for tier in self.tiers if any(tier.wants(run.names))]
-        if len(takers) > 1:
-            kept = [memoryview(bytes(extent)) for extent in extents]
-            for tier in takers:
-                tier.put(run, kept)
-        elif takers:
-            takers[0].put(run, extents)
+        """Puts a run into all of them. Each ignores what it has already."""
+        if len(self.tiers) > 1:
+            extents = [memoryview(bytes(extent)) for extent in extents]
+        for tier in self.tiers:
+            tier.put(run, extents)
 
     def find(self, name: bytes) -> Run | None:
         """The run in the nearest store that has it."""

@@ -158,8 +158,10 @@ class Writer:
                     self._commit()
                 if is_urgent or time.monotonic() >= self._ticked + TICK_SECONDS:
                     self._tick()
-            else:
+            elif time.monotonic() >= self._ticked + TICK_SECONDS:
                 self._ticked = time.monotonic()
+                if self._home.is_intact:  # others may need the room, and lifetimes end
+                    self._tick()
         except OSError as error:
             self._outage.fail(f"writing to {self._home.place} failed ({error.strerror or error})")
         except ConfigError as error:  # the folder cannot be made again
