@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from quire.engine.engine import Engine
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes
 from quire.engine.prefixes import Prefix
-from quire.llm import Face, read_key
+from quire.llm import DROP_SECONDS, Face, read_key
 
 if TYPE_CHECKING:
     from quire.stores.listing import Stored
@@ -55,7 +55,10 @@ class AsyncPrefixes(Face):
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
         """As `LLM.drop_prefix`, of a prefix with a visible salt."""
         name, stored = read_key(key), await self._own(visible)
-        return await self._ask(lambda engine: drop_prefix(engine, name, stored, visible))
+        dropped = await self._ask(lambda engine: drop_prefix(engine, name, stored, visible))
+        if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+            await asyncio.to_thread(tiers.flush, DROP_SECONDS)
+        return dropped
 
     async def flush(self, seconds: float = 60.0) -> bool:
         """As `LLM.flush`, while requests run."""

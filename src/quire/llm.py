@@ -41,6 +41,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 cache_salt, a text (only requests with an equal salt share), cache_pin (True, False or seconds: how long the prompt's
 chunks stay cached), cache_priority and cache_lifetime; see `CacheHints`."""
 
+DROP_SECONDS = 5.0
+"""Longest time that dropping a prefix waits until the index of a disk no longer names it."""
+
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
 
@@ -301,7 +304,10 @@ class LLM(Face):
         """
         stored = [run for run in self.stored_prefixes() if run.is_own_namespace]
         with self._turn:
-            return drop_prefix(self._parts.engine, read_key(key), stored, lambda salt: True)
+            dropped = drop_prefix(self._parts.engine, read_key(key), stored, lambda salt: True)
+            if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+                tiers.flush(DROP_SECONDS)
+        return dropped
 
     def close(self) -> None:
         """Waits for a call in another thread, then frees weights and cache. Writes to the disk what tiers.disk still

@@ -25,6 +25,39 @@ BOS, EOS = 256, 257
 VOCAB = 258
 
 
+MOVED: dict[str, Any] = {
+    "tiers": {
+        "memory": {"bytes": 1, "cap_bytes": 2, "chunks": 3, "bytes_read": 4, "bytes_written": 5, "is_on": True},
+        "disk": {
+            "bytes": 10,
+            "cap_bytes": 20,
+            "chunks": 30,
+            "bytes_read": 40,
+            "bytes_written": 50,
+            "seconds_reading": 1.5,
+            "seconds_writing": 2.5,
+            "num_failed": 6,
+            "num_refused": 7,
+            "num_collected": 8,
+            "is_on": False,
+            "reason": "/home/somebody cannot be written",
+        },
+    },
+    "moves": {
+        "fetched": 11,
+        "wasted": 12,
+        "computed_instead": 13,
+        "prefetched": 14,
+        "swapped_out": 15,
+        "swapped_in": 16,
+        "failed_transfers": 17,
+        "lost": 18,
+    },
+    "costs": {"chunk_bytes": 1 << 20, "fetched_bytes_per_second": 1e9, "prefill_tokens_per_second": None},
+}
+"""What the statistics of an engine with two tiers have besides."""
+
+
 class ByteTokenizer:
     """One token per byte, and two special ones."""
 
@@ -72,6 +105,7 @@ class FakeEngine:
     prompts       as they came
     cached        (salt, prefix): what it says its cache holds
     known         (salt, prefix): the same, and its disk
+    moved         what its stats say of tiers
     pinned_salts  what it was asked to pin for
     kept_fraction  what it says of every prompt
     """
@@ -99,6 +133,7 @@ class FakeEngine:
         self.prompts: list[dict[str, Any]] = []
         self.cached: list[tuple[str, Prefix]] = []
         self.known: list[tuple[str, KnownPrefix]] = []
+        self.moved: dict[str, Any] = {}
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
 
@@ -202,6 +237,7 @@ class FakeEngine:
                 "bytes_evicted": 11,
                 "bytes_retention_freed": 12,
             },
+            **self.moved,
         }
 
     async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:

@@ -28,6 +28,9 @@ CLOSING_SECONDS = 5.0
 PIN_SECONDS = 60.0
 """Time in which a prefix must reach the disk to be pinned there."""
 
+TYPICAL_TOKENS = 1024
+"""Tokens of the prompt whose speed is told in statistics."""
+
 
 @dataclass
 class _Pin:
@@ -141,8 +144,15 @@ class Moving:
         """Of each tier, and of the moves; nothing without tiers."""
         if self.tiers is None:
             return {}
-        counts = {**asdict(self.manager.fetching.counts), "lost": self.manager.demotion.num_lost}
-        return {"tiers": self.tiers.stats(), "moves": counts}
+        fetching = self.manager.fetching
+        counts = {**asdict(fetching.counts), "lost": self.manager.demotion.num_lost}
+        seconds = fetching.costs.prefill(0, TYPICAL_TOKENS)
+        known = {
+            "chunk_bytes": self.manager.statistics.chunk_bytes,
+            "fetched_bytes_per_second": fetching.costs.speed,
+            "prefill_tokens_per_second": TYPICAL_TOKENS / seconds if seconds else None,
+        }
+        return {"tiers": self.tiers.stats(), "moves": counts, "costs": known}
 
     def _settle_pins(self) -> None:
         tiers, left = self.tiers, []

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.server import shapes
 from quire.server.answers import encoded, pieces
 from quire.server.auth import is_loopback
+from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import hit_rate
 from quire.server.service import Found, Service
@@ -86,6 +87,7 @@ def limit_of(request: Request) -> int:
 async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
     """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
     found = await patient(service.engine.prefixes(service.tenants.sees(tenant)))
+    stats = service.engine.stats()
     # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
     # Tenants that share the cache may still not read each other's prompts.
@@ -95,7 +97,9 @@ async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
         "num_prefixes": len(found),
         "truncated": len(shown) < len(found),
         "scope": "tenant" if service.tenants.are_apart else "all",
-        "totals": _totals(service, tenant, found),
+        "totals": _totals(service, tenant, stats, found),
+        "tiers": tiers_of(service, tenant, stats),
+        "moves": moves_of(stats),
     }
 
 
@@ -135,9 +139,8 @@ def _pinned(seconds: float | None) -> float | Literal["forever"] | None:
     return "forever" if math.isinf(seconds) else round(max(0.0, seconds), 3)
 
 
-def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> shapes.CacheTotals:
+def _totals(service: Service, tenant: str, stats: dict[str, Any], found: Sequence[Prefix]) -> shapes.CacheTotals:
     """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
-    stats = service.engine.stats()
     cache = stats["cache"]
     if service.tenants.are_apart:
         tokens = service.found.get(tenant, Found())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
@@ -73,10 +74,14 @@ class Job:
 
 @dataclass
 class Found:
-    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once."""
+    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once.
+
+    by_tier  the cached ones by where they were
+    """
 
     cached: int = 0
     computed: int = 0
+    by_tier: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -310,7 +315,7 @@ class Service:
                     item = await anext(items)
                     timer.saw(item)
                     self._check_outputs(item)
-                    self._count_found(job, item.num_cached_tokens or 0)
+                    self._count_found(job, item)
                     await opens(item)
                     item.prompt_logprobs = None
                 yield item
@@ -330,10 +335,13 @@ class Service:
             self.num_tokens += timer.num_tokens
             timer.end(reason)
 
-    def _count_found(self, job: Job, cached: int) -> None:
-        found = self.found.setdefault(job.tenant, Found())
+    def _count_found(self, job: Job, item: RequestOutput) -> None:
+        found, cached = self.found.setdefault(job.tenant, Found()), item.num_cached_tokens or 0
         found.cached += cached
         found.computed += len(job.prompt_ids) - cached
+        found.by_tier.update(item.cached_by_tier)
+        for tier, num_tokens in item.cached_by_tier.items():
+            self.metrics.cached_tokens.labels(tier).inc(num_tokens)
 
     def _check_outputs(self, item: RequestOutput) -> None:
         """Raises ApiError for an answer that was aborted or failed."""

@@ -357,6 +357,36 @@ class CacheTotals(TypedDict):
     hit_rate: Rate
 
 
+class Tier(TypedDict):
+    """A memory beside the arena. All but `found_tokens` is of all tenants; `found_tokens` is the caller's own."""
+
+    bytes: Count
+    capacity_bytes: Count
+    chunks: Count
+    found_tokens: Count
+    fetched_bytes: Count
+    demoted_bytes: Count
+    seconds_reading: Seconds
+    seconds_writing: Seconds
+    failed_reads: Count
+    is_on: bool
+
+
+class Moves(TypedDict):
+    """What decides between fetching and computing, and how that went, in chunks of all tenants. Speeds are null until
+    they are known.
+    """
+
+    chunk_bytes: Count
+    fetched_bytes_per_second: Seconds | None
+    prefill_tokens_per_second: Seconds | None
+    fetched: Count
+    wasted: Count
+    computed_instead: Count
+    failed_fetches: Count
+    lost: Count
+
+
 class Cache(TypedDict):
     """The prefixes that the caller may see, those used last first and parents before what follows them."""
 
@@ -365,3 +395,5 @@ class Cache(TypedDict):
     truncated: bool
     scope: Literal["all", "tenant"]
     totals: CacheTotals
+    tiers: dict[str, Tier]
+    moves: Moves | None
