@@ -45,6 +45,7 @@ class ChunkTable(ChunkCounts):
                      its path
     takes            int64 [capacity]; how often the row changed. A mirror on a device finds new rows by it
     num_moved_pages  pages moved so far, to make room in slabs
+    layouts          `Layout` of the extents of complete chunks, by their formats, sidecars and bases
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ChunkTable(ChunkCounts):
         self.bases = np.full(self.capacity, -1, np.int32)
         self.takes = np.zeros(self.capacity, np.int64)
         self.num_moved_pages = 0
+        self.layouts: dict[tuple[bytes, ...], Any] = {}
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
