@@ -211,12 +211,7 @@ def _import(args: argparse.Namespace, folder: Path, cap: int | None) -> int:
             namespace = _namespace(args.model, config)
             check_namespaces(parcel, namespace)
             check_paths(parcel)
-            if args.trust:
-                for each in parcel.runs:
-                    for _ in parcel.extents(each):
-                        pass
-            else:
-                _compare(args.model, config, parcel)
+            _compare(args.model, config, parcel, is_trusted=args.trust)
         except ExtentError as error:
             raise QuireError(f"{source} is refused: {error}") from error
         return _put(folder, cap, namespace, parcel)
@@ -265,14 +260,18 @@ def _namespace(model: str, config: EngineConfig) -> Namespace:
         return namespace_of(resolved, checkpoint.shape, digest_of(checkpoint, report).digest, calibration)
 
 
-def _compare(model: str, config: EngineConfig, parcel: Parcel) -> None:
-    from quire.importing import check_pages
+def _compare(model: str, config: EngineConfig, parcel: Parcel, *, is_trusted: bool) -> None:
+    """Checks the form of all runs and, unless they are trusted, computes some of their chunks again."""
+    from quire.importing import check_forms, check_pages
     from quire.load import load_engine
     from quire.stores.incoming import Incoming
     from quire.stores.tiers import Tiers
 
     incoming = Incoming(parcel)
     loaded = load_engine(model, config, tiers=Tiers([incoming]))
+    check_forms(loaded.engine, parcel)
+    if is_trusted:
+        return
     with shared.progress("chunks compared") as report:
         num_checked, worst = check_pages(loaded.engine, parcel, incoming, random.SystemRandom(), report)
     print(f"computed {num_checked} chunks again: they differ by at most {worst:.3f} of their variation")
