@@ -9,7 +9,8 @@ tokens for the same hash. The requests are replayed one after another, with one 
 the distinct chunks of the trace; the disk has room for all, and is not throttled.
 
     infinite    simulated: a cache that never drops a chunk. A prompt of s tokens finds the longest beginning that it
-                has in common with an earlier one, in whole chunks, at most floor((s - 1) / 64)
+                has in common with an earlier one, in whole chunks. At most s - 1 tokens in a dense cache,
+                floor((s - 1) / 64) chunks in another one
     dropping    the engine without the tier: evicted chunks are lost
     disk        the engine with the tier, in a fresh folder
 
@@ -76,7 +77,7 @@ class Infinite:
     num_chunks: int
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]]) -> Infinite:
+    def of(cls, prompts: Sequence[Sequence[int]], *, is_dense: bool) -> Infinite:
         """Replays prompts, one after another."""
         held: set[int] = set()
         computed = 0
@@ -85,8 +86,9 @@ class Infinite:
             for end in range(CHUNK_TOKENS, len(prompt) + 1, CHUNK_TOKENS):
                 key = hash((key, *prompt[end - CHUNK_TOKENS : end]))
                 keys.append(key)
-            found = takewhile(held.__contains__, keys[: (len(prompt) - 1) // CHUNK_TOKENS])
-            computed += len(prompt) - CHUNK_TOKENS * sum(1 for _ in found)
+            found = CHUNK_TOKENS * sum(1 for _ in takewhile(held.__contains__, keys))
+            most = len(prompt) - 1
+            computed += len(prompt) - min(found, most if is_dense else most // CHUNK_TOKENS * CHUNK_TOKENS)
             held.update(keys)
         return cls(sum(map(len, prompts)), computed, len(held))
 
@@ -190,7 +192,7 @@ def main() -> int:
     given = arguments()
     requests = scaled(read_trace(given.trace, given.requests), given.block_tokens, 1)
     prompts = make_prompts(requests, given.block_tokens, token_ids(given.model))
-    infinite = Infinite.of(prompts)
+    infinite = Infinite.of(prompts, is_dense=given.codec == "dense")
     # A sequence's first chunk has a sidecar.
     num_firsts = len({tuple(prompt[:CHUNK_TOKENS]) for prompt in prompts})
     options = engine_options(given, cache_codec=given.codec)

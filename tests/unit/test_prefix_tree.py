@@ -98,12 +98,32 @@ def test_a_second_prompt_reads_the_first_one_s_chunks() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize(("length", "cached"), [(1, 0), (64, 0), (65, 64), (127, 64), (128, 64), (129, 128)])
+@pytest.mark.parametrize(("length", "cached"), [(1, 0), (64, 63), (65, 64), (127, 64), (128, 127), (129, 128)])
 def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
     manager = make_manager(20)
     assert run_prompt(manager, Holder(chunk(1) + chunk(1) + chunk(1)))
     again = Holder(chunk(1, length))
     assert manager.admit(again) and again.path.num_tokens == cached
+    manager.check()
+
+
+def test_a_whole_last_chunk_is_copied_and_the_tree_s_is_not_written(seed: int) -> None:
+    manager = make_manager(20)
+    table = manager.table
+    first, again = Holder(chunk(1) + chunk(2)), Holder(chunk(1) + chunk(2))
+    assert run_prompt(manager, first)
+    cached = int(first.path.chunks[1])
+    ids, size = table.pages[cached].reshape(-1), int(table.sizes[table.kinds[cached]][0, 0])
+    table.arena.store(ids, size, np.random.default_rng(seed).integers(0, 256, (len(ids), size), np.uint8))
+    before = table.arena.images(ids, size)
+    assert manager.admit(again) and again.path.num_shared == 1
+    (own,) = again.path.private.tolist()
+    assert own != cached and np.array_equal(table.arena.images(table.pages[own].reshape(-1), size), before)
+    table.arena.store(table.pages[own].reshape(-1), size, np.zeros_like(before))
+    assert np.array_equal(table.arena.images(ids, size), before)
+    manager.commit(again, 128)
+    assert again.path.chunks.tolist() == first.path.chunks.tolist(), "the tree's chunk stays, the copy is freed"
+    manager.check()
 
 
 def test_two_equal_prompts_of_whole_chunks_diverge_in_tails_of_their_own() -> None:

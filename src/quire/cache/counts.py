@@ -142,6 +142,9 @@ class ChunkCounts:
             )
         return self._take(count, codec, sidecar, demand)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copies the contents of a whole chunk to another of the same codec. Nothing to do without pages."""
+
     def give(self, chunks: Int32s) -> None:
         """Gives chunks and their sidecars back."""
         if not len(chunks):

@@ -91,12 +91,13 @@ class Fetching:
         """Starts to fetch the chunks of an admitted prompt that the store has and the tree has not, if that is faster
         than to compute them.
         """
-        if not (self.tree.shares and holder.reads_cache):
+        if not (self.tree.shares and holder.reads_cache and holder.path.is_all_shared):
             return
         paths, path, keys = self.paths, holder.path, holder.keys
         limit = paths.retention.limit(holder)
         near = sum(count for _, count in self.tree.walk(keys, limit))
-        runs = paths.retention.fetchable(keys, near, self.far(keys, near, limit))
+        end = limit + paths.retention.takes_whole(holder)
+        runs = paths.retention.fetchable(keys, near, self.far(keys, near, end))
         if not runs or not self._pays(holder, near, runs):
             return
         self.tree.extend(path, keys, near, not holder.num_preemptions)
@@ -160,9 +161,12 @@ class Fetching:
             self.paths.give_back(guest.path)
 
     def assume(self, holder: Holder) -> None:
-        """Counts chunks in transfer as computed: the step's layers wait for their pages."""
+        """Counts chunks in transfer as computed, but for the sequence's last token: the step's layers wait for their
+        pages.
+        """
         path = holder.path
-        path.num_tokens = max(path.num_tokens, (path.num_shared + len(path.arriving)) * PAGE_TOKENS)
+        arriving = (path.num_shared + len(path.arriving)) * PAGE_TOKENS
+        path.num_tokens = max(path.num_tokens, min(arriving, len(holder.token_ids) - 1))
 
     def may_follow(self, path: Path) -> bool:
         """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""

@@ -123,7 +123,7 @@ class CacheManager(Paths):
         """
         path = holder.path
         may_share = self.tree.shares and holder.reads_cache and path.is_all_shared
-        if not may_share or path.num_sealed >= self.retention.limit(holder):
+        if not may_share or path.num_sealed >= self.retention.limit(holder) + self.retention.takes_whole(holder):
             return None
         return holder.keys.first(path.num_sealed + 1)[-1]
 

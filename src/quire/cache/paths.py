@@ -52,10 +52,34 @@ class Paths:
         """Extends a path over cached chunks, if it has none of its own. Returns the number of tokens. Only between
         slices, on a chunk boundary.
         """
-        count = self.retention.match(holder) if holder.reads_cache and holder.path.is_all_shared else 0
-        if count:
+        if not (holder.reads_cache and holder.path.is_all_shared):
+            return 0
+        before = holder.path.num_tokens
+        if self.retention.match(holder):
             self.settle_shared(holder)
-        return count * PAGE_TOKENS
+        self._copy_last(holder)
+        return holder.path.num_tokens - before
+
+    def _copy_last(self, holder: Holder) -> None:
+        """Takes a copy of the last chunk of a sequence that is all cached: one token is left to compute, and not 64."""
+        path, count = holder.path, len(holder.token_ids) // PAGE_TOKENS
+        if not self.retention.takes_whole(holder) or path.num_shared != count - 1:
+            return
+        if self._cached_row(holder, count) is None or not self.extend(holder, count * PAGE_TOKENS):
+            return
+        found = self._cached_row(holder, count)  # growing may have evicted it
+        if found is not None:
+            self.table.copy(found, int(path.chunks[-1]))
+            path.num_tokens = count * PAGE_TOKENS - 1
+            self._settle(holder)
+
+    def _cached_row(self, holder: Holder, count: int) -> int | None:
+        """The row of the last of a sequence's first `count` chunks in the tree."""
+        found = list(self.tree.walk(holder.keys, count))
+        if sum(each for _, each in found) < count:
+            return None
+        segment, length = found[-1]
+        return int(segment.chunks[length - 1])
 
     def settle_shared(self, holder: Holder) -> None:
         """Notes that all chunks of a path are shared."""

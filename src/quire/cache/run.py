@@ -275,9 +275,10 @@ class Arrival:
     def _store(self, ids: Int32s, body: Bytes, page_bytes: int, held: Bools, offsets: NDArray[np.int64]) -> None:
         """Stores the wanted ones of some pages. ids: int32 [n, H]; held, offsets: as in `Layout.groups`."""
         wanted = np.broadcast_to(self._is_wanted, held.shape)[held]
-        if wanted.any():
-            images = _windows(body, page_bytes)[offsets[wanted]]
-            self._table.arena.store(ids[held][wanted], page_bytes, images)
+        if wanted.all():
+            self._table.arena.store(ids[held], page_bytes, _images(body, page_bytes, offsets))
+        elif wanted.any():
+            self._table.arena.store(ids[held][wanted], page_bytes, _images(body, page_bytes, offsets[wanted]))
 
 
 def layer_of(extent: memoryview | bytes) -> int:
@@ -288,6 +289,15 @@ def layer_of(extent: memoryview | bytes) -> int:
     if magic != MAGIC or version != FORMAT_VERSION:
         raise ExtentError(f"an extent of format {magic!r} {version}, and this is {MAGIC!r} {FORMAT_VERSION}")
     return int(layer)
+
+
+def _images(body: Bytes, page_bytes: int, offsets: NDArray[np.int64]) -> Bytes:
+    """The pages at some offsets: a view if the pages lie at equal distances, otherwise a copy."""
+    count, first = len(offsets), int(offsets[0])
+    step = int(offsets[-1] - first) // max(1, count - 1)
+    if (offsets == first + step * np.arange(count)).all():
+        return np.ndarray((count, page_bytes), np.uint8, body, first, (step, 1))
+    return _windows(body, page_bytes)[offsets]
 
 
 def _windows(body: Bytes, page_bytes: int) -> Bytes:

@@ -97,6 +97,13 @@ class ChunkTable(ChunkCounts):
             of[rows] = of[chunks]
         return rows
 
+    def copy(self, source: int, target: int) -> None:
+        """Copies the pages of a whole chunk to those of another one of the same codec."""
+        sizes = self.sizes[self.kinds[source]]
+        for page_bytes in np.unique(sizes).tolist():
+            at = sizes == page_bytes
+            self.arena.copy(self.pages[source][at], self.pages[target][at], page_bytes)
+
     def drop(self, places: Places) -> None:
         """Gives back the pages at some places."""
         assert self.masks[places].all(), "a page is dropped that is not there"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire.arguments import Arguments
+from quire.cache.codecs import DENSE
 from quire.cli import shared, traces
 from quire.cli.traces import TraceRequest
 from quire.config import EngineConfig, format_bytes, options_from
@@ -92,7 +93,8 @@ class Trace:
         self._args = args
         read = traces.read_trace(args.trace, args.requests)
         self._requests = traces.scaled(read, args.block_tokens, args.output_tokens)
-        self._expected = traces.count_matches(self._requests, args.block_tokens)
+        is_dense = config.cache.codec == DENSE and not config.retain.is_on
+        self._expected = traces.count_matches(self._requests, args.block_tokens, is_dense=is_dense)
 
     def options(self) -> dict[str, Any]:
         """Settings of the engine to measure. The cache holds the whole trace unless its size is set.

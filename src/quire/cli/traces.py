@@ -105,15 +105,16 @@ def make_prompts(requests: Sequence[TraceRequest], block_tokens: int, ids: range
     return [[token for number in each.blocks for token in blocks[number]][: each.input_tokens] for each in requests]
 
 
-def count_matches(requests: Sequence[TraceRequest], block_tokens: int) -> list[int]:
+def count_matches(requests: Sequence[TraceRequest], block_tokens: int, *, is_dense: bool) -> list[int]:
     """Expected number of cached tokens of each prompt, in a cache without eviction that holds all earlier prompts.
 
-    This is the longest common prefix with any earlier prompt, in whole chunks: at most floor((s - 1) / 64) chunks of s
-    tokens, because the last token must be computed. The common prefix of two prompts is their common first blocks; if
-    the last of these is partial in one prompt, only its tokens count. Generated tokens do not count, because no prompt
-    has them.
+    This is the longest common prefix with any earlier prompt, in whole chunks. The last token must be computed: if all
+    s tokens are cached, a dense cache finds s - 1, and another one the chunks before the last. The common prefix of two
+    prompts is their common first blocks; if the last of these is partial in one prompt, only its tokens count.
+    Generated tokens do not count, because no prompt has them.
 
     block_tokens  tokens of a whole block of these requests
+    is_dense      whether the cache is dense and keeps every token
     """
     nodes: dict[tuple[int, int], int] = {}  # a trie: (node, block) -> node; 0 is the root
     held = [0]  # by node: most tokens of its block that any prompt so far has
@@ -129,7 +130,8 @@ def count_matches(requests: Sequence[TraceRequest], block_tokens: int) -> list[i
                 common = depth * block_tokens + min(held[child], own)
             held[child] = max(held[child], own)
             node = child
-        matches.append(min(common, request.input_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS)
+        common, most = common // CHUNK_TOKENS * CHUNK_TOKENS, request.input_tokens - 1
+        matches.append(min(common, most if is_dense else most // CHUNK_TOKENS * CHUNK_TOKENS))
     return matches
 
 
@@ -138,7 +140,9 @@ def count_chunks(requests: Sequence[TraceRequest], matches: Sequence[int]) -> in
     prompt and answer fill, minus the cached ones. The last token of an answer is never computed.
     """
     filled = (each.input_tokens + each.output_tokens - 1 for each in requests)
-    return sum((tokens // CHUNK_TOKENS) - found // CHUNK_TOKENS for tokens, found in zip(filled, matches, strict=True))
+    return sum(
+        tokens // CHUNK_TOKENS - -(-found // CHUNK_TOKENS) for tokens, found in zip(filled, matches, strict=True)
+    )
 
 
 def _request(line: int, text: str, numbers: dict[int, int]) -> TraceRequest:

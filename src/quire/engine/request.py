@@ -116,8 +116,13 @@ class Sequence:
         """`num_cached_tokens` by origin."""
         if not self.num_cached_tokens:
             return {}
-        near = self.num_cached_tokens - sum(self.fetched.values())
-        return {"arena": near, **self.fetched} if near else self.fetched
+        found, left = {}, self.num_cached_tokens
+        for name, count in (*self.fetched.items(), ("arena", left)):
+            count = min(count, left)  # of a last chunk that was fetched whole, one token is computed
+            left -= count
+            if count:
+                found[name] = count
+        return found
 
     @property
     def priority(self) -> int:

@@ -352,7 +352,7 @@ class Scheduler:
         """Whether chunks of a sequence are in transfer. Ends a transfer that is over: its tokens count as computed, or,
         if some did not arrive, the sequence starts again.
         """
-        transfer, num_found = sequence.path.transfer, len(sequence.path.arriving) * PAGE_TOKENS
+        transfer, num_shared = sequence.path.transfer, sequence.path.num_shared
         if transfer is None:
             return False
         if not transfer.is_over:
@@ -363,7 +363,7 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = 0  # it is counted again
             return True
-        self._count_found(sequence, num_found)
+        self._count_found(sequence, sequence.path.num_tokens - num_shared * PAGE_TOKENS)
         return False
 
     def _left(self, num_rows: int) -> int:

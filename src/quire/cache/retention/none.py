@@ -48,6 +48,12 @@ class NoRetention:
         """Number of chunks that a sequence may take from the cache. Its last token is computed, for its logits."""
         return (len(holder.token_ids) - 1) // PAGE_TOKENS
 
+    def takes_whole(self, holder: Holder) -> bool:
+        """Whether a sequence may take its last chunk, too, from the cache: a copy of it, in which its last token is
+        computed again. Not where sealed chunks are encoded: the tokens of a chunk read each other exactly.
+        """
+        return not self.table.encodes and len(holder.token_ids) % PAGE_TOKENS == 0
+
     def findable(self, holder: Holder) -> int:
         """Number of chunks up to which the cache is of use to a sequence."""
         return self.limit(holder)

@@ -75,6 +75,10 @@ class Retainer(NoRetention):
         """The chunks before the last rows, over which retention decides."""
         return self.retention.num_reusable(holder.num_prompt)
 
+    def takes_whole(self, holder: Holder) -> bool:
+        """Never: the last rows are computed."""
+        return False
+
     def num_reserved(self, holder: Holder) -> int:
         """The tokens of the prompt."""
         return holder.num_prompt
