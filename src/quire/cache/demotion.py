@@ -67,6 +67,8 @@ class Demotion:
             segment = next(iter(self._waiting))
             if not segment.is_dropped:
                 for each in segment.branch:
+                    if done >= num_bytes:
+                        return done
                     rows, num_attached = each.rows, len(each.attached)
                     copied, is_all = self.offer(each.origin, rows, num_attached, num_bytes - done)
                     done += copied

@@ -161,12 +161,14 @@ class Fetching:
             self.paths.give_back(guest.path)
 
     def assume(self, holder: Holder) -> None:
-        """Counts chunks in transfer as computed, but for the sequence's last token: the step's layers wait for their
-        pages.
-        """
+        """Counts chunks in transfer as computed: the step's layers wait for their pages."""
+        holder.path.num_tokens = self._num_known(holder)
+
+    def _num_known(self, holder: Holder) -> int:
+        """Number of tokens that are computed or arrive. The last token of a sequence is computed in any case."""
         path = holder.path
         arriving = (path.num_shared + len(path.arriving)) * PAGE_TOKENS
-        path.num_tokens = max(path.num_tokens, min(arriving, len(holder.token_ids) - 1))
+        return max(path.num_tokens, min(arriving, len(holder.token_ids) - 1))
 
     def may_follow(self, path: Path) -> bool:
         """Whether rows may be computed while the path's chunks arrive, layer by layer behind them."""
@@ -217,7 +219,18 @@ class Fetching:
         run = put_rows(self.store, self._pages, Origin((handle,)), rows, attached=len(path.sums))
         if self.store.find(handle) is run:
             self.counts.swapped_out += len(path.private)
-            holder.swapped = Swapped(replace(path, tip=None, heads={}, num_shared=0), path.num_shared, run)
+            kept = replace(path, tip=None, heads={}, num_shared=0, shared=Path().shared)
+            holder.swapped = Swapped(kept, path.num_shared, run)
+
+    def must_wait(self, holder: Holder) -> bool:
+        """Whether shared chunks of a swapped path are in transfer for another sequence. They will be in the arena or,
+        if that fails, in the store; now they are in neither.
+        """
+        swapped = holder.swapped
+        if swapped is None or not self.arriving:
+            return False
+        near = sum(count for _, count in self.tree.walk(holder.keys, swapped.num_shared))
+        return not self.arriving.isdisjoint(holder.keys.first(swapped.num_shared)[near:])
 
     def swapped_demand(self, holder: Holder) -> Demand | None:
         """The demand of a swapped path in the arena; None, and the path is forgotten, if a part of it is lost."""
@@ -339,7 +352,7 @@ class Fetching:
         num_bytes, num_tokens = sum(run_bytes(self._pages, run) for run in {*runs}), len(runs) * PAGE_TOKENS
         fetching = self.costs.fetch(num_bytes + self._backlog())
         others = (each for each in self.paths.room.live if each is not holder)
-        before = sum(max(0, each.num_prompt - each.path.num_tokens) for each in others)
+        before = sum(max(0, each.num_prompt - self._num_known(each)) for each in others)
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
         waiting = self.costs.prefill(0, before)
         pays = fetching is None or computing is None or waiting is None or fetching <= computing + waiting

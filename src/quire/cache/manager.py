@@ -62,7 +62,7 @@ class CacheManager(Paths):
         """Gives a sequence a path, over the chunks found in the cache, and reserves room for its tokens. False, and
         nothing changes, if it must wait.
         """
-        if self.refuses(holder):
+        if self.refuses(holder) or self.fetching.must_wait(holder):
             return False
         while not self._has_room_for(holder):
             if self.fetching.make_way():

@@ -113,16 +113,15 @@ class Sequence:
 
     @property
     def cached_by_tier(self) -> dict[str, int]:
-        """`num_cached_tokens` by origin."""
-        if not self.num_cached_tokens:
-            return {}
-        found, left = {}, self.num_cached_tokens
-        for name, count in (*self.fetched.items(), ("arena", left)):
-            count = min(count, left)  # of a last chunk that was fetched whole, one token is computed
-            left -= count
-            if count:
-                found[name] = count
-        return found
+        """`num_cached_tokens` by origin. Tokens that were fetched and evicted again before admission do not count, nor
+        does the last token of a chunk that was fetched whole: it is computed.
+        """
+        left, found = self.num_cached_tokens, dict[str, int]()
+        for name, count in self.fetched.items():
+            if taken := min(count, left):
+                found[name] = taken
+                left -= taken
+        return {"arena": left, **found} if left else found
 
     @property
     def priority(self) -> int:
