@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.kernels.memory import ALIGNMENT, BLOCK_BYTES, Carver, huge_pages
+from quire.kernels.memory import ALIGNMENT, BLOCK_BYTES, Carver, huge_pages, populate_ahead
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -78,3 +81,16 @@ def test_embedding_and_head_share_one_matrix() -> None:
     expected = weight[tokens].clone()
     weight.zero_()
     assert torch.equal(embedding(tokens), expected)
+
+
+def test_memory_is_backed_ahead_of_its_use_and_keeps_its_contents() -> None:
+    memory = huge_pages(64 << 20)
+    memory[5] = 7
+    populate_ahead(memory, 24 << 20).join()
+    found = np.zeros(memory.numel() // mmap.PAGESIZE, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(memory.numel())
+    assert libc.mincore(ctypes.c_void_p(memory.data_ptr()), size, ctypes.c_void_p(found.ctypes.data)) == 0
+    resident = (found & 1).sum() * mmap.PAGESIZE
+    assert 24 << 20 <= resident < 40 << 20, f"{resident / 2**20} MiB"
+    assert memory[5] == 7 and memory.sum() == 7

@@ -6,13 +6,20 @@ mappings: shared ones are shmem, for which huge pages are off by default.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from quire.errors import ConfigError
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later; mmap has no name for it."""
+
+_POPULATED_BYTES = 8 << 20
 
 BLOCK_BYTES = 32 << 20
 """Bytes that `Carver` maps at a time. Pages that are never written cost nothing."""
@@ -47,6 +54,26 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def populate_ahead(memory: torch.Tensor, num_bytes: int) -> threading.Thread:
+    """Starts a thread that makes the system back the first bytes of `huge_pages` now and not at their first use. It
+    changes no contents, and does nothing on systems that cannot.
+    """
+    address, end = memory.data_ptr(), min(num_bytes, memory.numel())
+
+    def populate() -> None:
+        libc = ctypes.CDLL(None)
+        for start in range(0, end, _POPULATED_BYTES):
+            size = min(_POPULATED_BYTES, end - start)
+            # The call releases the interpreter lock. `memory` must stay alive, so the thread holds it.
+            if libc.madvise(ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                return
+
+    assert address % mmap.PAGESIZE == 0, "memory that begins inside a page"
+    thread = threading.Thread(target=populate, name="quire-populate", daemon=True)
+    thread.start()
+    return thread
 
 
 class Carver:
