@@ -20,7 +20,7 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
     "config", "kernels", "models", "cache", "stores", "attention", "engine", "planning", "calibrate", "check",
-    "load", "llm", "async_llm", "evaluation", "server", "cli", "__main__",
+    "load", "importing", "llm", "async_prefixes", "async_llm", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

@@ -15,14 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from quire.async_prefixes import AsyncPrefixes
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
-from quire.engine.prefixes import Prefix
 from quire.errors import QueueFullError, QuireError, RequestError
-from quire.llm import Face, Prompt, ReadPrompt, read_prompt
+from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import Loaded, load_engine
 
 log = logging.getLogger("quire")
@@ -36,7 +36,7 @@ GIVE_UP_SECONDS = 5.0
 """Time for which a cancelled start waits for its thread."""
 
 
-class AsyncLLM(Face):
+class AsyncLLM(AsyncPrefixes):
     """A model and its engine for an event loop. The engine runs on its own thread. Only this thread touches the model
     and the cache.
 
@@ -219,12 +219,6 @@ class AsyncLLM(Face):
     def stats(self) -> dict[str, Any]:
         """See `LLM.stats`. Raises QuireError before `start` and after `close`."""
         return self._parts.engine.stats()
-
-    async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
-        """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`. Raises QuireError if the engine
-        does not run, or stops meanwhile.
-        """
-        return await self._ask(lambda engine: engine.prefixes(visible))
 
     async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
         """Runs a query on the engine's thread, between two steps. Raises its QuireError; the engine goes on."""

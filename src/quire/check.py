@@ -24,7 +24,7 @@ from quire.cache.codecs import DENSE
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
-from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig
+from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig, TiersConfig
 from quire.engine.build import assemble, namespace_of, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.reading import log_probabilities, read_window
@@ -160,6 +160,7 @@ def measure(
             config,
             cache=cache,
             model=replace(config.model, max_context=None),
+            tiers=TiersConfig(),
             retain=RetainConfig(),
             scheduler=SchedulerConfig(max_running=1),
         )

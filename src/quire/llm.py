@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from quire.cache.keys import KEY_BYTES
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
+from quire.engine.known import drop_prefix, key_of
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
@@ -29,12 +31,18 @@ from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
 
+if TYPE_CHECKING:
+    from quire.stores.listing import Stored
+
 log = logging.getLogger("quire")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}. A dict may also have cache hints:
-cache_salt, a text (only requests with an equal salt share), and cache_pin (True, False or seconds: how long the
-prompt's chunks stay cached); see `CacheHints`."""
+cache_salt, a text (only requests with an equal salt share), cache_pin (True, False or seconds: how long the prompt's
+chunks stay cached), cache_priority and cache_lifetime; see `CacheHints`."""
+
+DROP_SECONDS = 5.0
+"""Longest time that dropping a prefix waits until the index of a disk no longer names it."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
@@ -56,8 +64,8 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
         if unknown or all(prompt.get(key) is None for key in _PROMPT_KEYS):
             found = f"unknown: {', '.join(sorted(map(str, unknown)))}" if unknown else "both are missing"
             raise RequestError(
-                "a prompt dict has the key prompt or prompt_token_ids, and optionally cache_salt and cache_pin;"
-                f" {found}",
+                "a prompt dict has the key prompt or prompt_token_ids, and optionally"
+                f" {', '.join(sorted(_HINT_KEYS))}; {found}",
                 "prompt",
             )
         if all(prompt.get(key) is not None for key in _PROMPT_KEYS):
@@ -71,6 +79,17 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
     return ReadPrompt(None, [_token_id(each) for each in prompt], hints)
+
+
+def read_key(key: str) -> bytes:
+    """The key of a chunk in hexadecimal. Raises RequestError for anything else."""
+    try:
+        found = bytes.fromhex(key)
+    except ValueError:
+        found = b""
+    if len(found) != KEY_BYTES:
+        raise RequestError(f"a prefix has a key of {2 * KEY_BYTES} hexadecimal digits, not {key!r:.80}", "key")
+    return found
 
 
 def _unwrapped(value: Any) -> Any:
@@ -127,6 +146,13 @@ class Face(ABC):
     def context_limit(self) -> str:
         """The limit that sets `max_context`: the name of a setting, or the model's own context."""
         return self._parts.engine.context_limit
+
+    def prefix_key(self, prompt: Prompt) -> str:
+        """The key of a prompt's whole chunks of 64 tokens, by which it is listed and dropped. Raises RequestError for
+        a shorter prompt.
+        """
+        read = read_prompt(prompt, self.tokenizer.encode)
+        return key_of(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -266,6 +292,22 @@ class LLM(Face):
         with self._turn:
             found: list[Prefix] = self._parts.engine.prefixes()
         return found
+
+    def stored_prefixes(self) -> list[Stored]:
+        """The runs of chunks that are on the disk of tiers.disk, those used last first; those of other models too."""
+        tiers = self._parts.engine.moving.tiers
+        return [] if tiers is None else tiers.stored()
+
+    def drop_prefix(self, key: str) -> dict[str, int] | None:
+        """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from
+        it. Returns the number of dropped chunks by tier; None if there is no such prefix.
+        """
+        stored = [run for run in self.stored_prefixes() if run.is_own_namespace]
+        with self._turn:
+            dropped = drop_prefix(self._parts.engine, read_key(key), stored, lambda salt: True)
+            if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+                tiers.flush(DROP_SECONDS)
+        return dropped
 
     def close(self) -> None:
         """Waits for a call in another thread, then frees weights and cache. Writes to the disk what tiers.disk still

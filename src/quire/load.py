@@ -27,6 +27,7 @@ from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer, load_tokenizer
 from quire.models.weights import open_model
 from quire.stores.opening import open_tiers
+from quire.stores.tiers import Tiers
 
 log = logging.getLogger("quire")
 
@@ -54,12 +55,14 @@ def load_engine(
     *,
     show_progress: bool | None = None,
     unwanted: Callable[[], bool] = lambda: False,
+    tiers: Tiers | None = None,
 ) -> Loaded:
     """Loads the model and allocates the cache. Calibrates first if the codec needs a calibration and there is none.
     Checks a codec that has not been checked on this model.
 
     show_progress  progress bars for downloading and calibrating; None: only if stderr is a terminal
     unwanted       polled between phases and during calibration; True cancels loading
+    tiers          stores in place of those that the configuration names, for good: nothing is measured
     Raises ModelError or ConfigError with one line, and UnwantedError if cancelled.
     """
     if config.cache.pin is not None:
@@ -102,13 +105,14 @@ def load_engine(
         _machine(resolved),
         retained,
     )
-    tiers = None
-    if resolved.tiers.is_on:
+    is_given = tiers is not None
+    if is_given or resolved.tiers.is_on:
         model_id = digest_of(checkpoint).digest  # cheap names are not enough for what outlives the process
+    if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
     engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
-    if tiers is not None:
+    if tiers is not None and not is_given:
         engine.scheduler.manager.fetching.costs.speed = tiers.measure()
         engine.measure()
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)

@@ -1,13 +1,13 @@
 """Requests that cost a server more than their sender, generated for every route and every field of the application.
 
-A new endpoint is included as soon as it is a route with a request body of `quire.server.schema`.
+A new endpoint is included as soon as it is a route with a request body of our schema modules.
 """
 
 import re
 
 from hypothesis import strategies as st
 
-from quire.server import schema
+from quire.server import prefix_schema, schema
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application
 
@@ -27,7 +27,7 @@ def endpoints():
     for path, methods in application(FakeEngine()).openapi()["paths"].items():
         if "requestBody" in methods.get("post", {}):
             name = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-            found[path] = getattr(schema, name)
+            found[path] = next(getattr(each, name) for each in (schema, prefix_schema) if hasattr(each, name))
     return found
 
 

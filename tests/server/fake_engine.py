@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.engine.known import KnownPrefix
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
@@ -22,6 +23,39 @@ from quire.errors import QueueFullError, RequestError
 
 BOS, EOS = 256, 257
 VOCAB = 258
+
+
+MOVED: dict[str, Any] = {
+    "tiers": {
+        "memory": {"bytes": 1, "cap_bytes": 2, "chunks": 3, "bytes_read": 4, "bytes_written": 5, "is_on": True},
+        "disk": {
+            "bytes": 10,
+            "cap_bytes": 20,
+            "chunks": 30,
+            "bytes_read": 40,
+            "bytes_written": 50,
+            "seconds_reading": 1.5,
+            "seconds_writing": 2.5,
+            "num_failed": 6,
+            "num_refused": 7,
+            "num_collected": 8,
+            "is_on": False,
+            "reason": "/home/somebody cannot be written",
+        },
+    },
+    "moves": {
+        "fetched": 11,
+        "wasted": 12,
+        "computed_instead": 13,
+        "prefetched": 14,
+        "swapped_out": 15,
+        "swapped_in": 16,
+        "failed_transfers": 17,
+        "lost": 18,
+    },
+    "costs": {"chunk_bytes": 1 << 20, "fetched_bytes_per_second": 1e9, "prefill_tokens_per_second": None},
+}
+"""What the statistics of an engine with two tiers have besides."""
 
 
 class ByteTokenizer:
@@ -70,6 +104,8 @@ class FakeEngine:
     live          the ids of unfinished requests: what a leak would leave behind
     prompts       as they came
     cached        (salt, prefix): what it says its cache holds
+    known         (salt, prefix): the same, and its disk
+    moved         what its stats say of tiers
     pinned_salts  what it was asked to pin for
     kept_fraction  what it says of every prompt
     """
@@ -96,6 +132,8 @@ class FakeEngine:
         self.decoded = 0
         self.prompts: list[dict[str, Any]] = []
         self.cached: list[tuple[str, Prefix]] = []
+        self.known: list[tuple[str, KnownPrefix]] = []
+        self.moved: dict[str, Any] = {}
         self.pinned_salts: list[str] = []
         self.kept_fraction: float | None = None
 
@@ -110,7 +148,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         assert request_id not in self.live
         if "prompt" in prompt:
-            prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"])}
+            hints = {name: value for name, value in prompt.items() if name != "prompt"}
+            prompt = {"prompt_token_ids": self.tokenizer.encode(prompt["prompt"]), **hints}
         self.prepare(prompt, sampling_params)
         self.live.add(str(request_id))
         self.started += 1
@@ -165,7 +204,15 @@ class FakeEngine:
                 self.decoded += 1
             step += 1
             yield RequestOutput(
-                request_id, None, ids, prompt_logprobs, outputs, not running, 3, kept_fraction=self.kept_fraction
+                request_id,
+                None,
+                ids,
+                prompt_logprobs,
+                outputs,
+                not running,
+                3,
+                {"arena": 1, "disk": 2},
+                kept_fraction=self.kept_fraction,
             )
             prompt_logprobs = None
 
@@ -190,10 +237,29 @@ class FakeEngine:
                 "bytes_evicted": 11,
                 "bytes_retention_freed": 12,
             },
+            **self.moved,
         }
 
     async def prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Prefix]:
         return [prefix for salt, prefix in self.cached if visible(salt)]
+
+    def prefix_key(self, prompt: dict[str, Any]) -> str:
+        count = len(prompt["prompt_token_ids"])
+        if count < 64:
+            raise RequestError(f"the prompt has {count} tokens; the cache keeps whole chunks of 64", "prompt")
+        return f"{count // 64:032x}"
+
+    async def known_prefixes(self, visible: Callable[[str], bool] = lambda salt: True) -> list[KnownPrefix]:
+        return [prefix for salt, prefix in self.known if visible(salt)]
+
+    async def find_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> KnownPrefix | None:
+        return next((prefix for prefix in await self.known_prefixes(visible) if prefix.key.hex() == key), None)
+
+    async def drop_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> dict[str, int] | None:
+        if await self.find_prefix(key, visible) is None:
+            return None
+        self.known = [(salt, prefix) for salt, prefix in self.known if prefix.key.hex() != key]
+        return {"arena": 1, "disk": 2}
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
         self.pinned_salts += salts

@@ -38,7 +38,7 @@ async def test_choices_of_several_prompts_are_ordered_by_prompt():
         "prompt_tokens": 8,
         "completion_tokens": 12,
         "total_tokens": 20,
-        "prompt_tokens_details": {"cached_tokens": 6},
+        "prompt_tokens_details": {"cached_tokens": 6, "cached_tokens_by_tier": {"arena": 2, "disk": 4}},
     }
 
 

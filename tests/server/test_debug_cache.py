@@ -1,10 +1,12 @@
 """GET /debug/cache: its content, and who may read it."""
 
 import asyncio
+import json
 import math
 
 import pytest
 
+from quire.cache.fetching import Fetching
 from quire.engine.prefixes import Prefix
 from quire.server import debug
 from quire.server.tenants import Tenants, tenant_of
@@ -286,4 +288,25 @@ async def test_the_document_describes_the_answer_and_the_fields():
         fields = schemas[name]["properties"]
         assert "xtension" in fields["cache_salt"]["description"] and "xtension" in fields["cache_pin"]["description"]
         assert fields["cache_salt"]["anyOf"][0]["maxLength"] == 256
-        assert [kind["type"] for kind in fields["cache_pin"]["anyOf"]] == ["boolean", "number", "null"]
+        assert [kind["type"] for kind in fields["cache_pin"]["anyOf"]] == ["boolean", "number", "object", "null"]
+
+
+async def test_tiers_are_told_without_their_paths(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Fetching, "_pays", lambda *given: True)
+    async with real_server(folder, {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}, KEYS) as (llm, _, http):
+        await complete(http, SYSTEM, "key-of-a")
+        assert await llm.flush(10)
+    async with real_server(folder, {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}, KEYS) as (llm, _, http):
+        await complete(http, SYSTEM, "key-of-a")
+        of_a, of_b = await contents(http, "key-of-a"), await contents(http, "key-of-b")
+    disk = of_a["tiers"]["disk"]
+    assert disk["found_tokens"] == 128 and of_b["tiers"]["disk"]["found_tokens"] == 0
+    assert disk["is_on"] and disk["capacity_bytes"] == 64 << 20 and disk["chunks"] >= 2
+    assert disk["fetched_bytes"] >= 2 * CHUNK_BYTES and 0 < disk["bytes"] <= 64 << 20
+    moves = of_a["moves"]
+    assert (moves["chunk_bytes"], moves["fetched"], moves["failed_fetches"]) == (CHUNK_BYTES, 2, 0)
+    assert moves["fetched_bytes_per_second"] > 0 and moves["prefill_tokens_per_second"] > 0
+    assert str(tmp_path) not in json.dumps(of_a)
+    async with real_server(folder) as (_, _, http):
+        found = await contents(http)
+    assert found["tiers"] == {} and found["moves"] is None

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from quire.engine.known import Held, KnownPrefix
 from quire.server import shapes
 from quire.server.openapi import ANSWERS
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import CHAT, TEXT, application, client, events
 from tests.server.test_debug_cache import prefix
 
@@ -29,6 +30,9 @@ GETS = [
     ("/version", shapes.Version),
     ("/debug/cache", shapes.Cache),
     ("/debug/cache?limit=no", shapes.Error),
+    ("/v1/cache/prefixes", shapes.ListedPrefixes),
+    ("/v1/cache/prefixes/" + "6b" * 16, shapes.ListedPrefix),
+    ("/v1/cache/prefixes/none", shapes.Error),
     ("/nowhere", shapes.Error),
 ]
 
@@ -42,6 +46,9 @@ def full_engine() -> FakeEngine:
     """One whose answers have every key there is."""
     engine = FakeEngine()
     engine.kept_fraction = 0.5
+    engine.moved = MOVED
+    held = {"arena": Held(5, 1.0, math.inf), "disk": Held(6, 2.0, 3.0)}
+    engine.known = [("", KnownPrefix(b"k" * 16, None, 64, held)), ("", KnownPrefix(b"l" * 16, b"k" * 16, 128, held))]
     engine.cached = [("", prefix(0)), ("", prefix(1, 0, pinned_seconds=math.inf)), ("", prefix(2, 1, pinned_seconds=3))]
     return engine
 
@@ -50,13 +57,15 @@ def test_a_key_too_many_or_too_few_and_a_value_of_another_type_are_found() -> No
     good: dict[str, Any] = {"object": "list", "data": []}
     check(shapes.Models, good)
     details: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    check(shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0}})
+    found: dict[str, Any] = {"cached_tokens": 0, "cached_tokens_by_tier": {}}
+    check(shapes.Usage, details | {"prompt_tokens_details": found})
     for shape, bad in (
         (shapes.Models, good | {"more": 1}),
         (shapes.Models, {"object": "list"}),
         (shapes.Models, good | {"object": "lists"}),
-        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": -1}}),
-        (shapes.Usage, details | {"prompt_tokens_details": {"cached_tokens": 0, "others": 1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens": -1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"others": 1}}),
+        (shapes.Usage, details | {"prompt_tokens_details": found | {"cached_tokens_by_tier": {"disk": -1}}}),
     ):
         with pytest.raises(ValidationError):
             check(shape, bad)
@@ -100,8 +109,15 @@ async def test_tokens_texts_and_refusals_have_their_shapes() -> None:
     async with client() as http:
         check(shapes.Tokens, (await http.post("/tokenize", json={"prompt": "ü"})).json())
         check(shapes.Text, (await http.post("/detokenize", json={"tokens": [65]})).json())
+        check(shapes.WarmPrefix, (await http.post("/v1/cache/prefixes", json={"prompt": "a" * 99})).json())
         for body in ({}, {"prompt": []}, {"prompt": "a", "suffix": "b"}):
             check(shapes.Error, (await http.post("/v1/completions", json=body)).json())
+
+
+async def test_a_dropped_prefix_has_its_shape() -> None:
+    async with client(full_engine()) as http:
+        answer = await http.request("DELETE", "/v1/cache/prefixes", json={"key": "6b" * 16})
+    check(shapes.DroppedPrefix, answer.json())
 
 
 async def test_an_error_in_a_stream_has_its_shape() -> None:

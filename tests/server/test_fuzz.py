@@ -246,7 +246,12 @@ GOOD = {
     "ignore_eos": st.booleans(),
     "stop": st.text(min_size=1, max_size=2),
 }
-CACHE = {"cache_salt": st.sampled_from(["", "a", "é" * 256]), "cache_pin": LIKELY["cache_pin"]}
+CACHE = {
+    "cache_salt": st.sampled_from(["", "a", "é" * 256]),
+    "cache_pin": LIKELY["cache_pin"],
+    "cache_priority": st.integers(-100, 100),
+    "cache_lifetime": st.sampled_from([0, 0.01, 60]),
+}
 # Of few prompts, so that they meet, and long enough to be shared and pinned.
 SHARED_IDS = st.tuples(st.integers(0, 2), st.sampled_from([64, 65, 100, 129, 140]), st.integers(0, 2)).map(
     lambda drawn: [drawn[0]] * drawn[1] + [drawn[2]] * 3

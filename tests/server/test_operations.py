@@ -14,7 +14,7 @@ from quire.config import ServeConfig
 from quire.errors import ConfigError
 from quire.server.auth import ApiKeys, check_exposure, is_loopback
 from quire.server.run import Listener, serve
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import CHAT, TEXT, RawCall, application, client, error_of, socket_server
 
 pytestmark = pytest.mark.anyio
@@ -335,3 +335,47 @@ async def test_metrics_count_what_happened():
         "quire_preemptions",
         "quire_cache_capacity_bytes",
     } <= families.keys()
+
+
+async def test_metrics_tell_what_each_tier_holds_and_what_moved():
+    engine = FakeEngine()
+    async with client(engine) as http:
+        await http.post("/v1/completions", json={"prompt": ["abcde", "fg"], "max_tokens": 5})
+        without = (await http.get("/metrics")).text
+        engine.moved = MOVED
+        text = (await http.get("/metrics")).text
+    assert "quire_tier" not in without and "somebody" not in text
+    values = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for name, memory, disk in (
+        ("bytes", 1, 10),
+        ("capacity_bytes", 2, 20),
+        ("chunks", 3, 30),
+        ("fetched_bytes_total", 4, 40),
+        ("demoted_bytes_total", 5, 50),
+        ("failed_reads_total", 0, 6),
+        ("refused_runs_total", 0, 7),
+        ("collected_files_total", 0, 8),
+        ("on", 1, 0),
+    ):
+        assert (values[f"quire_tier_{name}", "memory"], values[f"quire_tier_{name}", "disk"]) == (memory, disk), name
+    assert (
+        values["quire_tier_seconds_total", "disk", "read"],
+        values["quire_tier_seconds_total", "disk", "write"],
+    ) == (
+        1.5,
+        2.5,
+    )
+    for name, count in (
+        ("fetched_chunks", 11),
+        ("wasted_chunks", 12),
+        ("computed_instead_chunks", 13),
+        ("failed_fetches", 17),
+        ("lost_chunks", 18),
+    ):
+        assert values[f"quire_{name}_total",] == count, name
+    assert (values["quire_swapped_chunks_total", "out"], values["quire_swapped_chunks_total", "in"]) == (15, 16)
+    assert (values["quire_cached_tokens_total", "arena"], values["quire_cached_tokens_total", "disk"]) == (2, 4)

@@ -78,7 +78,12 @@ def test_every_kind_of_line_is_answered(fake, files, capsys):
         "text": "abc",
         "token_ids": [97, 98, 99, 257],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 4, "cached_tokens": 3},
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 4,
+            "cached_tokens": 3,
+            "cached_tokens_by_tier": {"arena": 1, "disk": 2},
+        },
     }
     assert answers["chat"]["text"] == "user: hé 🌍\nassistant:"
     assert (answers[7]["text"], answers[7]["finish_reason"]) == ("hih", "length")
@@ -102,6 +107,19 @@ def test_a_line_says_what_retention_kept_of_its_prompt(fake, files, monkeypatch)
     write(files[0], {"prompt": "abc"})
     assert generate(files) == 0
     assert read(files[1])[1]["usage"]["kept_fraction"] == 0.4322
+
+
+def test_a_line_says_what_becomes_of_its_chunks(fake, files, capsys):
+    hints = {"cache_pin": {"tier": "disk", "seconds": 60}, "cache_priority": -7, "cache_lifetime": 0, "cache_salt": "s"}
+    write(files[0], {"prompt": "abc", **hints}, {"prompt": "abc", **dict.fromkeys(hints)})
+    assert generate(files) == 0
+    first, second = sorted(fake.prompts, key=len, reverse=True)
+    assert {name: first[name] for name in hints} == hints
+    assert not hints.keys() & second.keys()
+    for wrong in ({"cache_priority": 101}, {"cache_pin": {"tier": "tape"}}, {"pin_tier": "disk"}):
+        write(files[0], {"prompt": "abc", **wrong})
+        assert generate(files) == 2
+        assert next(iter(wrong)) in capsys.readouterr().err
 
 
 def test_flags_hold_where_a_line_says_nothing(fake, files):

@@ -175,7 +175,7 @@ class Machine:
         asked = self.waiting[0]
         near, was_swapped, taken = self.num_near(asked), asked.swapped is not None, self.table.num_taken
         guests = len(self.fetching.guests)
-        if self.swapping.must_wait(asked):
+        if self.manager.swapping.must_wait(asked):
             assert not self.manager.admit(asked) and asked.swapped is not None
             self.counts["waited for another's"] += 1
             return
@@ -217,7 +217,7 @@ class Machine:
         self.waiting.appendleft(asked)
 
     def preempt(self, asked: Asked) -> None:
-        self.swapping.take_out(asked)
+        self.manager.swapping.take_out(asked)
         self.counts["swapped with shared ones"] += asked.swapped is not None and asked.path.num_shared > 0
         self.restart(asked)
         asked.num_preemptions += 1
@@ -321,7 +321,7 @@ class Machine:
             self.manager.release(asked)
         else:
             self.waiting.remove(asked)
-            self.swapping.forget(asked)
+            self.manager.swapping.forget(asked)
         assert asked not in self.fetching.guests and asked.swapped is None
 
     # ---- what a store does -------------------------------------------------------------------------------------------

@@ -184,10 +184,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but an optional argument may also come after flags.
+        """As argparse, but optional arguments may also come after flags.
 
         argparse treats an optional argument as absent once a flag follows the earlier arguments. It then returns the
-        word after the flags as unknown.
+        words after the flags as unknown.
         """
         found, unknown = super().parse_known_args(args, namespace)
         for action in self.arguments.added:
@@ -200,6 +200,10 @@ class Parser(argparse.ArgumentParser):
                 if place < len(unknown):
                     setattr(found, action.dest, unknown[place])
                     del unknown[end if place > end else place : place + 1]
+            if not action.option_strings and action.nargs == "*" and not getattr(found, action.dest, None):
+                end = unknown.index("--") if "--" in unknown else len(unknown)
+                setattr(found, action.dest, [word for word in unknown[:end] if not _is_flag(word)] + unknown[end + 1 :])
+                unknown = [word for word in unknown[:end] if _is_flag(word)]
         return found, unknown
 
     def _answer_habits(self, words: list[str]) -> None:

@@ -130,12 +130,13 @@ class Batch:
             prompt |= {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
         num_choices = line.params.n
         choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
-        usage: dict[str, float] = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         while True:
             try:
                 async for item in llm.generate(prompt, line.params):
                     usage["prompt_tokens"] = len(item.prompt_token_ids)
                     usage["cached_tokens"] = item.num_cached_tokens
+                    usage["cached_tokens_by_tier"] = dict(item.cached_by_tier)
                     if item.kept_fraction is not None:
                         usage["kept_fraction"] = round(item.kept_fraction, 4)
                     for output in item.outputs:

@@ -11,7 +11,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.errors import ConfigError
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_HINTS = frozenset(field.name for field in fields(CacheHints))
+_HINTS = frozenset(field.name for field in fields(CacheHints) if field.init)
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams)) - {"detokenize"}
 _SHOWN_PROBLEMS = 10
 _SHOWN_CHARS = 300

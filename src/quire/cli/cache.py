@@ -1,11 +1,17 @@
-"""List or remove packed layers of models in the user's cache folder.
+"""List or remove what Quire keeps on disk: packed layers of models, and the cache of --tiers.disk; carry prefixes.
 
-quire cache ls                   lists them, with size and last use
-quire cache clear                removes all of them
-quire cache clear NAME ...       removes those of a model, by its name, its path, or the name of the file
+quire cache ls                          lists packed layers of models, with size and last use
+quire cache clear [NAME ...]            removes them: all, or those of a model, by its name, its path or a file's name
+quire cache ls --disk DIR               lists what disk tiers keep in a folder, by model and codec
+quire cache clear --disk DIR            removes it; with --model NAME only what is of one model
+quire cache export --disk DIR FILE      writes prefixes of a folder to a file: all, or those of --key or --prompt-file
+quire cache import --disk DIR FILE --model MODEL
+                                        puts the prefixes of a file into a folder, for a model and its settings
 
-The first start of a model of 384 MiB or more on a CPU writes its packed layers there, unless --model.images is false. A
-running model keeps the layers that it has mapped; the next start writes them again.
+The first start of a model of 384 MiB or more on a CPU writes its packed layers, unless --model.images is false. A
+running model keeps the layers that it has mapped; the next start writes them again. Folders of disk tiers may be looked
+at while engines write to them. Import is for administrators: whoever imports vouches for the file. It computes one
+chunk in 16 again and compares, unless --trust is given. See docs/tiers.md.
 """
 
 from __future__ import annotations
@@ -17,29 +23,52 @@ from pathlib import Path
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import format_bytes
+from quire.config import add_flags, format_bytes, options_from
 from quire.errors import ConfigError, QuireError
 from quire.models import image_folder
 from quire.models.image_folder import Draft, Image, ImageError
 
-HELP = "list or remove packed layers of models on disk"
+HELP = "list, remove, export or import what is kept on disk"
+
+ACTIONS = ("ls", "clear", "export", "import")
+SECTIONS = ("model", "cache", "attention", "runtime")
+"""Settings that decide what an imported page is, or how it is computed again."""
 
 
 def add_arguments(parser: Arguments) -> None:
     """The arguments of the command."""
-    parser.add_argument("action", choices=("ls", "clear"), metavar="ls|clear", help="what to do")
+    parser.add_argument("action", choices=ACTIONS, metavar="|".join(ACTIONS), help="what to do")
     parser.add_argument(
-        "names", nargs="*", default=[], metavar="NAME", help="with clear: a model's name or path, or a file's name"
+        "names",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="with clear: a model's name or path, or a file's name; with export and import: the FILE",
     )
     parser.add_argument("--json", action="store_true", help="with ls: print JSON instead of a table")
+    parser.add_argument("--disk", metavar="DIR", help="the folder of --tiers.disk, with or without its size")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="of clear and export: only what is of this model; of import: the model"
+    )
+    parser.add_argument("--key", metavar="HEX", help="with export: only the prefix with this key")
+    parser.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='with export and --model: only prefixes of these prompts, lines as of cache.pin: {"prompt": "..."}',
+    )
+    parser.add_argument("--trust", action="store_true", help="with import: compute nothing again")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="with import: TOML file with settings of the model")
+    add_flags(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the images, or remove them."""
-    if args.action == "ls" and args.names:
-        raise ConfigError(f"quire cache ls takes no names, but got {args.names[0]!r}")
-    if args.action == "clear" and args.json:
-        raise ConfigError("--json is for quire cache ls")
+    """Do it."""
+    _check(args)
+    if args.disk is not None:
+        from quire.cli import cache_disk
+
+        return cache_disk.run(args)
     try:
         if args.action == "ls":
             _show(image_folder.list_images(), image_folder.list_drafts(), as_json=args.json)
@@ -52,6 +81,32 @@ def run(args: argparse.Namespace) -> int:
         what = "read" if args.action == "ls" else "removed"
         raise QuireError(f"{error.filename}: cannot be {what} ({error.strerror})") from error
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for arguments that do not go together."""
+    action, is_file = args.action, args.action in ("export", "import")
+    if action == "ls" and args.names:
+        raise ConfigError(f"quire cache ls takes no names, but got {args.names[0]!r}")
+    if action != "ls" and args.json:
+        raise ConfigError("--json is for quire cache ls")
+    if is_file and (args.disk is None or len(args.names) != 1):
+        raise ConfigError(f"quire cache {action} needs --disk DIR and one FILE")
+    if args.disk is not None and not is_file and args.names:
+        raise ConfigError(f"with --disk name a model by --model, not {args.names[0]!r}")
+    if args.model is not None and (args.disk is None or action == "ls"):
+        raise ConfigError("--model is for clear --disk, export and import")
+    if (args.key is not None or args.prompt_file is not None) and action != "export":
+        raise ConfigError("--key and --prompt-file are for quire cache export")
+    if args.key is not None and args.prompt_file is not None:
+        raise ConfigError("give --key or --prompt-file, not both")
+    if args.prompt_file is not None and args.model is None:
+        raise ConfigError("--prompt-file needs --model MODEL, whose tokenizer reads it")
+    if action == "import" and args.model is None:
+        raise ConfigError("quire cache import needs --model MODEL")
+    settings = options_from(args, SECTIONS) or args.config is not None
+    if action != "import" and (args.trust or settings):
+        raise ConfigError("--trust, --config and settings of a model are for quire cache import")
 
 
 def _chosen(names: list[str]) -> list[Image]:

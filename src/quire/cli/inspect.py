@@ -4,6 +4,8 @@ With MODEL: the weights by type, in the file and in memory, the bytes of a token
 that fit, the machine's memory, and what runs out first. Reads the model's headers only; with --digest all of it. What
 fits is computed without retention, which frees a part of each sequence's memory once its prompt is computed.
 With --tree: the prefixes that a server keeps, who shares them, how often they were found, their bytes and last use.
+With MODEL --tiers: what the disk of --tiers.disk would hold, its measured speed, and when fetching is faster than
+computing. With --tiers alone: what the tiers of a server hold, and how fetching went.
 """
 
 from __future__ import annotations
@@ -49,10 +51,19 @@ def add_arguments(parser: Arguments) -> None:
         help=f"show the prefixes in a running server's cache (default: {shared.DEFAULT_URL})",
     )
     parser.add_argument(
+        "--tiers",
+        nargs="?",
+        const="",
+        metavar="URL",
+        help="with MODEL: show what a disk would hold; without: show the tiers of a running server"
+        f" (default: {shared.DEFAULT_URL})",
+    )
+    parser.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"with --tree: send the first key of this file (default: the environment variable {shared.KEY_VARIABLE})",
+        help="with --tree or --tiers: send the first key of this file (default: the environment variable"
+        f" {shared.KEY_VARIABLE})",
     )
     parser.add_argument(
         "--digest",
@@ -64,12 +75,14 @@ def add_arguments(parser: Arguments) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the sizes, or the prefixes."""
-    if args.tree is not None:
-        return _show_tree(args)
+    if args.tree is not None or (args.tiers is not None and args.model is None):
+        return _show_server(args)
     if args.model is None:
-        raise ConfigError("quire inspect needs a MODEL, or --tree for a running server")
+        raise ConfigError("quire inspect needs a MODEL, or --tree or --tiers for a running server")
     if args.api_key_file is not None:
-        raise ConfigError("--api-key-file needs --tree")
+        raise ConfigError("--api-key-file needs --tree, or --tiers without a MODEL")
+    if args.tiers:
+        raise ConfigError(f"--tiers with a MODEL takes no URL, but got {args.tiers!r}")
     if shared.printed_config(args):
         return 0
     from quire.engine.build import ops_type, resolve
@@ -89,6 +102,11 @@ def run(args: argparse.Namespace) -> int:
         kinds = ops_type(config.attention.backend).kinds
         weights = held(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
         image = _image(checkpoint, config)
+        if args.tiers is not None:
+            from quire.cli import tiers
+
+            tiers.print_disk(args.model, shape, config, sizes, as_json=args.json)
+            return 0
         digest = None
         if args.digest:
             with shared.byte_progress("hashing") as report:
@@ -105,16 +123,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_tree(args: argparse.Namespace) -> int:
+def _show_server(args: argparse.Namespace) -> int:
+    """Shows the prefixes or the tiers of a running server."""
+    flag = "--tree" if args.tree is not None else "--tiers"
+    if args.tree is not None and args.tiers is not None:
+        raise ConfigError("give --tree or --tiers, not both")
     of_model = args.model is not None or args.config is not None or args.length or args.digest
     if of_model or options_from(args, shared.ENGINE_SECTIONS):
         raise ConfigError(
-            "--tree asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
+            f"{flag} asks a running server: it takes no MODEL, no engine settings, no lengths and no --digest"
         )
-    from quire.cli import tree
+    from quire.cli import tiers, tree
 
-    answer = tree.fetch(args.tree, tree.read_key(args.api_key_file))
-    if args.json:
+    url = args.tree if args.tree is not None else args.tiers or shared.DEFAULT_URL
+    answer = tree.fetch(url, tree.read_key(args.api_key_file), flag)
+    if flag == "--tiers":
+        tiers.print_tiers(answer, as_json=args.json)
+    elif args.json:
         print(json.dumps(answer, indent=2))
     else:
         tree.print_tree(answer)

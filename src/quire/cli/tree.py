@@ -33,8 +33,7 @@ _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/\S*)?")
 
 def read_key(file: Path | None) -> str | None:
     """The first key of the file, or the key in the environment, or None. Raises ConfigError, without showing the key,
-    if
-    a header cannot carry it.
+    if a header cannot carry it.
     """
     if file is not None:
         from quire.server.auth import ApiKeys
@@ -46,12 +45,11 @@ def read_key(file: Path | None) -> str | None:
     return key or None
 
 
-def fetch(url: str, key: str | None) -> dict[str, Any]:
+def fetch(url: str, key: str | None, flag: str = "--tree") -> dict[str, Any]:
     """The answer of a server's /debug/cache. Raises ConfigError for an invalid URL, and QuireError if no server
-    answers,
-    if it refuses, or if it is not Quire.
+    answers, if it refuses, or if it is not Quire. flag: the one that had the URL.
     """
-    shown, target = _target(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url)
+    shown, target = _target(f"http://{url}" if _HOST_AND_PORT.fullmatch(url) else url, flag)
     request = Request(target, headers={"Accept": "application/json"})
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
@@ -84,7 +82,7 @@ class _Staying(HTTPRedirectHandler):
         """Follows no redirect."""
 
 
-def _target(url: str) -> tuple[str, str]:
+def _target(url: str, flag: str) -> tuple[str, str]:
     """The server's address for messages, and the URL of /debug/cache. Ignores `/v1` or `/debug/cache` at the
     end of `url`.
     """
@@ -94,7 +92,7 @@ def _target(url: str) -> tuple[str, str]:
     except ValueError:
         known = False
     if not known or not (url.isascii() and url.isprintable()) or " " in url or "@" in parts.netloc:
-        raise ConfigError(f"--tree: {_plain(url)[:200]!r} is not a server address such as {DEFAULT_URL}")
+        raise ConfigError(f"{flag}: {_plain(url)[:200]!r} is not a server address such as {DEFAULT_URL}")
     base = parts.path.rstrip("/").removesuffix("/debug/cache").removesuffix("/v1")
     shown = urlunsplit((parts.scheme, parts.netloc, base, "", ""))
     return shown, f"{shown}/debug/cache"

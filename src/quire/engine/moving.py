@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ CLOSING_SECONDS = 5.0
 
 PIN_SECONDS = 60.0
 """Time in which a prefix must reach the disk to be pinned there."""
+
+TYPICAL_TOKENS = 1024
+"""Tokens of the prompt whose speed is told in statistics."""
 
 
 @dataclass
@@ -110,10 +114,15 @@ class Moving:
             self._pins = [pin for pin in self._pins if pin.names[-1] not in names]
             self.tiers.unpin(names)
 
-    def drop(self, names: list[bytes]) -> int:
+    def drop(
+        self, names: list[bytes], below: Sequence[bytes] = (), kept: Collection[bytes] = frozenset()
+    ) -> dict[str, int]:
         """Drops a prefix, given by the keys of its chunks, from the arena and the tiers: its end and whatever goes on
-        from there, and the chunks before it from which nothing else goes on. Chunks that requests read stay. Returns
-        the number of chunks dropped from the arena.
+        from there, and the chunks before it from which nothing else goes on. Chunks that requests read stay, and those
+        that lead to pins. Returns the number of chunks dropped, by tier.
+
+        below  chunks that go on from its end in a tier
+        kept   chunks before its end from which others go on in a tier
         """
         manager = self.manager
         manager.pins.end_of(names)
@@ -121,16 +130,29 @@ class Moving:
         for vacated in dropped:
             manager.table.give(vacated.rows)
         gone = [name for vacated in dropped for name in vacated.origin.names]
-        still = manager.tree.names_along(names)
-        manager.fetching.store.drop([*gone, *(name for name in names if name not in still)])
-        return len(gone)
+        if self.tiers is None:
+            return {"arena": len(gone)}
+        still = manager.tree.names_along(names) | set(kept)
+        far = {*gone, *below, *(name for name in names if name not in still)}
+        self._pins = [pin for pin in self._pins if pin.names[-1] not in far]
+        self.tiers.unpin(far)
+        found = {"arena": len(gone), **self.tiers.count(far)}
+        self.tiers.drop(far)
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Of each tier, and of the moves; nothing without tiers."""
         if self.tiers is None:
             return {}
-        counts = {**asdict(self.manager.fetching.counts), "lost": self.manager.demotion.num_lost}
-        return {"tiers": self.tiers.stats(), "moves": counts}
+        fetching = self.manager.fetching
+        counts = {**asdict(fetching.counts), "lost": self.manager.demotion.num_lost}
+        seconds = fetching.costs.prefill(0, TYPICAL_TOKENS)
+        known = {
+            "chunk_bytes": self.manager.statistics.chunk_bytes,
+            "fetched_bytes_per_second": fetching.costs.speed,
+            "prefill_tokens_per_second": TYPICAL_TOKENS / seconds if seconds else None,
+        }
+        return {"tiers": self.tiers.stats(), "moves": counts, "costs": known}
 
     def _settle_pins(self) -> None:
         tiers, left = self.tiers, []

@@ -89,6 +89,16 @@ def prefixes(
     return found
 
 
+def find_chunk(
+    tree: PrefixTree, key: bytes, visible: Callable[[Any], bool] = lambda namespace: True
+) -> tuple[Segment, int] | None:
+    """The segment with this chunk, and the number of its chunks up to there. None if no visible one has it."""
+    for segment in tree.segments():
+        if key in segment.keys and visible(segment.namespace):
+            return segment, segment.keys.index(key) + 1
+    return None
+
+
 def _in_common(siblings: list[Segment]) -> dict[Segment, int]:
     """The number of leading tokens that each segment's first chunk has in common with the most similar sibling."""
     # In any lexicographic order, a segment's neighbours have the most in common with it. Bytes compare fastest.

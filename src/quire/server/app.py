@@ -23,6 +23,8 @@ from quire.server.debug import LIMIT, show_cache
 from quire.server.errors import ApiError, ClientDisconnected, api_error, json_response
 from quire.server.metrics import CONTENT_TYPE
 from quire.server.openapi import components, operation
+from quire.server.prefix_schema import DropRequest, PrefixRequest
+from quire.server.prefixes import drop_prefix, list_prefixes, show_prefix, warm_prefix
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from quire.server.service import Service, shutting_down
 from quire.server.tokens import detokenize, tokenize
@@ -105,6 +107,7 @@ def create_app(llm: Engine, serve_config: ServeConfig, keys: ApiKeys | None = No
     # Only unknown URLs and methods; the gate answers all other errors.
     app.add_exception_handler(HTTPException, _answer_http_error)
     _add_api(app, service)
+    _add_prefixes(app, service)
     _add_operations(app, service)
     _document(app, service)
     return app
@@ -170,6 +173,34 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """Describe the served model."""
         service.check_model(model)
         return json_response(model_card())
+
+
+def _add_prefixes(app: FastAPI, service: Service) -> None:
+    """The routes of cached prefixes."""
+    asked = (400, 401, 403, 404, 500, 503)
+
+    @app.post(
+        "/v1/cache/prefixes",
+        **operation(shapes.WarmPrefix, 400, 401, 403, 404, 413, 429, 500, 503, body=PrefixRequest),
+    )
+    async def warm(request: Request) -> Response:
+        """Compute or fetch a prefix ahead of the requests that begin with it."""
+        return await warm_prefix(service, request)
+
+    @app.get("/v1/cache/prefixes", **operation(shapes.ListedPrefixes, *asked, query={"limit": LIMIT}))
+    async def listing(request: Request) -> Response:
+        """List the caller's prefixes in the arena and on the disk."""
+        return await list_prefixes(service, request)
+
+    @app.delete("/v1/cache/prefixes", **operation(shapes.DroppedPrefix, *asked, 413, body=DropRequest))
+    async def drop(request: Request) -> Response:
+        """Drop a prefix and all that goes on from it."""
+        return await drop_prefix(service, request)
+
+    @app.get("/v1/cache/prefixes/{key}", **operation(shapes.ListedPrefix, *asked))
+    async def show(request: Request, key: str) -> Response:
+        """Describe one of the caller's prefixes."""
+        return await show_prefix(service, request, key)
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:

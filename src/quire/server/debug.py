@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from quire.server import shapes
 from quire.server.answers import encoded, pieces
 from quire.server.auth import is_loopback
+from quire.server.debug_tiers import moves_of, tiers_of
 from quire.server.errors import ApiError, bad_request
 from quire.server.metrics import hit_rate
 from quire.server.service import Found, Service
@@ -24,6 +25,8 @@ from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:
     from quire.engine.prefixes import Prefix
+
+T = TypeVar("T")
 
 LIMIT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": 100_000, "default": 1000}
 """Schema of the number of prefixes in the answer."""
@@ -39,14 +42,23 @@ PATIENCE_SECONDS = 30.0
 
 async def show_cache(service: Service, request: Request) -> Response:
     """Answer one request."""
-    _check_allowed(service)
-    limit = _limit(request)
+    check_allowed(service)
+    limit = limit_of(request)
     service.check_ready()
     found = await unless_disconnected(request.receive, _contents(service, str(request.state.tenant), limit))
     return Response(b"".join(pieces(found)), media_type="application/json")
 
 
-def _check_allowed(service: Service) -> None:
+async def patient(answer: Awaitable[T]) -> T:
+    """The engine's answer. Raises ApiError 503 if it takes too long."""
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await answer
+    except TimeoutError:
+        raise ApiError(503, "the engine is too busy to answer; try again", code="busy") from None
+
+
+def check_allowed(service: Service) -> None:
     """Raises ApiError 403 on a public server without keys: its callers may not read each other's prompts."""
     if service.keys.keys:
         return
@@ -60,7 +72,8 @@ def _check_allowed(service: Service) -> None:
         )
 
 
-def _limit(request: Request) -> int:
+def limit_of(request: Request) -> int:
+    """The number of prefixes asked for. Raises ApiError 400."""
     unknown = next((name for name in request.query_params if name != "limit"), None)
     if unknown is not None:
         raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
@@ -73,11 +86,8 @@ def _limit(request: Request) -> int:
 
 async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
     """What the caller may see of the cache: the prefixes used last, parents first, and totals."""
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            found = await service.engine.prefixes(service.tenants.sees(tenant))
-    except TimeoutError:
-        raise ApiError(503, "the engine is too busy to answer; try again", code="busy") from None
+    found = await patient(service.engine.prefixes(service.tenants.sees(tenant)))
+    stats = service.engine.stats()
     # A use of a prefix is a use of its parents, so a parent's last use is never older: the cut keeps all parents.
     shown = sorted(found, key=lambda prefix: (prefix.idle_seconds, prefix.start))[:limit]
     # Tenants that share the cache may still not read each other's prompts.
@@ -87,7 +97,9 @@ async def _contents(service: Service, tenant: str, limit: int) -> shapes.Cache:
         "num_prefixes": len(found),
         "truncated": len(shown) < len(found),
         "scope": "tenant" if service.tenants.are_apart else "all",
-        "totals": _totals(service, tenant, found),
+        "totals": _totals(service, tenant, stats, found),
+        "tiers": tiers_of(service, tenant, stats),
+        "moves": moves_of(stats),
     }
 
 
@@ -127,9 +139,8 @@ def _pinned(seconds: float | None) -> float | Literal["forever"] | None:
     return "forever" if math.isinf(seconds) else round(max(0.0, seconds), 3)
 
 
-def _totals(service: Service, tenant: str, found: Sequence[Prefix]) -> shapes.CacheTotals:
+def _totals(service: Service, tenant: str, stats: dict[str, Any], found: Sequence[Prefix]) -> shapes.CacheTotals:
     """Sizes of the arena, which everybody has in common, and of what is the caller's own."""
-    stats = service.engine.stats()
     cache = stats["cache"]
     if service.tenants.are_apart:
         tokens = service.found.get(tenant, Found())

@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.server.tier_metrics import tier_metrics
+
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
 
@@ -70,6 +72,9 @@ class Metrics:
         )
         self.prompt_tokens = Counter("quire_prompt_tokens", "Prompt tokens.", registry=self.registry)
         self.generation_tokens = Counter("quire_generation_tokens", "Generated tokens.", registry=self.registry)
+        self.cached_tokens = Counter(
+            "quire_cached_tokens", "Prompt tokens found in the cache, by tier.", ["tier"], registry=self.registry
+        )
         self.finished = Counter(
             "quire_requests_finished",
             "Choices by how they ended, without refused requests.",
@@ -220,3 +225,4 @@ class _EngineCollector(Collector):
             "Bytes that retention freed in running requests.",
             cache["bytes_retention_freed"],
         )
+        yield from tier_metrics(stats)

@@ -9,17 +9,21 @@ from pydantic import BaseModel, TypeAdapter
 
 from quire.server import shapes
 from quire.server.errors import TYPES
+from quire.server.prefix_schema import DropRequest, PrefixRequest
 from quire.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"
-_REQUESTS = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
+_REQUESTS = (ChatRequest, CompletionRequest, DetokenizeRequest, DropRequest, PrefixRequest, TokenizeRequest)
 ANSWERS = (
     shapes.Cache,
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
     shapes.Completion,
     shapes.CompletionChunk,
+    shapes.DroppedPrefix,
     shapes.Error,
+    shapes.ListedPrefix,
+    shapes.ListedPrefixes,
     shapes.Model,
     shapes.Models,
     shapes.Status,
@@ -27,6 +31,7 @@ ANSWERS = (
     shapes.Tokens,
     shapes.UsageChunk,
     shapes.Version,
+    shapes.WarmPrefix,
 )
 
 BODY_ERRORS = (400, 408, 413, 503)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine.known import KnownPrefix
     from quire.engine.outputs import RequestOutput
     from quire.engine.params import SamplingParams
     from quire.engine.prefixes import Prefix
@@ -98,6 +99,24 @@ class Engine(Protocol):
 
     async def prefixes(self, visible: Callable[[str], bool]) -> list[Prefix]:
         """The cached prefixes with a visible salt, parents first."""
+        ...
+
+    def prefix_key(self, prompt: Any) -> str:
+        """The key of a prompt's whole chunks. Raises RequestError for a prompt shorter than a chunk."""
+        ...
+
+    async def known_prefixes(self, visible: Callable[[str], bool]) -> list[KnownPrefix]:
+        """The prefixes with a visible salt in the arena and on the disk, those used last first."""
+        ...
+
+    async def find_prefix(self, key: str, visible: Callable[[str], bool]) -> KnownPrefix | None:
+        """The prefix with this key. None if there is none with a visible salt."""
+        ...
+
+    async def drop_prefix(self, key: str, visible: Callable[[str], bool]) -> dict[str, int] | None:
+        """Drops the prefix with this key. Returns the number of dropped chunks by tier; None if there is none with a
+        visible salt.
+        """
         ...
 
     async def pin(self, salts: Iterable[str]) -> None:

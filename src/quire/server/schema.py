@@ -25,15 +25,14 @@ from pydantic_core import PydanticCustomError
 from quire.engine.params import (
     MAX_LOGIT_BIAS_IDS,
     MAX_LOGPROBS,
-    MAX_PIN_SECONDS,
     MAX_REPETITION_PENALTY,
-    MAX_SALT_CHARS,
     MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from quire.server.cache_fields import Lifetime, Pin, Priority, Salt
 from quire.server.errors import bad_request, shown
 from quire.server.structure import MAX_VALUES
 
@@ -64,7 +63,8 @@ def _faulty_item(forms: str, fault: str) -> PydanticCustomError:
     return PydanticCustomError("faulty_item", "{reason}", {"reason": f"{forms}; {fault}"})
 
 
-def _is_token(value: Any) -> bool:
+def is_token(value: Any) -> bool:
+    """Whether a value may be a token id."""
     return type(value) is int and 0 <= value < 2**31
 
 
@@ -78,9 +78,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if all(isinstance(each, str) for each in value):
             return list(value)
-        if all(map(_is_token, value)):
+        if all(map(is_token, value)):
             return [value]
-        if all(isinstance(each, list) and all(map(_is_token, each)) for each in value):
+        if all(isinstance(each, list) and all(map(is_token, each)) for each in value):
             return list(value)
         raise _faulty_item(_PROMPT_FORMS, _fault(value))
     raise ValueError(_PROMPT_FORMS)
@@ -91,9 +91,9 @@ def _fault(prompts: list[Any]) -> str:
     kind = type(prompts[0]) if isinstance(prompts[0], str | list) else int
     for place, prompt in enumerate(prompts):
         if kind is list and isinstance(prompt, list):
-            if (at := next((at for at, token in enumerate(prompt) if not _is_token(token)), None)) is not None:
+            if (at := next((at for at, token in enumerate(prompt) if not is_token(token)), None)) is not None:
                 return f"[{place}][{at}] is {shown(prompt[at])}"
-        elif kind is list or not (isinstance(prompt, str) if kind is str else _is_token(prompt)):
+        elif kind is list or not (isinstance(prompt, str) if kind is str else is_token(prompt)):
             return f"[{place}] is {shown(prompt)}"
     raise AssertionError(f"{len(prompts)} prompts are of one kind")
 
@@ -114,14 +114,6 @@ def _stops(value: Any) -> list[str] | None:
             raise _faulty_item(forms, f"[{bad[0]}] is {shown(value[bad[0]])}")
         raise ValueError(forms)
     return stops
-
-
-def _pin(value: Any) -> bool | float | None:
-    # NaN and infinity are not JSON.
-    if value is None or isinstance(value, bool) or (type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS):
-        found: bool | float | None = value
-        return found
-    raise ValueError(f"Must be true, false or a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}")
 
 
 def _template_variables(value: Any) -> dict[str, Any] | None:
@@ -154,13 +146,13 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases
 
 
-_TOKEN_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+TOKEN_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
+        {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": TOKEN_SCHEMA, "minItems": 1}, "minItems": 1},
     ]
 }
 _STOP_SCHEMA = {
@@ -192,21 +184,6 @@ TemplateVariables = Annotated[
     dict[str, Any] | None,
     PlainValidator(_template_variables),
     WithJsonSchema({"type": ["object", "null"], "description": "Extension: variables for the chat template."}),
-]
-Pin = Annotated[
-    bool | float | None,
-    PlainValidator(_pin),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "number", "minimum": 0, "maximum": MAX_PIN_SECONDS},
-                {"type": "null"},
-            ],
-            "description": "Extension: pin the prompt's whole chunks of 64 tokens in the cache for this many seconds or"
-            " without a time limit (true). A pin protects them from eviction; 0 or false ends it.",
-        }
-    ),
 ]
 Biases = Annotated[dict[int, float] | None, PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
 
@@ -279,10 +256,10 @@ class Sampling(Model):
         None, description="Extension: include the stop string that ended the text."
     )
 
-    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = Field(
-        None, description="Extension: only requests with an equal salt share cached prefixes; empty by default."
-    )
+    cache_salt: Salt = None
     cache_pin: Pin = None
+    cache_priority: Priority = None
+    cache_lifetime: Lifetime = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Sampling:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
     from quire.server.protocol import Engine
 
 T = TypeVar("T")
+
+
+class Wishes(Protocol):
+    """What a body asks of the cache; see `CacheHints`."""
+
+    cache_salt: str | None
+    cache_pin: Any
+    cache_priority: int | None
+    cache_lifetime: float | None
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,14 @@ class Job:
 
 @dataclass
 class Found:
-    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once."""
+    """Number of prompt tokens of a tenant since start, cached and computed. Each request counts once.
+
+    by_tier  the cached ones by where they were
+    """
 
     cached: int = 0
     computed: int = 0
+    by_tier: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -77,12 +91,15 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     pinned_tokens: int | None = None
     kept_tokens: float | None = None
 
     def saw(self, item: RequestOutput) -> None:
         """Adds the cache counts from the first item of a prompt."""
         self.cached_tokens += item.num_cached_tokens or 0
+        for tier, num_tokens in item.cached_by_tier.items():
+            self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + num_tokens
         if item.num_pinned_tokens is not None:
             self.pinned_tokens = (self.pinned_tokens or 0) + item.num_pinned_tokens
         if item.kept_fraction is not None:
@@ -90,7 +107,10 @@ class Usage:
 
     def as_dict(self) -> shapes.Usage:
         """The `usage` object of an answer."""
-        details: shapes.Details = {"cached_tokens": self.cached_tokens}
+        details: shapes.Details = {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_by_tier": dict(self.cached_by_tier),
+        }
         if self.pinned_tokens is not None:
             details["pinned_tokens"] = self.pinned_tokens
         if self.kept_tokens is not None:
@@ -135,6 +155,7 @@ class Service:
     draining      whether new requests are refused
     num_answered  number of prompts answered completely
     num_cut_off   number of prompts cut off by the shutdown
+    listing       held by the one request that reads the indexes of a disk
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, keys: ApiKeys) -> None:
@@ -157,6 +178,7 @@ class Service:
         self.texts = Texts(engine)
         self.unsent = Unsent()
         self.scores = Room(PROMPT_SCORES_AT_ONCE)
+        self.listing = asyncio.Lock()
         # One at a time: each may use a core and much memory.
         self._answers = ThreadPoolExecutor(1, "quire-answer")
 
@@ -230,12 +252,10 @@ class Service:
         fixed = {"max_tokens": max(max_tokens, 1), "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         return SamplingParams(**{**self.sampling.values, **given, **fixed})
 
-    def hints(self, request: Sampling, tenant: str) -> dict[str, Any]:
+    def hints(self, request: Wishes, tenant: str) -> dict[str, Any]:
         """The cache hints of a request of `tenant`."""
-        hints: dict[str, Any] = {"cache_salt": self.tenants.salt(tenant, request.cache_salt)}
-        if request.cache_pin is not None:
-            hints["cache_pin"] = request.cache_pin
-        return hints
+        given = {name: value for name in _HINTS if (value := getattr(request, name)) is not None}
+        return {"cache_salt": self.tenants.salt(tenant, request.cache_salt), **given}
 
     async def make_answer(self, num_scores: int, make: Callable[[], T]) -> T:
         """Returns `make()`. With many log-probabilities it runs on a thread, one at a time."""
@@ -295,7 +315,7 @@ class Service:
                     item = await anext(items)
                     timer.saw(item)
                     self._check_outputs(item)
-                    self._count_found(job, item.num_cached_tokens or 0)
+                    self._count_found(job, item)
                     await opens(item)
                     item.prompt_logprobs = None
                 yield item
@@ -315,10 +335,13 @@ class Service:
             self.num_tokens += timer.num_tokens
             timer.end(reason)
 
-    def _count_found(self, job: Job, cached: int) -> None:
-        found = self.found.setdefault(job.tenant, Found())
+    def _count_found(self, job: Job, item: RequestOutput) -> None:
+        found, cached = self.found.setdefault(job.tenant, Found()), item.num_cached_tokens or 0
         found.cached += cached
         found.computed += len(job.prompt_ids) - cached
+        found.by_tier.update(item.cached_by_tier)
+        for tier, num_tokens in item.cached_by_tier.items():
+            self.metrics.cached_tokens.labels(tier).inc(num_tokens)
 
     def _check_outputs(self, item: RequestOutput) -> None:
         """Raises ApiError for an answer that was aborted or failed."""
@@ -336,6 +359,9 @@ _PASSED_ON = (
     "include_stop_str_in_output",
 )  # fmt: skip
 """Parameters with the same meaning in the API and in the engine."""
+
+
+_HINTS = ("cache_pin", "cache_priority", "cache_lifetime")
 
 
 def shutting_down() -> ApiError:

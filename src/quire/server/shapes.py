@@ -77,6 +77,9 @@ class Details(TypedDict):
     """What the cache did for the prompts. Pins and retention are told of where there are any."""
 
     cached_tokens: Count
+    cached_tokens_by_tier: Annotated[
+        dict[str, Count], Field(description="The same tokens by where they were: arena, memory, disk.")
+    ]
     pinned_tokens: NotRequired[Count]
     kept_fraction: NotRequired[Rate]
 
@@ -294,6 +297,50 @@ class Prefix(TypedDict):
     pinned_seconds: Seconds | Literal["forever"] | None
 
 
+class WarmPrefix(TypedDict):
+    """A prompt whose whole chunks are cached now."""
+
+    key: str
+    tokens: Count
+    cached_tokens: Count
+    cached_tokens_by_tier: dict[str, Count]
+    pinned_tokens: Count
+
+
+class HeldPrefix(TypedDict):
+    """What a tier has of a prefix."""
+
+    bytes: Count
+    last_used: Seconds
+    pinned_until: Seconds | Literal["forever"] | None
+
+
+class ListedPrefix(TypedDict):
+    """A prefix, and what the arena and the disk have of it."""
+
+    key: str
+    parent: str | None
+    tokens: Count
+    last_used: Seconds
+    tiers: dict[str, HeldPrefix]
+
+
+class ListedPrefixes(TypedDict):
+    """The prefixes that the caller may see, those used last first."""
+
+    data: Many[ListedPrefix]
+    num_prefixes: Count
+    truncated: bool
+    scope: Literal["all", "tenant"]
+
+
+class DroppedPrefix(TypedDict):
+    """The number of chunks dropped from each tier."""
+
+    key: str
+    dropped: dict[str, Count]
+
+
 class CacheTotals(TypedDict):
     """Sizes of the whole cache, and of what is the caller's own."""
 
@@ -310,6 +357,36 @@ class CacheTotals(TypedDict):
     hit_rate: Rate
 
 
+class Tier(TypedDict):
+    """A memory beside the arena. All but `found_tokens` is of all tenants; `found_tokens` is the caller's own."""
+
+    bytes: Count
+    capacity_bytes: Count
+    chunks: Count
+    found_tokens: Count
+    fetched_bytes: Count
+    demoted_bytes: Count
+    seconds_reading: Seconds
+    seconds_writing: Seconds
+    failed_reads: Count
+    is_on: bool
+
+
+class Moves(TypedDict):
+    """What decides between fetching and computing, and how that went, in chunks of all tenants. Speeds are null until
+    they are known.
+    """
+
+    chunk_bytes: Count
+    fetched_bytes_per_second: Seconds | None
+    prefill_tokens_per_second: Seconds | None
+    fetched: Count
+    wasted: Count
+    computed_instead: Count
+    failed_fetches: Count
+    lost: Count
+
+
 class Cache(TypedDict):
     """The prefixes that the caller may see, those used last first and parents before what follows them."""
 
@@ -318,3 +395,5 @@ class Cache(TypedDict):
     truncated: bool
     scope: Literal["all", "tenant"]
     totals: CacheTotals
+    tiers: dict[str, Tier]
+    moves: Moves | None

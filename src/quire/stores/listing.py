@@ -22,6 +22,7 @@ class Stored:
     """A stored run.
 
     names         keys of its chunks
+    parent        key of the chunk before; of the namespace if there is none
     start         index of the first chunk in its sequence
     num_bytes     on the disk
     used          time of the last use of its file, in seconds since the epoch
@@ -32,6 +33,7 @@ class Stored:
 
     salt: str
     names: tuple[bytes, ...]
+    parent: bytes
     start: int
     num_tokens: int
     num_bytes: int
@@ -69,6 +71,6 @@ def _list_place(place: Path, index: Index, seal: Seal, digest: bytes, visible: C
             num_bytes = sum(map(padded, head.lengths))
             used = max(file.used, used_by_others(path))
             until = max((pins.get(name, 0.0) for name in run.names), default=0.0)
-            own = row.digest == digest
-            found.append(Stored(salt, run.names, run.start, len(run.tokens), num_bytes, used, until, path, own))
+            named = salt, run.names, run.parent, run.start, len(run.tokens)
+            found.append(Stored(*named, num_bytes, used, until, path, row.digest == digest))
     return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ import torch
 from quire.cache.run import Run
 from quire.cache.store import Transfer
 from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.stores.listing import Stored
 
 
 @dataclass(eq=False)
@@ -106,6 +109,10 @@ class MemoryStore:
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """It has no pins."""
+
+    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+        """Nothing outlives the process."""
+        return []
 
     def measure(self) -> float | None:
         """Not measured: the first transfers tell."""

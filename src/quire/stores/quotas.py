@@ -161,6 +161,21 @@ class Quotas:
             self._record = record
 
 
+def note_cleared(descriptor: int, place: Path) -> None:
+    """Lowers the quota of a sub-folder without a writer to the bytes that are left. Under its lock, and the folder's.
+
+    descriptor  of its lock file
+    """
+    used = writer_bytes(place)
+    _write(descriptor, Record(min(used, _read(descriptor, used).quota)))
+
+
+def cap_of(place: Path) -> int:
+    """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
+    with open(place / LOCK_NAME, "rb") as file:
+        return _read(file.fileno(), 0).cap
+
+
 def _reclaim(place: Path, wanted: int, collect: Collect) -> int:
     """Lowers the quota of a sub-folder without a writer to its bytes, after collecting what is still wanted then.
     Returns the new quota.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.cache.run import Run
 from quire.cache.store import Store, Transfer
+
+if TYPE_CHECKING:
+    from quire.stores.listing import Stored
 
 
 class Tier(Store, Protocol):
@@ -25,6 +28,12 @@ class Tier(Store, Protocol):
 
     def unpin(self, names: Iterable[bytes]) -> None:
         """Ends pins."""
+        ...
+
+    def stored(self, visible: Callable[[str], bool]) -> list[Stored]:
+        """What is there after a restart, where the salt is visible; the last used first. Reads the disk: not for the
+        engine's thread.
+        """
         ...
 
     def measure(self) -> float | None:
@@ -100,6 +109,16 @@ class Tiers:
         for tier in self.tiers:
             if tier.outlives:
                 tier.unpin(names)
+
+    def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Stored]:
+        """See Tier."""
+        return [each for tier in self.tiers for each in tier.stored(visible)]
+
+    def count(self, names: Iterable[bytes]) -> dict[str, int]:
+        """Number of chunks in the runs that have any of these names, by tier."""
+        names = list(names)
+        runs = {tier.name: {run for name in names if (run := tier.find(name)) is not None} for tier in self.tiers}
+        return {tier: sum(len(run.names) for run in found) for tier, found in runs.items()}
 
     def measure(self) -> float | None:
         """Bytes a second of the slowest tier; None if unknown."""

@@ -1,0 +1,74 @@
+"""The prefixes of an engine for an event loop: listed, found by their keys, dropped, and written to the disk.
+
+Questions to the engine run on its own thread, between two steps. Listings of a disk run on another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from quire.engine.engine import Engine
+from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes
+from quire.engine.prefixes import Prefix
+from quire.llm import DROP_SECONDS, Face, read_key
+
+if TYPE_CHECKING:
+    from quire.stores.listing import Stored
+
+Answer = TypeVar("Answer")
+
+
+def _all(salt: str) -> bool:
+    return True
+
+
+class AsyncPrefixes(Face):
+    """The prefixes of a running engine. All methods raise QuireError if the engine does not run, or stops meanwhile."""
+
+    @abstractmethod
+    async def _ask(self, question: Callable[[Engine], Answer]) -> Answer:
+        """Runs a question on the engine's thread."""
+
+    async def prefixes(self, visible: Callable[[str], bool] = _all) -> list[Prefix]:
+        """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`."""
+        return await self._ask(lambda engine: engine.prefixes(visible))
+
+    async def stored_prefixes(self, visible: Callable[[str], bool] = _all) -> list[Stored]:
+        """The runs of chunks on the disk of tiers.disk with a visible salt; see `LLM.stored_prefixes`."""
+        tiers = self._parts.engine.moving.tiers
+        return [] if tiers is None else await asyncio.to_thread(tiers.stored, visible)
+
+    async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[KnownPrefix]:
+        """The prefixes with a visible salt that the engine finds in the arena or on the disk, those used last first."""
+        arena = await self.prefixes(visible)
+        stored = await self._own(visible)
+        return await asyncio.to_thread(known_prefixes, arena, stored)
+
+    async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> KnownPrefix | None:
+        """The prefix with this key; see `prefix_key`. None if there is none with a visible salt."""
+        name, stored = read_key(key), await self._own(visible)
+        return await self._ask(lambda engine: find_prefix(engine, name, stored, visible))
+
+    async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
+        """As `LLM.drop_prefix`, of a prefix with a visible salt."""
+        name, stored = read_key(key), await self._own(visible)
+        dropped = await self._ask(lambda engine: drop_prefix(engine, name, stored, visible))
+        if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
+            await asyncio.to_thread(tiers.flush, DROP_SECONDS)
+        return dropped
+
+    async def flush(self, seconds: float = 60.0) -> bool:
+        """As `LLM.flush`, while requests run."""
+        tiers, loop = self._parts.engine.moving.tiers, asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (wait := await self._ask(lambda engine: engine.moving.idle())) is not None:
+            if loop.time() >= end:
+                return False
+            await asyncio.sleep(wait)
+        return tiers is None or await asyncio.to_thread(tiers.flush, max(0.0, end - loop.time()))
+
+    async def _own(self, visible: Callable[[str], bool]) -> list[Stored]:
+        return [run for run in await self.stored_prefixes(visible) if run.is_own_namespace]

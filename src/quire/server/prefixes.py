@@ -1,0 +1,177 @@
+"""/v1/cache/prefixes: prefixes are warmed, listed, shown and dropped, by prompt or by key.
+
+A caller sees and touches the prefixes of its own tenant. For all others the answer is that there is no such prefix.
+Prefixes have no text here: a key is a digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.cache.keys import KEY_BYTES
+from quire.cache.ledger import PAGE_TOKENS
+from quire.engine.pins import PIN_PARAMS
+from quire.errors import RequestError
+from quire.server import shapes
+from quire.server.answers import encoded, pieces
+from quire.server.debug import check_allowed, limit_of, patient
+from quire.server.errors import ApiError, bad_request, json_response
+from quire.server.prefix_schema import DropRequest, Named, PrefixRequest
+from quire.server.service import Job, Service, Usage
+from quire.server.wire import unless_disconnected
+
+if TYPE_CHECKING:
+    from quire.engine.known import Held, KnownPrefix
+    from quire.engine.outputs import RequestOutput
+
+
+KEY_DIGITS = 2 * KEY_BYTES
+
+
+async def warm_prefix(service: Service, request: Request) -> Response:
+    """Compute or fetch the whole chunks of a prompt, with a request of one token."""
+    tenant = str(request.state.tenant)
+    async with service.bodies.read(request, PrefixRequest) as body:
+        if not service.engine.config.cache.share:
+            raise bad_request("prefixes are not kept: cache.share is off", code="unsupported_value")
+        ids, key = await _prompt(service, body, tenant)
+        job = Job(ids, PIN_PARAMS, service.hints(body, tenant), tenant)
+        service.admit([job])
+    return json_response(await unless_disconnected(request.receive, _warm(service, job, key)))
+
+
+async def _warm(service: Service, job: Job, key: str) -> shapes.WarmPrefix:
+    usage = Usage(prompt_tokens=len(job.prompt_ids))
+
+    async def opens(_: int, item: RequestOutput) -> None:
+        usage.saw(item)
+
+    async with aclosing(service.run([job], f"prefix-{uuid.uuid4().hex}", opens)) as items:
+        async for _ in items:
+            pass
+    return {
+        "key": key,
+        "tokens": len(job.prompt_ids) // PAGE_TOKENS * PAGE_TOKENS,
+        "cached_tokens": usage.cached_tokens,
+        "cached_tokens_by_tier": dict(usage.cached_by_tier),
+        "pinned_tokens": usage.pinned_tokens or 0,
+    }
+
+
+async def list_prefixes(service: Service, request: Request) -> Response:
+    """The caller's prefixes in the arena and on the disk, those used last first."""
+    check_allowed(service)
+    limit = limit_of(request)
+    service.check_ready()
+    visible = service.tenants.sees(str(request.state.tenant))
+
+    async def listed() -> shapes.ListedPrefixes:
+        async with service.listing:
+            found = await patient(service.engine.known_prefixes(visible))
+            shown = found[:limit]
+            return {
+                "data": await asyncio.to_thread(_listed, shown),
+                "num_prefixes": len(found),
+                "truncated": len(shown) < len(found),
+                "scope": "tenant" if service.tenants.are_apart else "all",
+            }
+
+    found = await unless_disconnected(request.receive, listed())
+    return Response(b"".join(pieces(found)), media_type="application/json")
+
+
+async def show_prefix(service: Service, request: Request, key: str) -> Response:
+    """One of the caller's prefixes."""
+    check_allowed(service)
+    service.check_ready()
+    _check_key(key)
+    visible = service.tenants.sees(str(request.state.tenant))
+
+    async def found() -> KnownPrefix | None:
+        async with service.listing:
+            return await patient(service.engine.find_prefix(key, visible))
+
+    prefix = await unless_disconnected(request.receive, found())
+    if prefix is None:
+        raise _unknown(key)
+    return json_response(_described(prefix))
+
+
+async def drop_prefix(service: Service, request: Request) -> Response:
+    """Drop one of the caller's prefixes, given by its key or by a prompt."""
+    check_allowed(service)
+    tenant = str(request.state.tenant)
+    async with service.bodies.read(request, DropRequest) as body:
+        service.check_ready()
+        if body.key is None:
+            _, key = await _prompt(service, body, tenant)
+        else:
+            key = body.key
+            _check_key(key)
+    async with service.listing:
+        dropped = await patient(service.engine.drop_prefix(key, service.tenants.sees(tenant)))
+    if dropped is None:
+        raise _unknown(key)
+    return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
+
+
+async def _prompt(service: Service, body: Named, tenant: str) -> tuple[list[int], str]:
+    """The token ids of a body's prompt, and the key of its whole chunks. Raises ApiError or RequestError (400)."""
+    service.check_model(body.model)
+    if body.messages is not None:
+        param = "messages"
+        marked = body.add_generation_prompt is True
+        ids = await service.texts.encode_chat(body.messages, body.chat_template_kwargs, marked)
+    else:
+        param = "prompt"
+        assert body.prompt is not None, "a body without a prompt"
+        if isinstance(body.prompt, str):
+            ids = await service.texts.encode(body.prompt, body.add_special_tokens is not False, param)
+        else:
+            ids = body.prompt
+        service.check_tokens(ids, param)
+    salt = service.tenants.salt(tenant, body.cache_salt)
+    try:
+        return ids, service.engine.prefix_key({"prompt_token_ids": ids, "cache_salt": salt})
+    except RequestError as error:
+        raise bad_request(str(error), param) from error
+
+
+def _listed(prefixes: Sequence[KnownPrefix]) -> shapes.Items[shapes.ListedPrefix]:
+    found: Iterator[shapes.ListedPrefix] = map(_described, prefixes)
+    return shapes.Items(encoded(found))
+
+
+def _described(prefix: KnownPrefix) -> shapes.ListedPrefix:
+    return {
+        "key": prefix.key.hex(),
+        "parent": None if prefix.parent is None else prefix.parent.hex(),
+        "tokens": prefix.num_tokens,
+        "last_used": round(prefix.used, 3),
+        "tiers": {name: _held(held) for name, held in prefix.tiers.items()},
+    }
+
+
+def _held(held: Held) -> shapes.HeldPrefix:
+    until: float | Literal["forever"] | None = round(held.pinned_until, 3) or None
+    if math.isinf(held.pinned_until):
+        until = "forever"
+    return {"bytes": held.num_bytes, "last_used": round(held.used, 3), "pinned_until": until}
+
+
+def _check_key(key: str) -> None:
+    """Raises ApiError 404 for what is no key."""
+    if len(key) != KEY_DIGITS or not set(key) <= set("0123456789abcdef"):
+        raise _unknown(key)
+
+
+def _unknown(key: str) -> ApiError:
+    return ApiError(404, f"There is no prefix '{key[:64]}'.", param="key", code="prefix_not_found")

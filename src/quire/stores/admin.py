@@ -1,0 +1,258 @@
+"""A folder of a disk store for its administrator: what is in it, whatever engine wrote it, and its removal.
+
+Looking changes nothing and works while engines write. Only sub-folders without a live writer are cleared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.cache.namespace import Namespace
+from quire.errors import ConfigError, ExtentError
+from quire.stores.collect import clear_place
+from quire.stores.folder import (
+    DRAFT_SUFFIX,
+    INDEX_NAME,
+    LOCK_NAME,
+    VERSION,
+    Lock,
+    disk_bytes,
+    number_of,
+    remove_drafts,
+    run_files,
+    writer_bytes,
+)
+from quire.stores.heads import Head, parse_head
+from quire.stores.index import DamagedIndexError, Index
+from quire.stores.quotas import cap_of, note_cleared
+from quire.stores.seal import SECRET_BYTES, Seal
+from quire.stores.view import used_by_others
+
+_SECRET = "secret"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A run in a folder: its description as bytes and parsed, and the place of its extents."""
+
+    blob: bytes
+    head: Head
+    path: Path
+    offset: int
+    used: float
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of its tokens."""
+        assert isinstance(self.head.run.namespace, Namespace), "a head without a namespace"
+        return self.head.run.namespace
+
+
+@dataclass
+class Space:
+    """What runs have in common that one engine can read, and how much there is of it.
+
+    namespace  without a salt
+    salts      of its runs
+    used       time of the last use, in seconds since the epoch
+    """
+
+    namespace: Namespace
+    num_bytes: int = 0
+    num_chunks: int = 0
+    num_runs: int = 0
+    used: float = 0.0
+    salts: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sub-folder. is_live: whether an engine writes to it now."""
+
+    path: Path
+    num_bytes: int
+    is_live: bool
+
+
+class Shelf:
+    """A folder of a disk store, opened to look.
+
+    problems  files that are unreadable or not ours, one line each; grows as the folder is read
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the folder has no disk tier, and OSError."""
+        self.path = path.expanduser()
+        self.root = self.path / VERSION
+        self.problems: list[str] = []
+        try:
+            secret = (self.root / _SECRET).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{self.path} has no disk tier") from None
+        if len(secret) != SECRET_BYTES:
+            raise ConfigError(f"{self.root / _SECRET} is damaged: it has {len(secret)} bytes and not {SECRET_BYTES}")
+        self.seal = Seal(secret)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the disk of everything in it."""
+        return sum(disk_bytes(Path(here)) for here, _, _ in os.walk(self.path))
+
+    @property
+    def cap(self) -> int:
+        """The largest cap that an engine has given the folder; 0: not known."""
+        caps = []
+        for place in self._paths():
+            with contextlib.suppress(OSError):
+                caps.append(cap_of(place))
+        return max(caps, default=0)
+
+    def places(self) -> list[Place]:
+        """Its sub-folders."""
+        with Lock(self.root / LOCK_NAME):
+            return [Place(path, writer_bytes(path), _is_live(path)) for path in self._paths()]
+
+    def runs(self) -> Iterator[Located]:
+        """Every run that is whole in some index. What is not is a problem."""
+        for place in self._paths():
+            try:
+                index = Index(place, is_writer=False)
+            except (DamagedIndexError, OSError) as error:
+                if (place / INDEX_NAME).exists():
+                    self.problems.append(f"{place / INDEX_NAME}: {error}")
+                continue
+            try:
+                yield from self._runs_of(place, index)
+            except (DamagedIndexError, OSError) as error:
+                self.problems.append(f"{place / INDEX_NAME}: {error}")
+            finally:
+                index.close()
+
+    def spaces(self) -> list[Space]:
+        """Runs by namespace, those used last first."""
+        found: dict[Namespace, Space] = {}
+        for located in self.runs():
+            common = dataclasses.replace(located.namespace, salt="")
+            space = found.setdefault(common, Space(common))
+            space.num_bytes += sum(located.head.lengths)
+            space.num_chunks += len(located.head.run.names)
+            space.num_runs += 1
+            space.used = max(space.used, located.used)
+            space.salts.add(located.namespace.salt)
+        return sorted(found.values(), key=lambda space: -space.used)
+
+    def note_foreign(self) -> None:
+        """Makes a problem of each file that no version of Quire known here would have written."""
+        for entry in sorted(self.path.iterdir()):
+            if entry.name != VERSION:
+                self.problems.append(f"{entry}: not of this version of Quire")
+        for entry in sorted(self.root.iterdir()):
+            if entry.name not in (LOCK_NAME, _SECRET) and not (entry.is_dir() and entry.name.isdecimal()):
+                self.problems.append(f"{entry}: not a file of Quire")
+        for place in self._paths():
+            for entry in sorted(place.iterdir()):
+                if not _is_known(entry):
+                    self.problems.append(f"{entry}: not a file of Quire")
+
+    def clear(self, chosen: Callable[[Namespace], bool] | None = None) -> tuple[int, list[Path]]:
+        """Removes the files whose runs all are of chosen namespaces; None: everything, damaged files too. Returns the
+        bytes freed, and the sub-folders that an engine writes to, which stay as they are.
+        """
+        freed, live = 0, []
+        with Lock(self.root / LOCK_NAME):
+            for place in self._paths():
+                try:
+                    lock = Lock(place / LOCK_NAME, waits=False)
+                except BlockingIOError:
+                    live.append(place)
+                    continue
+                with lock:
+                    before = writer_bytes(place)
+                    remove_drafts(place)
+                    if chosen is None:
+                        clear_place(place)
+                    else:
+                        self._remove(place, chosen)
+                    note_cleared(lock.descriptor, place)
+                    freed += before - writer_bytes(place)
+        return freed, live
+
+    def _remove(self, place: Path, chosen: Callable[[Namespace], bool]) -> None:
+        try:
+            index = Index(place, is_writer=False)
+        except (DamagedIndexError, OSError):
+            return
+        try:
+            kept: set[int] = set()
+            known: set[int] = set()
+            for row in index.runs():
+                known.add(row.file)
+                try:
+                    namespace = parse_head(index.head(row.id), self.seal).run.namespace
+                except ExtentError:
+                    continue
+                if not (isinstance(namespace, Namespace) and chosen(namespace)):
+                    kept.add(row.file)
+        finally:
+            index.close()
+        gone = known - kept
+        if not gone:
+            return
+        writer = Index(place, is_writer=True)
+        try:
+            writer.remove_files(gone)
+        finally:
+            writer.close()
+        for number, path in run_files(place):
+            if number in gone:
+                path.unlink(missing_ok=True)
+
+    def _runs_of(self, place: Path, index: Index) -> Iterator[Located]:
+        files = {row.number: row for row in index.files()}
+        paths = dict(run_files(place))
+        for number, path in paths.items():
+            if number not in files:
+                self.problems.append(f"{path}: in no index")
+        for row in index.runs():
+            file_path = paths.get(row.file)
+            if file_path is None or row.file not in files:
+                continue  # removed meanwhile
+            try:
+                blob = index.head(row.id)
+                if blob:
+                    head = parse_head(blob, self.seal)
+                    used = max(files[row.file].used, used_by_others(file_path))
+                    yield Located(blob, head, file_path, row.offset, used)
+            except ExtentError as error:
+                self.problems.append(f"{file_path}, run {row.id}: {error}")
+
+    def _paths(self) -> list[Path]:
+        numbers = sorted(int(entry.name) for entry in os.scandir(self.root) if entry.name.isdecimal())
+        return [self.root / str(number) for number in numbers]
+
+
+def _is_known(path: Path) -> bool:
+    name = path.name
+    index = {INDEX_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal")}
+    return name in index | {LOCK_NAME} or name.endswith(DRAFT_SUFFIX) or number_of(path) is not None
+
+
+def _is_live(place: Path) -> bool:
+    """Whether a writer holds the lock of a sub-folder. Under the folder's lock, so that no writer misses it."""
+    try:
+        descriptor = os.open(place / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,59 @@
+"""What a disk would hold of a model's cache, and how fast it is: arithmetic and one measurement, without a store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from quire.cache.demotion import RUN_BYTES, RUN_CHUNKS
+from quire.cache.keys import KEY_BYTES
+from quire.cache.ledger import PAGE_TOKENS
+from quire.stores.direct import Buffer, DirectFile, allows_direct, padded
+from quire.stores.folder import SLACK_BYTES
+from quire.stores.seal import HEADER_BYTES
+
+MEASURED_BYTES = 64 << 20
+"""Enough for a disk with a cache of its own to show its speed; 0.1 s at 1 GB/s."""
+
+HEAD_BYTES = 1 << 10
+"""Of a run's head besides keys and tokens, roughly: the namespace as JSON, and the lengths of extents."""
+
+
+def disk_bytes_per_token(chunk_bytes: int, num_layers: int, num_heads: int) -> float:
+    """Bytes that a token takes on the disk, with headers and padding, in runs as long as demotion makes them.
+
+    chunk_bytes  of a sealed chunk's pages, in all layers and heads
+    """
+    n = max(1, min(RUN_CHUNKS, RUN_BYTES // max(1, chunk_bytes)))
+    extent = HEADER_BYTES + n * (6 + 9 * num_heads) + n * chunk_bytes / num_layers
+    head = HEAD_BYTES + n * (KEY_BYTES + 4 * PAGE_TOKENS + 6)
+    return (num_layers * padded(round(extent)) + padded(head)) / (n * PAGE_TOKENS)
+
+
+def tokens_that_fit(cap: int, bytes_per_token: float) -> int:
+    """Tokens that a folder of `cap` bytes holds, in whole chunks."""
+    return int(max(0, cap - SLACK_BYTES) / bytes_per_token / PAGE_TOKENS) * PAGE_TOKENS
+
+
+def measure_disk(folder: Path, num_bytes: int = MEASURED_BYTES) -> float:
+    """Bytes per second of writing and then reading a file past the page cache, in the folder or, if there is none, in
+    the nearest one above it. The file is removed. Raises OSError.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    with tempfile.TemporaryDirectory(prefix=".quire-measure-", dir=place) as name:
+        path = Path(name) / "file"
+        file = DirectFile(path, is_direct=allows_direct(Path(name)), is_new=True)
+        try:
+            view = Buffer().view(num_bytes)
+            view[:] = os.urandom(1 << 20) * (num_bytes >> 20)  # some file systems store zeros for nothing
+            begun = time.monotonic()
+            file.write([view], 0, lambda size: None)
+            file.sync()
+            file.read(view, 0, lambda size: None)
+            return 2 * num_bytes / (time.monotonic() - begun)
+        finally:
+            file.close()

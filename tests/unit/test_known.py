@@ -1,0 +1,162 @@
+"""Prefixes of the arena and of a disk as one list, and what goes with a dropped one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.engine.known import branch_of, find_prefix, key_of, known_prefixes
+from quire.engine.params import SamplingParams
+from quire.engine.prefixes import Prefix
+from quire.errors import RequestError
+from quire.llm import LLM
+from quire.stores.listing import Stored
+
+from ..tiny_models import save_tiny
+
+NOW = 1000.0
+OPTIONS: dict[str, Any] = {"model.dtype": "float32", "cache.memory": "8MiB", "runtime.threads": 1}
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+def name(letters: str) -> bytes:
+    """The key of a chunk, from the letters of all chunks up to it."""
+    return letters.encode().ljust(16, b".")
+
+
+def run(letters: str, start: int = 0, used: float = 0.0, pinned_until: float = 0.0, num_bytes: int = 100) -> Stored:
+    """A run of the last chunks of a sequence, a letter each."""
+    names = tuple(name(letters[: count + 1]) for count in range(start, len(letters)))
+    parent = name(letters[:start]) if start else b"namespace......."
+    tokens = 64 * len(names)
+    return Stored("", names, parent, start, tokens, num_bytes * len(names), used, pinned_until, Path("f"), True)
+
+
+def segment(letters: str, start: int = 0, idle: float = 0.0, pinned: float | None = None) -> Prefix:
+    """A segment of the arena, likewise."""
+    count = len(letters) - start
+    parent = name(letters[:start]).hex() if start else None
+    return Prefix(name(letters).hex(), "", parent, 64 * start, 64 * count, [], 0, 0, 0, 1, 0.0, 7 * count, idle, pinned)
+
+
+def told(arena: list[Prefix], stored: list[Stored]) -> dict[str, tuple[str | None, int, dict[str, int]]]:
+    """By key: parent, tokens, and bytes by tier."""
+    return {
+        each.key.decode().rstrip("."): (
+            None if each.parent is None else each.parent.decode().rstrip("."),
+            each.num_tokens // 64,
+            {tier: held.num_bytes for tier, held in each.tiers.items()},
+        )
+        for each in known_prefixes(arena, stored, NOW)
+    }
+
+
+def engine(tree: Any = None) -> Any:
+    """An engine whose arena is empty."""
+    tree = tree or SimpleNamespace(segments=list)
+    return SimpleNamespace(scheduler=SimpleNamespace(manager=SimpleNamespace(tree=tree)))
+
+
+def visible(salt: str) -> bool:
+    return True
+
+
+def test_runs_of_one_path_are_one_prefix() -> None:
+    stored = [run("abcdef", 4), run("abcd", 2), run("ab")]
+    assert told([], stored) == {"abcdef": (None, 6, {"disk": 600})}
+    assert told([], [*stored, run("abcd", 2)]) == {"abcdef": (None, 6, {"disk": 600})}, "a run stored twice"
+
+
+def test_where_paths_part_a_prefix_ends() -> None:
+    stored = [run("ab"), run("abcd", 2), run("abx", 2)]
+    assert told([], stored) == {
+        "ab": (None, 2, {"disk": 200}),
+        "abcd": ("ab", 4, {"disk": 200}),
+        "abx": ("ab", 3, {"disk": 100}),
+    }
+    # A path that goes on from the middle of a run does not cut it.
+    assert told([], [run("abcd"), run("abx", 2)]) == {
+        "abcd": (None, 4, {"disk": 400}),
+        "abx": ("ab", 3, {"disk": 100}),
+    }
+
+
+def test_what_ends_with_the_same_chunk_is_one_prefix() -> None:
+    arena = [segment("ab"), segment("abcd", 2), segment("xy")]
+    assert told(arena, [run("abcd"), run("pq")]) == {
+        "ab": (None, 2, {"arena": 14, "disk": 200}),
+        "abcd": ("ab", 4, {"arena": 14, "disk": 200}),
+        "xy": (None, 2, {"arena": 14}),
+        "pq": (None, 2, {"disk": 200}),
+    }
+
+
+def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
+    arena = [segment("a", idle=50, pinned=10.0), segment("b", idle=5, pinned=math.inf)]
+    found = known_prefixes(arena, [run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)], NOW)
+    assert [each.key for each in found] == [name("c"), name("b"), name("a")]
+    tiers = found[2].tiers
+    assert (tiers["arena"].used, tiers["arena"].pinned_until) == (950.0, 1010.0)
+    assert (tiers["disk"].used, tiers["disk"].pinned_until, found[2].used) == (990.0, 2000.0, 990.0)
+    assert found[1].tiers["arena"].pinned_until == math.inf and found[0].tiers["disk"].pinned_until == 0.0
+
+
+def test_the_branch_of_a_chunk_is_found_over_runs() -> None:
+    stored = [run("abcd"), run("abxyz", 2), run("abxyzpq", 5), run("abxyk", 4)]
+    found = branch_of(engine(), name("abxyz"), stored, visible)
+    assert found is not None
+    assert found.names == [name("abxyz"[: count + 1]) for count in range(5)]
+    assert sorted(found.below) == sorted([name("abxyzp"), name("abxyzpq")])
+    # abxyk goes on from abxy, so the chunks up to there stay.
+    assert found.kept == {name("a"), name("ab"), name("abx"), name("abxy")}
+    (alone,) = [branch_of(engine(), name("abcd"), [run("abcd")], visible)]
+    assert alone is not None and alone.kept == set() and alone.below == []
+    inner = branch_of(engine(), name("ab"), stored, visible)
+    assert inner is not None and len(inner.below) == 8 and inner.kept == set()
+    assert branch_of(engine(), name("q"), stored, visible) is None
+
+
+def test_a_branch_whose_beginning_is_lost_is_what_is_left() -> None:
+    found = branch_of(engine(), name("abcd"), [run("abcd", 2)], visible)
+    assert found is not None and found.names == [name("abc"), name("abcd")]
+    prefix = find_prefix(engine(), name("abc"), [run("abcd", 2)], visible)
+    assert prefix is not None and (prefix.parent, prefix.num_tokens) == (name("ab"), 192)
+    assert prefix.tiers["disk"].num_bytes == 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> None:
+    options = OPTIONS | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    prompt = "a few words that are said again and again, " * 5
+    with LLM(folder, options) as llm:
+        key = llm.prefix_key(prompt)
+        assert llm.drop_prefix(key) is None and llm.stored_prefixes() == []
+        llm.generate([prompt], GREEDY)
+        assert llm.flush()
+        (stored,) = llm.stored_prefixes()
+        assert stored.names[-1].hex() == key and stored.num_tokens == 192
+    with LLM(folder, options) as llm:
+        assert llm.drop_prefix(key) == {"arena": 0, "disk": 3}
+        assert llm.stored_prefixes() == [] and llm.drop_prefix(key) is None
+        llm.engine.check()
+    with LLM(folder, OPTIONS) as llm:
+        assert llm.stored_prefixes() == [] and llm.flush()
+        llm.generate([prompt], GREEDY)
+        assert llm.drop_prefix(llm.prefix_key(prompt)) == {"arena": 3}
+        assert llm.prefixes() == []
+        assert llm.prefix_key({"prompt": prompt, "cache_salt": "s"}) != llm.prefix_key(prompt)
+        for wrong in ("", "12", "x" * 32, key + "00"):
+            with pytest.raises(RequestError, match="hexadecimal"):
+                llm.drop_prefix(wrong)
+        with pytest.raises(RequestError, match="whole chunks of 64"):
+            llm.prefix_key("short")
+        with pytest.raises(RequestError, match="63 tokens"):
+            key_of(llm.engine.namespace, [1] * 63, "")
