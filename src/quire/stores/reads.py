@@ -14,7 +14,7 @@ from quire.cache.run import layer_of
 from quire.cache.store import Transfer
 from quire.errors import ExtentError, QuireError
 from quire.stores.catalog import Catalog, Entry, RunFile
-from quire.stores.direct import Buffer, DirectFile, padded
+from quire.stores.direct import Buffer, DirectFile, give_way, padded
 from quire.stores.outage import Outage
 from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
@@ -128,6 +128,7 @@ class Reads:
         reader.thread.start()
 
     def _run(self, reader: Reader) -> None:
+        give_way()
         buffer = Buffer()
         while not reader.is_lost:
             with self._changed:

@@ -12,7 +12,7 @@ from collections import deque
 
 from quire.errors import ConfigError
 from quire.stores.catalog import Catalog, Entry
-from quire.stores.direct import Buffer, DirectFile
+from quire.stores.direct import Buffer, DirectFile, give_way
 from quire.stores.folder import DRAFT_SUFFIX
 from quire.stores.home import Home
 from quire.stores.index import DamagedIndexError
@@ -114,6 +114,7 @@ class Writer:
         return None
 
     def _run(self) -> None:
+        give_way()
         while True:
             with self._changed:
                 while not (self._queue or self._is_urgent or self._is_closing):
