@@ -89,9 +89,12 @@ def cap_of(num_bytes: int) -> int:
 
 
 def disk_counters(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """The disk tier's part of an engine's `stats()`; empty without the tier."""
+    """The disk tier's part of an engine's `stats()`, and what moved, in tokens and chunks; empty without the tier."""
     found: dict[str, Any] = stats.get("tiers", {}).get("disk") or {}
-    return found
+    if not found:
+        return {}
+    moves = stats.get("moves", {})
+    return found | {"fetched_tokens": moves.get("fetched", 0) * 64, "wasted_chunks": moves.get("wasted", 0)}
 
 
 def disk_change(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> float:
