@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from quire.cache.keys import ChunkKeys
 from quire.cache.run import Run
 from quire.engine.engine import Engine
-from quire.engine.params import SamplingParams
+from quire.engine.params import CacheHints, SamplingParams
 from quire.llm import gather
 
 from ..codecs import EVERY, TOY, options_of
@@ -262,3 +263,28 @@ def test_private_runs_are_in_no_index_and_shared_ones_are_lossless(seed: int) ->
     for run in seen:
         if not run.is_shared:
             assert len(run.names) == 1 and run.names[0] not in keys and not len(run.tokens)
+
+
+def test_chunks_with_a_lifetime_of_their_own_never_reach_a_store(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0)
+    engine = with_store(store, chunks=30)
+    manager = engine.scheduler.manager
+    begin, rest = ([rng.randrange(VOCABULARY) for _ in range(64 * 3)] for _ in range(2))
+    engine.add("short", None, [*begin, 1], GREEDY, CacheHints(cache_lifetime=60))
+    drain(engine)
+    # A request that keeps its chunks goes on from there: the beginning is kept for it.
+    engine.add("branch", None, [*begin[:64], *rest, 1], GREEDY)
+    drain(engine)
+    (sequence,) = engine.add("preempted", None, rest[:100], GREEDY, CacheHints(cache_lifetime=60)).sequences
+    while not sequence.num_generated:
+        engine.step()
+    engine.scheduler.preempt(sequence)
+    assert sequence.swapped is None
+    drain(engine)
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(manager.tree.num_chunks)
+    kept = set(engine_keys(engine, [*begin[:64], *rest]))
+    assert kept <= store.runs.keys(), "others are copied"
+    private = set(engine_keys(engine, begin)[1:])
+    assert private.isdisjoint(store.runs)

@@ -70,6 +70,8 @@ class Demotion:
                 for each in segment.branch:
                     if done >= num_bytes:
                         return done
+                    if each.lifetime is not None:
+                        continue
                     rows, num_attached = each.rows, len(each.attached)
                     copied, is_all = self.offer(each.origin, rows, num_attached, num_bytes - done)
                     done += copied
@@ -80,6 +82,8 @@ class Demotion:
 
     def last_call(self, vacated: Vacated) -> None:
         """Offers chunks that are being evicted."""
+        if vacated.lifetime is not None:
+            return
         origin = vacated.origin
         _, is_all = self.offer(origin, vacated.rows, vacated.num_attached, sys.maxsize)
         if not is_all:

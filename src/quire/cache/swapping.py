@@ -38,6 +38,8 @@ class Swapping:
         is_undecided = len(path.sums) > 0 and not path.is_decided
         if path.transfer is not None or path.filled >= 0 or is_undecided or not len(path.private):
             return
+        if path.lifetime is not None:  # such chunks stay in the arena alone
+            return
         if not self.store.wants([handle])[0]:
             return
         if not self._pays(holder, self.fetching.pages.bytes_of(rows)):

@@ -37,12 +37,13 @@ from quire.cache.tree_counts import TreeCounts
 
 class Vacated(NamedTuple):
     """Consecutive chunks that the tree dropped, and their rows of the chunk table. The last `num_attached` rows are the
-    attachment of their end.
+    attachment of their end. lifetime: see `Segment`.
     """
 
     origin: Origin
     rows: Int32s
     num_attached: int
+    lifetime: float | None = None
 
 
 @dataclass
@@ -362,7 +363,7 @@ class PrefixTree(TreeCounts):
         rows = leaf.chunks[num_kept:]
         if len(leaf.attached):
             rows = np.concatenate((rows, leaf.attached))
-        vacated = Vacated(leaf.origin.part(num_kept, len(leaf.keys)), rows, len(leaf.attached))
+        vacated = Vacated(leaf.origin.part(num_kept, len(leaf.keys)), rows, len(leaf.attached), leaf.lifetime)
         self._count(leaf, -1)
         leaf.attached = NO_ROWS
         if num_kept:
