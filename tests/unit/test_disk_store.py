@@ -434,9 +434,10 @@ def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatc
     for fake in fakes:
         transfers.append(FakeTransfer([fake.run]))
         store.get(transfers[-1], transfers[-1].runs)  # type: ignore[arg-type]
-    assert [transfer.wait() for transfer in transfers] == [False, False, False, True]
+    failed = [transfer for transfer in transfers if not transfer.wait()]
     assert time.monotonic() - begun < 2.5
-    assert "no progress" in str(transfers[0].error)
+    assert len(failed) == 3  # whichever threads read first
+    assert all("no progress" in str(transfer.error) for transfer in failed)
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
