@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import random
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +17,18 @@ import pytest
 
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
+from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
 
-from ..disk_runs import MIB
+from ..disk_runs import MIB, disk_usage
 from ..engines import GREEDY, drain, generate, make_engine
 from ..stores import put_store
 from .test_stores import CACHES, SHAPE, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
+
+SLOW = 1e6
+"""Bytes per second. The toy model's chunks have 8 KiB a layer, so this is 20 MB/s for a model with 160."""
 
 
 def with_disk(folder: Path, **options: Any) -> tuple[Engine, DiskStore]:
@@ -55,3 +65,66 @@ def test_chunks_come_back_from_the_disk_with_the_same_answers(cache: str, tmp_pa
         assert store.flush(10)
         store.check()
         store.close()
+
+
+def fail_with(number: int) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def slowed(real: Callable[..., None]) -> Callable[..., None]:
+    def call(file: DirectFile, views: Any, *args: Any) -> None:
+        time.sleep((len(views) if isinstance(views, memoryview) else sum(map(len, views))) / SLOW)
+        real(file, views, *args)
+
+    return call
+
+
+def break_disk(fault: str, folder: Path, rng: random.Random, patch: pytest.MonkeyPatch) -> None:
+    files = sorted(folder.rglob("*.runs"))
+    if fault == "damaged":
+        assert files
+        for path in files:
+            data = bytearray(path.read_bytes())
+            for _ in range(len(data) // 4096):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+    elif fault == "removed":
+        shutil.rmtree(folder)
+    elif fault == "full":
+        patch.setattr(DirectFile, "write", fail_with(errno.ENOSPC))
+    elif fault == "reads fail":
+        patch.setattr(DirectFile, "read", fail_with(errno.EIO))
+    elif fault == "writes fail":
+        patch.setattr(DirectFile, "write", fail_with(errno.EIO))
+    else:
+        for name in ("read", "write"):
+            patch.setattr(DirectFile, name, slowed(getattr(DirectFile, name)))
+
+
+@pytest.mark.parametrize("fault", ["damaged", "removed", "full", "reads fail", "writes fail", "slow"])
+def test_a_fault_while_requests_run_changes_no_token_and_is_said_once(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, seed: int
+) -> None:
+    rng, folder = random.Random(seed), tmp_path / "store"
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(64 * 3 + rng.randrange(64))] for _ in range(14)]
+    params = replace(GREEDY, max_tokens=12)
+    expected = generate(make_engine(SHAPE, chunks=200), prompts, params)
+    engine, store = with_disk(folder)
+    engine.scheduler.manager.fetching.costs.speed = 1e12  # everything on the disk is fetched
+    for num_known in range(4, 14, 2):
+        if num_known == 6:
+            break_disk(fault, folder, rng, monkeypatch)
+        order = [*rng.sample(range(num_known), 4), num_known, num_known + 1]
+        assert generate(engine, [prompts[index] for index in order], params) == [expected[index] for index in order]
+        settle(engine)
+        store.flush(2)
+        assert not folder.exists() or disk_usage(folder) <= 64 * MIB
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    said = [message for message in warnings if " is off: " in message]
+    assert len(said) == (fault not in ("damaged", "slow")), warnings
+    assert len(warnings) - len(said) == (fault in ("damaged", "removed", "reads fail")), warnings  # the first lost run
+    assert engine.holds_nothing
+    store.close()

@@ -358,7 +358,7 @@ class Scheduler:
         if not transfer.is_over:
             return True
         if not self.manager.fetching.end(sequence):
-            log.warning("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
+            log.debug("request %s: what was cached of it did not arrive: %s", sequence.name, transfer.error)
             self._restart(sequence)
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = 0  # it is counted again

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ MAX_STUCK = 8
 """Readers that may hang before nobody takes their place."""
 FAILURES = 8
 """Failed reads in a row that turn the tier off."""
+QUIET_SECONDS = 60.0
+"""After a warning about a lost run, in which the log gets further ones at its level debug only."""
 
 
 @dataclass(order=True)
@@ -71,6 +74,7 @@ class Reads:
         self.num_read = self.num_failed = self.bytes_read = 0
         self.seconds = self.cpu_seconds = 0.0
         self.stuck_seconds = STUCK_SECONDS
+        self._quiet_until = -math.inf
         self._catalog, self._seal, self._throttle, self._outage = catalog, seal, throttle, outage
         self._is_direct = is_direct
         self._queue: list[Request] = []
@@ -161,8 +165,8 @@ class Reads:
                     transfer.arrive(entry.run, entry.staged[layer].extent)
             else:
                 self._bring(reader, request, buffer)
+                self._outage.succeed()
             self.num_read += 1
-            self._outage.succeed()
         except FileNotFoundError as error:
             self._fail(request, f"{error.filename} is gone", file)
         except (OSError, ExtentError) as error:
@@ -231,7 +235,11 @@ class Reads:
         if is_collected:
             log.debug("a run was collected before it was read: %s", reason)
         else:
-            log.warning("the disk tier lost a run, which is computed again: %s", reason)
+            now = time.monotonic()
+            level = logging.DEBUG if now < self._quiet_until else logging.WARNING
+            if level == logging.WARNING:
+                self._quiet_until = now + QUIET_SECONDS
+            log.log(level, "the disk tier lost a run, which is computed again: %s", reason)
             self._outage.fail(f"reads fail ({reason})")
         request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"))
 
