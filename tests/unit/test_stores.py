@@ -17,7 +17,7 @@ from quire.engine.params import CacheHints, SamplingParams
 from quire.llm import gather
 
 from ..codecs import EVERY, TOY, options_of
-from ..effort import tries, whole
+from ..effort import combine, tries, whole
 from ..engines import GREEDY, drain, generate, make_engine
 from ..stores import put_store
 from ..tiny_models import tiny_shape
@@ -68,25 +68,22 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("failing", [0.0, 0.4])
-@pytest.mark.parametrize("cache", CACHES)
+@combine(1, cache=list(CACHES), failing=[0.0, 0.4])
 def test_what_was_evicted_is_fetched_and_answers_as_if_it_had_been_computed(
     cache: str, failing: float, seed: int
 ) -> None:
-    for number in range(1 if cache in SLOW else tries(2)):
+    for number in range(1 if cache in SLOW else tries(1)):
         rng = random.Random(seed + number)
         store = ToyStore(seed + number, delay=0.002, failing=failing, refusing=0.1)
         engine = with_store(store, CHUNKS.get(cache, 12), **CACHES[cache])
         prompts = prompts_of(rng, 5)
+        longest = replace(GREEDY, max_tokens=90)
+        alone = [generate(make_engine(SHAPE, **CACHES[cache]), [prompt], longest)[0] for prompt in prompts]
         # Each is asked again when others have taken its place, some of them at once.
         for batch in range(3 if cache in SLOW else 6):
-            asked = rng.sample(prompts, 3)
-            answers = generate(engine, asked, replace(GREEDY, max_tokens=rng.randrange(1, 90)))
-            alone = [
-                generate(make_engine(SHAPE, **CACHES[cache]), [prompt], replace(GREEDY, max_tokens=len(answer)))[0]
-                for prompt, answer in zip(asked, answers, strict=True)
-            ]
-            assert answers == alone, f"seed {seed + number}, batch {batch}"
+            asked, length = rng.sample(range(5), 3), rng.randrange(1, 90)
+            answers = generate(engine, [prompts[index] for index in asked], replace(GREEDY, max_tokens=length))
+            assert answers == [alone[index][:length] for index in asked], f"seed {seed + number}, batch {batch}"
             assert engine.holds_nothing
             engine.scheduler.manager.eviction.evict(rng.randrange(6, 20))
             engine.check()
@@ -183,13 +180,12 @@ def test_somebody_else_goes_on_while_chunks_are_under_way(seed: int) -> None:
     assert running.sequences[0].token_ids[64:] == expected[0]
 
 
-@pytest.mark.parametrize("cache", ["retained", "ranked", "retained nuq3", "retained byte", "retained reference"])
-@pytest.mark.parametrize("failing", [0.0, 0.5])
+@combine(1, cache=["retained", "ranked", "retained nuq3", "retained byte", "retained reference"], failing=[0.0, 0.5])
 def test_a_preempted_sequence_with_retention_is_swapped_and_goes_on_with_the_same_tokens(
     cache: str, failing: float, seed: int
 ) -> None:
     options = {**CACHES[cache], **({} if cache == "ranked" else {"retain.threshold": 0.5})}
-    for number in range(1 if cache in SLOW else tries(2)):
+    for number in range(1 if cache in SLOW else tries(1)):
         rng = random.Random(seed + number)
         prompts = [[rng.randrange(VOCABULARY) for _ in range(130 + 7 * index)] for index in range(4)]
         params = replace(GREEDY, max_tokens=90 if cache in SLOW else 150)
