@@ -80,7 +80,7 @@ def assert_near(one: CompletionOutput, other: CompletionOutput, tolerance: float
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("cache", CACHES)
 def test_drafts_change_nothing_but_the_number_of_steps(cache: str, sampling: str, seed: int) -> None:
-    for number in range(tries(2)):
+    for number in range(tries(1)):
         rng = random.Random(seed + number)
         prompts = prompts_of(rng)
         is_exact = "cache.codec" not in CACHES[cache] and sampling == "greedy"
