@@ -172,10 +172,10 @@ def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torc
     found: list[torch.Tensor] = []
     for layer, extent in enumerate(extents):
         body, images = np.frombuffer(extent, np.uint8), {}
-        for page_bytes, held, offsets in at.groups[layer]:
-            for (of_row, head), offset in zip(np.argwhere(held).tolist(), offsets.tolist(), strict=True):
+        for group in at.groups[layer]:
+            for (of_row, head), image in zip(np.argwhere(group.held).tolist(), group.images(body), strict=True):
                 if of_row == row:
-                    images[head] = body[offset : offset + page_bytes]
+                    images[head] = image
         heads = []
         for head in range(table.shape[1]):
             page = torch.from_numpy(images[head].copy())[None].to(device)

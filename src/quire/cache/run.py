@@ -142,15 +142,34 @@ class Pages:
     def _fill(self, layer: int, at: Layout, extent: Bytes) -> None:
         """Copies the pages of a layer, their positions and the layer's part of sidecars."""
         arena = self._table.arena
-        for page_bytes, held, offsets in at.groups[layer]:
-            _windows(extent, page_bytes)[offsets] = arena.images(self._ids[:, layer][held], page_bytes)
-        if (found := at.placed[layer]) is not None:
-            placed, offsets = found
-            images = arena.images(self._positions[:, layer][placed], POSITIONS_BYTES)
-            _windows(extent, POSITIONS_BYTES)[offsets] = images
+        for ids, group in _pieces(self._ids, self._positions, at, layer):
+            _windows(extent, group.page_bytes)[group.offsets] = arena.images(ids, group.page_bytes)
         for index, page in enumerate(self._sidecars[self.run.has_sidecar].tolist()):
             start = at.sidecars[layer] + index * at.beside
             extent[start : start + at.beside] = arena.read(page * UNIT + layer * at.beside, at.beside)
+
+
+class Group:
+    """Pages of one size in an extent.
+
+    held     which of the run's pages they are, bool [n, H]
+    offsets  of each of them, int64 [k]
+    step     bytes from one to the next where that is always the same, otherwise None
+    """
+
+    def __init__(self, page_bytes: int, held: Bools, starts: NDArray[np.int64]) -> None:
+        """starts: the offset of every page of the run, int64 [n, H]."""
+        self.page_bytes, self.held = page_bytes, held
+        self.offsets: NDArray[np.int64] = starts[held]
+        steps = np.diff(self.offsets)
+        self.step = None if (steps != steps[:1]).any() else int(steps[0]) if len(steps) else page_bytes
+
+    def images(self, body: Bytes) -> Bytes:
+        """The pages, uint8 [k, page_bytes]: a view where they lie at equal distances, otherwise a copy."""
+        if self.step is None:
+            return _windows(body, self.page_bytes)[self.offsets]
+        shape, first = (len(self.offsets), self.page_bytes), int(self.offsets[0])
+        return np.ndarray(shape, np.uint8, body, first, (self.step, 1))
 
 
 class Layout:
@@ -159,8 +178,8 @@ class Layout:
 
     heads      by layer: the header without checksum and MAC, and the description of the rows
     num_bytes  by layer: bytes of a whole extent
-    groups     by layer, for each page size: the size, which pages have it, bool [n, H], and their offsets, int64 [k]
-    placed     by layer: the pages with positions, bool [n, H], and the offsets of these, int64 [k]; None: no pages
+    groups     by layer, one for each page size
+    placed     by layer, of the positions; None: no page has any
     sidecars   by layer: the offset of the first part, which those of further rows follow
     beside     bytes of a layer's part of a sidecar
     """
@@ -173,8 +192,8 @@ class Layout:
         ends = np.cumsum(lengths.reshape(num_layers, -1), 1).reshape(lengths.shape)
         self.heads: list[bytes] = []
         self.num_bytes: list[int] = []
-        self.groups: list[list[tuple[int, Bools, NDArray[np.int64]]]] = [[] for _ in range(num_layers)]
-        self.placed: list[tuple[Bools, NDArray[np.int64]] | None] = [None] * num_layers
+        self.groups: list[list[Group]] = [[] for _ in range(num_layers)]
+        self.placed: list[Group | None] = [None] * num_layers
         self.beside = 0 if table.sinks is None else table.sinks.layer_bytes
         alike = run.kinds.tobytes() + run.has_sidecar.astype(np.uint8).tobytes()
         bases, beside = run.bases.astype("<i4").tobytes(), int(run.has_sidecar.sum()) * self.beside
@@ -188,11 +207,11 @@ class Layout:
             parts = placed[layer].astype(np.uint8).tobytes(), bases, masks[layer].astype("<u8").tobytes()
             self.heads.append(b"".join((_HEADER.pack(*fields, bytes(16), bytes(32)), alike, *parts)))
             if placed[layer].any():
-                self.placed[layer] = placed[layer], (ends[layer] + fixed - POSITIONS_BYTES)[placed[layer]]
+                self.placed[layer] = Group(POSITIONS_BYTES, placed[layer], ends[layer] + fixed - POSITIONS_BYTES)
         for page_bytes in np.unique(sizes[held]).tolist():
             group = held & (sizes == page_bytes)
             for layer in np.flatnonzero(group.any((1, 2))).tolist():
-                self.groups[layer].append((page_bytes, group[layer], starts[layer][group[layer]]))
+                self.groups[layer].append(Group(page_bytes, group[layer], starts[layer]))
 
 
 def layout_of(table: ChunkTable, run: Run) -> Layout:
@@ -244,7 +263,8 @@ class Arrival:
         self._table = table
         self._run = run
         self._at = layout_of(table, run)
-        self._is_wanted = (rows >= 0)[:, None]
+        self._ids, self._positions = table.pages[rows], table.positions[rows]
+        self._is_wanted = None if (rows >= 0).all() else np.broadcast_to((rows >= 0)[:, None], self._ids[:, 0].shape)
 
     def unpack(self, extent: memoryview | bytes) -> int:
         """Writes an extent of the run into pages. Returns its layer. Raises ExtentError, and writes nothing, if it has
@@ -261,24 +281,18 @@ class Arrival:
         ):
             raise ExtentError(f"the extent of layer {layer} is of another run")
         body = np.frombuffer(extent, np.uint8)
-        for page_bytes, held, offsets in at.groups[layer]:
-            self._store(table.pages[self.rows, layer], body, page_bytes, held, offsets)
-        if (found := at.placed[layer]) is not None:
-            self._store(table.positions[self.rows, layer], body, POSITIONS_BYTES, *found)
+        for ids, group in _pieces(self._ids, self._positions, at, layer):
+            images = group.images(body)
+            if self._is_wanted is not None:
+                wanted = self._is_wanted[group.held]
+                ids, images = ids[wanted], images[wanted]
+            table.arena.store(ids, group.page_bytes, images)
         for index, row in enumerate(self.rows[self._run.has_sidecar].tolist()):
             start = at.sidecars[layer] + index * at.beside
             if row >= 0:
                 part = body[start : start + at.beside]
                 table.arena.write(int(table.sidecars[row]) * UNIT + layer * at.beside, part)
         return layer
-
-    def _store(self, ids: Int32s, body: Bytes, page_bytes: int, held: Bools, offsets: NDArray[np.int64]) -> None:
-        """Stores the wanted ones of some pages. ids: int32 [n, H]; held, offsets: as in `Layout.groups`."""
-        wanted = np.broadcast_to(self._is_wanted, held.shape)[held]
-        if wanted.all():
-            self._table.arena.store(ids[held], page_bytes, _images(body, page_bytes, offsets))
-        elif wanted.any():
-            self._table.arena.store(ids[held][wanted], page_bytes, _images(body, page_bytes, offsets[wanted]))
 
 
 def layer_of(extent: memoryview | bytes) -> int:
@@ -291,13 +305,12 @@ def layer_of(extent: memoryview | bytes) -> int:
     return int(layer)
 
 
-def _images(body: Bytes, page_bytes: int, offsets: NDArray[np.int64]) -> Bytes:
-    """The pages at some offsets: a view if the pages lie at equal distances, otherwise a copy."""
-    count, first = len(offsets), int(offsets[0])
-    step = int(offsets[-1] - first) // max(1, count - 1)
-    if (offsets == first + step * np.arange(count)).all():
-        return np.ndarray((count, page_bytes), np.uint8, body, first, (step, 1))
-    return _windows(body, page_bytes)[offsets]
+def _pieces(ids: Int32s, positions: Int32s, at: Layout, layer: int) -> Iterator[tuple[Int32s, Group]]:
+    """The groups of a layer, with the ids of their pages in an arena. ids, positions: int32 [n, L, H], of the run."""
+    for group in at.groups[layer]:
+        yield ids[:, layer][group.held], group
+    if (placed := at.placed[layer]) is not None:
+        yield positions[:, layer][placed.held], placed
 
 
 def _windows(body: Bytes, page_bytes: int) -> Bytes:
