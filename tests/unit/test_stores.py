@@ -284,3 +284,17 @@ def test_chunks_with_a_lifetime_of_their_own_never_reach_a_store(seed: int) -> N
     assert kept <= store.runs.keys(), "others are copied"
     private = set(engine_keys(engine, begin)[1:])
     assert private.isdisjoint(store.runs)
+
+
+def test_a_request_with_a_lifetime_takes_nothing_from_the_store_that_others_left_there(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0)
+    engine = with_store(store)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 3 + 5)]
+    generate(engine, [prompt])
+    engine.scheduler.manager.eviction.evict(99)
+    assert len(store.runs) == 3
+    engine.add("short", None, prompt, GREEDY, CacheHints(cache_lifetime=0))
+    assert drain(engine)["short"].cached_by_tier == {"toy": 64 * 3}
+    engine.step()
+    assert not engine.scheduler.manager.tree.num_chunks and len(store.runs) == 3

@@ -120,7 +120,8 @@ class CacheManager(Paths):
         self.pins.expire()
         for vacated in self.tree.expire():
             self.table.give(vacated.rows)
-            self.fetching.store.drop(vacated.origin.names)
+            if vacated.lifetime is None:  # else what a store has of them is there for other requests
+                self.fetching.store.drop(vacated.origin.names)
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute
