@@ -21,7 +21,7 @@ from quire.llm import gather
 
 from ..codecs import EVERY, TOY, options_of
 from ..effort import tries
-from ..engines import GREEDY, generate, make_engine
+from ..engines import GREEDY, drain, generate, make_engine
 from ..poison import poison_free
 from ..toy_guide import ToyGuide
 from ..toy_store import ToyStore
@@ -335,6 +335,44 @@ def test_tokens_by_tier_add_up_though_what_was_fetched_ahead_is_evicted_again(se
             gather(collected, delta)
     assert collected["waits"].num_cached_tokens == 64
     check_tiers(collected["waits"])
+
+
+@pytest.mark.parametrize("rest", [0, 9])
+def test_what_is_fetched_ahead_is_read_once_and_counted_by_its_store(rest: int, seed: int) -> None:
+    rng = random.Random(seed)
+    prompt, other = ([rng.randrange(VOCABULARY) for _ in range(64 * 4 + rest)] for _ in range(2))
+    store = ToyStore(seed, delay=0.001)
+    engine = with_store(store, chunks=60, **{"scheduler.max_running": 1})
+    manager = engine.scheduler.manager
+    generate(engine, [prompt])
+    manager.demotion.run(1 << 30)
+    manager.eviction.evict(99)
+    num_runs = len({*store.runs.values()})
+    engine.add("first", None, other, GREEDY)
+    engine.add("waits", None, prompt, GREEDY)
+    output = drain(engine)["waits"]
+    assert output.cached_by_tier == {"toy": 64 * 4 - (rest == 0)} and store.num_got == num_runs
+
+
+def test_what_is_fetched_in_two_parts_is_all_counted_by_its_store(seed: int) -> None:
+    """One part while the sequence waits, the other, which comes to the store later, once it is admitted."""
+    rng = random.Random(seed)
+    prompt, other = ([rng.randrange(VOCABULARY) for _ in range(64 * 4 + 9)] for _ in range(2))
+    store = ToyStore(seed, delay=0.001)
+    engine = with_store(store, chunks=60, **{"scheduler.max_running": 1})
+    manager = engine.scheduler.manager
+    generate(engine, [prompt])
+    manager.eviction.evict(2)
+    late = {name: store.runs.pop(name) for name in list(store.runs)}
+    manager.eviction.evict(99)
+    engine.add("first", None, other, GREEDY)
+    engine.add("waits", None, prompt, GREEDY)
+    collected: dict[str, RequestOutput] = {}
+    while manager.fetching.counts.prefetched < 2:
+        for delta in engine.step():
+            gather(collected, delta)
+    store.runs |= late
+    assert drain(engine, collected)["waits"].cached_by_tier == {"toy": 64 * 4}
 
 
 def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> None:

@@ -115,7 +115,7 @@ class Fetching:
         if not (self.paths.demotion.is_on and self.tree.shares and holder.reads_cache) or holder in self.guests:
             return
         keys, table = holder.keys, self.table
-        limit = self.paths.retention.limit(holder)
+        limit = self.paths.retention.limit(holder) + self.paths.retention.takes_whole(holder)
         near = sum(count for _, count in self.tree.walk(keys, limit))
         runs = self.paths.retention.prefetchable(self.far(keys, near, limit))
         if not runs or not self._pays(holder, near, runs):
@@ -152,7 +152,7 @@ class Fetching:
         for holder, guest in [each for each in self.guests.items() if self._is_over(each[1].path)]:
             if self._close(guest.path):
                 self.counts.prefetched += len(guest.path.private)
-                holder.fetched = guest.path.fetched
+                _note_sources(holder, guest.path)
                 spare = self.tree.publish(guest.path, guest.keys, len(guest.path.chunks))
                 self.table.give(spare)
             del self.guests[holder]
@@ -183,8 +183,7 @@ class Fetching:
         self.assume(holder)
         has_arrived = self._close(holder.path)
         if has_arrived:
-            if not holder.num_preemptions:
-                holder.fetched = holder.path.fetched
+            _note_sources(holder, holder.path)
             self.paths.commit(holder, holder.path.num_tokens)
         return has_arrived
 
@@ -281,6 +280,13 @@ class Fetching:
                 *map(_shown, (fetching, computing, waiting)),
             )
         return pays
+
+
+def _note_sources(holder: Holder, path: Path) -> None:
+    """Adds what a path fetched to what its sequence has from stores."""
+    if not holder.num_preemptions:
+        for name, count in path.fetched.items():
+            holder.fetched[name] = holder.fetched.get(name, 0) + count
 
 
 def _shown(seconds: float | None) -> str:
