@@ -219,6 +219,16 @@ def test_the_faster_of_the_two_is_chosen(share: float, fetches: bool, seed: int)
     assert sequence.num_cached_tokens == (64 * FAR if fetches else 0)
 
 
+def test_chunks_that_are_not_fetched_ahead_either_count_once_as_computed(seed: int) -> None:
+    rng = random.Random(seed + 1)
+    chosen, store = far_prompt(seed, **{"scheduler.max_running": 1})
+    tell(chosen.fetching.costs, 1e3, 1e-6)
+    chosen.engine.add("first", None, [rng.randrange(VOCABULARY) for _ in range(70)], GREEDY)
+    chosen.engine.add("waits", None, chosen.prompt, GREEDY)
+    drain(chosen.engine)
+    assert store.num_got == 0 and chosen.fetching.counts.computed_instead == FAR
+
+
 @pytest.mark.parametrize("share, fetches", [(0.98, True), (1.02, False)])
 def test_what_is_computed_starts_where_the_cached_part_ends(share: float, fetches: bool, seed: int) -> None:
     """Later positions cost more: so much that only with the right positions the choice comes out right."""

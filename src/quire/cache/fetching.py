@@ -96,7 +96,10 @@ class Fetching:
         near = sum(count for _, count in self.tree.walk(keys, limit))
         end = limit + paths.retention.takes_whole(holder)
         runs = paths.retention.fetchable(keys, near, self.far(keys, near, end))
-        if not runs or not self._pays(holder, near, runs):
+        if not runs:
+            return
+        if not self._pays(holder, near, runs):
+            self.counts.computed_instead += len(runs)
             return
         self.tree.extend(path, keys, near, not holder.num_preemptions)
         paths.settle_shared(holder)
@@ -269,7 +272,6 @@ class Fetching:
         computing = self.costs.prefill(near * PAGE_TOKENS, num_tokens)
         waiting = self.costs.prefill(0, before)
         pays = fetching is None or computing is None or waiting is None or fetching <= computing + waiting
-        self.counts.computed_instead += 0 if pays else len(runs)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "%d tokens from position %d on are %s: fetching %.1f MB takes %s, computing %s behind %s of others",
