@@ -110,13 +110,15 @@ def test_a_line_says_what_retention_kept_of_its_prompt(fake, files, monkeypatch)
 
 
 def test_a_line_says_what_becomes_of_its_chunks(fake, files, capsys):
-    hints = {"cache_pin": {"tier": "disk", "seconds": 60}, "cache_priority": -7, "cache_lifetime": 0, "cache_salt": "s"}
+    pin = {"tier": "arena", "seconds": 60}
+    hints = {"cache_pin": pin, "cache_priority": -7, "cache_lifetime": 0, "cache_salt": "s"}
     write(files[0], {"prompt": "abc", **hints}, {"prompt": "abc", **dict.fromkeys(hints)})
     assert generate(files) == 0
     first, second = sorted(fake.prompts, key=len, reverse=True)
     assert {name: first[name] for name in hints} == hints
     assert not hints.keys() & second.keys()
-    for wrong in ({"cache_priority": 101}, {"cache_pin": {"tier": "tape"}}, {"pin_tier": "disk"}):
+    never = {"cache_pin": {"tier": "disk"}, "cache_lifetime": 5}
+    for wrong in ({"cache_priority": 101}, {"cache_pin": {"tier": "tape"}}, never, {"pin_tier": "disk"}):
         write(files[0], {"prompt": "abc", **wrong})
         assert generate(files) == 2
         assert next(iter(wrong)) in capsys.readouterr().err

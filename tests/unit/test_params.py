@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from quire.engine.params import MAX_LOGPROBS, SamplingParams
+from quire.engine.params import MAX_LOGPROBS, CacheHints, SamplingParams
 from quire.errors import RequestError
 
 NAN, INF = float("nan"), float("inf")
@@ -113,6 +114,44 @@ def test_the_fast_path_is_told_apart(settings, greedy, processed):
     params = SamplingParams(**settings)
     assert params.greedy is greedy
     assert params.needs_logits_processing is processed
+
+
+DISK = {"tier": "disk"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache_pin": {}},
+        {"cache_pin": {"tier": "tape"}},
+        {"cache_pin": {"tier": ["disk"]}},
+        {"cache_pin": {**DISK, "until": 5}},
+        {"cache_pin": {**DISK, "seconds": -1}},
+        {"cache_pin": {**DISK, "seconds": "60"}},
+        {"cache_pin": {**DISK, "seconds": True}},
+        {"cache_pin": {**DISK, "seconds": None}},
+        {"cache_pin": DISK, "cache_lifetime": 5},
+        {"cache_priority": 101},
+        {"cache_priority": True},
+        {"cache_priority": 1.5},
+        {"cache_lifetime": -1},
+        {"cache_lifetime": True},
+        {"cache_lifetime": "60"},
+        {"cache_lifetime": math.nan},
+        {"cache_lifetime": 10**400},
+    ],
+)
+def test_wishes_for_the_cache_are_refused_by_name_as_over_http(wrong):
+    with pytest.raises(RequestError) as refused:
+        CacheHints(**wrong)
+    assert refused.value.param == next(iter(wrong))
+
+
+def test_a_pin_may_name_its_tier():
+    assert (CacheHints(cache_pin=DISK).cache_pin, CacheHints(cache_pin=DISK).pin_tier) == (math.inf, "disk")
+    assert CacheHints(cache_pin={"tier": "arena", "seconds": 5}) == CacheHints(cache_pin=5)
+    ended = CacheHints(cache_pin={**DISK, "seconds": 0}, cache_lifetime=5)
+    assert (ended.cache_pin, ended.pin_tier) == (0.0, "disk")
 
 
 def test_parameters_are_frozen_and_replaced():

@@ -172,11 +172,12 @@ class CacheHints:
         if self.cache_pin is None:
             return
         if isinstance(self.cache_pin, Mapping):
-            wanted = '{"tier": "arena" or "disk"}, and optionally "seconds"'
-            if self.cache_pin.keys() - {"tier", "seconds"} or self.cache_pin.get("tier") not in PIN_TIERS:
-                raise _wrong("cache_pin", dict(self.cache_pin), wanted)
-            object.__setattr__(self, "pin_tier", self.cache_pin["tier"])
-            object.__setattr__(self, "cache_pin", self.cache_pin.get("seconds", True))
+            pin, wanted = dict(self.cache_pin), '{"tier": "arena" or "disk"}, and optionally "seconds", a number'
+            is_known = pin.keys() <= {"tier", "seconds"} and pin.get("tier") in PIN_TIERS
+            if not is_known or isinstance(pin.get("seconds", 0), bool | None):
+                raise _wrong("cache_pin", pin, wanted)
+            object.__setattr__(self, "pin_tier", pin["tier"])
+            object.__setattr__(self, "cache_pin", pin.get("seconds", True))
         if isinstance(self.cache_pin, bool):
             seconds = math.inf if self.cache_pin else 0.0
         elif isinstance(self.cache_pin, Real) and math.isinf(self.cache_pin) and self.cache_pin > 0:
@@ -187,6 +188,8 @@ class CacheHints:
                 raise _wrong("cache_pin", self.cache_pin, wanted)
             seconds = float(self.cache_pin)
         object.__setattr__(self, "cache_pin", seconds)
+        if seconds and self.pin_tier == "disk" and self.cache_lifetime is not None:
+            raise RequestError("cache_pin names the disk, which chunks with a cache_lifetime never reach", "cache_pin")
 
 
 MAX_PIN_SECONDS = 366 * 86400.0
