@@ -322,6 +322,8 @@ class AsyncLLM(AsyncPrefixes):
             log.exception("the engine stopped")
             self._failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
             self._on_loop(self._fail_all)
+            if engine.moving.tiers is not None:  # what they were given is whole
+                engine.moving.tiers.close()
 
     def _fail_all(self) -> None:
         """On the loop: sends the failure to every stream. `prepare` refuses later requests."""

@@ -186,15 +186,21 @@ class LLM(Face):
         self._ids = itertools.count()
         self._turn = _Turn()
         if config.cache.pin is not None:
-            file = Path(config.cache.pin)
-            pins = read_pins(file, self.tokenizer)
-            for pin in pins:
-                with pin_errors(file, pin.line):
-                    check_room(self._parts.engine.may_pin(pin.ids))
-                    self._run([pin.prompt()], [PIN_PARAMS], False)
-            for pin in pins:
-                self._parts.engine.protect(pin.ids)
-            log_pins(self._parts.engine, file)
+            try:
+                self._pin(Path(config.cache.pin))
+            except BaseException:
+                self.close()
+                raise
+
+    def _pin(self, file: Path) -> None:
+        pins = read_pins(file, self.tokenizer)
+        for pin in pins:
+            with pin_errors(file, pin.line):
+                check_room(self._parts.engine.may_pin(pin.ids))
+                self._run([pin.prompt()], [PIN_PARAMS], False)
+        for pin in pins:
+            self._parts.engine.protect(pin.ids)
+        log_pins(self._parts.engine, file)
 
     @property
     def _parts(self) -> Loaded:

@@ -111,10 +111,15 @@ def load_engine(
     if not is_given and resolved.tiers.is_on:
         namespace = namespace_of(resolved, shape, model_id, calibration)
         tiers = open_tiers(resolved.tiers, namespace, resolved.cache.lifetime)
-    engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
-    if tiers is not None and not is_given:
-        engine.scheduler.manager.fetching.costs.speed = tiers.measure()
-        engine.measure()
+    try:
+        engine = assemble(engine_model, tokenizer, resolved, fits, model_id, calibration, tiers)
+        if tiers is not None and not is_given:
+            engine.scheduler.manager.fetching.costs.speed = tiers.measure()
+            engine.measure()
+    except BaseException:
+        if tiers is not None and not is_given:
+            tiers.close()
+        raise
     return Loaded(engine, tokenizer, shape, fits, resolved, name, path, model)
 
 

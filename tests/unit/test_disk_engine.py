@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import logging
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +18,18 @@ from typing import Any
 
 import pytest
 
+from quire.async_llm import AsyncLLM
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
+from quire.errors import ConfigError, QuireError
+from quire.llm import LLM
 from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
 
 from ..disk_runs import MIB, disk_usage
 from ..engines import GREEDY, drain, generate, make_engine
 from ..stores import put_store
+from ..tiny_models import save_tiny
 from .test_stores import CACHES, SHAPE, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("toy_codec")
@@ -128,3 +135,42 @@ def test_a_fault_while_requests_run_changes_no_token_and_is_said_once(
     assert len(warnings) - len(said) == (fault in ("damaged", "removed", "reads fail")), warnings  # the first lost run
     assert engine.holds_nothing
     store.close()
+
+
+def disk_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-disk")]
+
+
+def break_down(*given: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+LIBRARY: dict[str, Any] = {"model.dtype": "float32", "cache.memory": "2MiB", "runtime.threads": 1}
+
+
+@pytest.mark.parametrize("where", ["prefixes that do not fit", "the measurement at start"])
+def test_a_start_that_fails_leaves_no_thread_of_the_disk(where: str, tmp_path: Path, monkeypatch: Any) -> None:
+    options = LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    if where == "prefixes that do not fit":
+        (tmp_path / "pins").write_text(json.dumps({"prompt": "x" * 3000}) + "\n")
+        options |= {"cache.pin": str(tmp_path / "pins")}
+    else:
+        monkeypatch.setattr(Engine, "measure", break_down)
+    with pytest.raises((ConfigError, RuntimeError), match="pin over 50%|on purpose"):
+        LLM(str(save_tiny(tmp_path / "tiny")), options)
+    assert not disk_threads()
+
+
+def test_an_engine_that_breaks_down_leaves_no_thread_of_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(str(save_tiny(tmp_path / "tiny")), LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"})
+        await llm.start()
+        assert disk_threads()
+        monkeypatch.setattr(llm._parts.engine, "step", break_down)
+        with pytest.raises(QuireError, match="on purpose"):
+            async for _ in llm.generate("abc"):
+                pass
+        await llm.close()
+        assert not disk_threads()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
