@@ -140,6 +140,19 @@ async def test_a_dropped_prefix_is_gone_from_everywhere(folder, disk, by_key):
         assert (await ask(http, "POST", prompt=PROMPT))["cached_tokens"] == 0
 
 
+@pytest.mark.parametrize("tier", ["arena", "disk"])
+async def test_a_pinned_prefix_stays_if_one_that_goes_on_from_it_is_dropped(folder, disk, tier):
+    async with real_server(folder, disk) as (llm, _, http):
+        key = (await ask(http, "POST", prompt=SYSTEM, cache_pin={"tier": tier}))["key"]
+        assert await llm.flush(10)
+        await ask(http, "POST", prompt=PROMPT)
+        assert await llm.flush(10)
+        dropped = (await ask(http, "DELETE", prompt=PROMPT))["dropped"]
+        assert dropped[tier] == 3
+        assert (await ask(http, "GET", f"{URL}/{key}"))["tiers"][tier]["pinned_until"] == "forever"
+        assert (await ask(http, "DELETE", prompt=SYSTEM))["dropped"][tier] == 2
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_what_other_prefixes_need_stays(folder, disk, restarted):
     """The beginning that both have in common, in its own chunks, on the disk too."""
@@ -155,6 +168,17 @@ async def test_what_other_prefixes_need_stays(folder, disk, restarted):
             assert (await ask(http, "DELETE", prompt=PROMPT))["dropped"] == {"arena": 0, "disk": 3}
         assert (await ask(http, "POST", prompt=OTHER))["cached_tokens_by_tier"] == {"disk": WHOLE}
         assert (await ask(http, "POST", prompt=PROMPT))["cached_tokens"] == 128
+
+
+async def test_what_a_prefix_on_the_disk_needs_stays_there_if_another_one_leaves_the_arena(folder, disk):
+    async with real_server(folder, disk) as (llm, _, http):
+        for prompt in (SYSTEM, PROMPT, OTHER):
+            await ask(http, "POST", prompt=prompt)
+            assert await llm.flush(10)
+    async with real_server(folder, disk) as (llm, _, http):
+        await ask(http, "POST", prompt=PROMPT)
+        assert (await ask(http, "DELETE", prompt=PROMPT))["dropped"] == {"arena": 5, "disk": 3}
+        assert (await ask(http, "POST", prompt=OTHER))["cached_tokens_by_tier"] == {"disk": WHOLE}
 
 
 async def test_all_that_goes_on_from_a_dropped_prefix_is_dropped_after_a_restart(folder, disk):

@@ -54,10 +54,12 @@ class Pins:
         """
         return self.end_of(keys.first(sys.maxsize))
 
-    def end_of(self, names: list[bytes]) -> int:
-        """As `end`, of a prompt given by the keys of its chunks."""
+    def end_of(self, names: list[bytes], after: int = 0) -> int:
+        """As `end`, of a prompt given by the keys of its chunks. Pins of prefixes of at most `after` chunks stay."""
         tree = self.tree
-        found = [segment for segment, count in tree.match(names) if count == len(segment.chunks)]
+        found = [
+            segment for segment, count in tree.match(names) if count == len(segment.chunks) and segment.end > after
+        ]
         ended = [segment for segment in found if self._is_protected.get(segment) is False]
         if ended:
             tree.num_uses += 1

@@ -64,7 +64,7 @@ class Branch(NamedTuple):
 
     names  keys of its chunks, from the first one on, as far as they are known
     below  chunks that go on from its end
-    kept   its chunks, but for the end, from which others go on too
+    kept   its chunks, but for the end, from which others go on too, or which are pinned without it
     """
 
     names: list[bytes]
@@ -140,9 +140,11 @@ def branch_of(engine: Engine, key: bytes, stored: Sequence[Stored], visible: Cal
     after = _followers(stored)
     below = _descendants(after, key)
     along, gone = set(names), {key, *below}
+    pinned = {name for run in stored if run.pinned_until > time.time() for name in run.names}
+    pinned = set() if key in pinned else pinned
     kept: set[bytes] = set()
     for index in range(len(names) - 2, -1, -1):
-        if after[names[index]] - along - gone:
+        if names[index] in pinned or after[names[index]] - along - gone:
             kept.update(names[: index + 1])
             break
     return Branch(names, below, kept)

@@ -119,21 +119,20 @@ class Moving:
     ) -> dict[str, int]:
         """Drops a prefix, given by the keys of its chunks, from the arena and the tiers: its end and whatever goes on
         from there, and the chunks before it from which nothing else goes on. Chunks that requests read stay, and those
-        that lead to pins. Returns the number of chunks dropped, by tier.
+        that lead to other pins. Returns the number of chunks dropped, by tier.
 
         below  chunks that go on from its end in a tier
-        kept   chunks before its end from which others go on in a tier
+        kept   chunks before its end that a tier needs for others
         """
         manager = self.manager
-        manager.pins.end_of(names)
+        manager.pins.end_of(names, len(names) - 1)
         dropped = manager.tree.discard(names)
         for vacated in dropped:
             manager.table.give(vacated.rows)
         gone = [name for vacated in dropped for name in vacated.origin.names]
         if self.tiers is None:
             return {"arena": len(gone)}
-        still = manager.tree.names_along(names) | set(kept)
-        far = {*gone, *below, *(name for name in names if name not in still)}
+        far = {*gone, *below, *names} - manager.tree.names_along(names) - set(kept)
         self._pins = [pin for pin in self._pins if pin.names[-1] not in far]
         self.tiers.unpin(far)
         found = {"arena": len(gone), **self.tiers.count(far)}
