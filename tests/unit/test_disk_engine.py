@@ -174,3 +174,14 @@ def test_an_engine_that_breaks_down_leaves_no_thread_of_the_disk(tmp_path: Path,
         assert not disk_threads()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_the_measurement_at_start_leaves_no_trace_in_statistics(retains: bool, tmp_path: Path) -> None:
+    options = LIBRARY | ({"retain.budget": 0.5, "retain.profile_rows": 32} if retains else {})
+    with LLM(str(save_tiny(tmp_path / "tiny")), options | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}) as llm:
+        found = llm.stats()
+        assert found["costs"]["prefill_tokens_per_second"] > 0
+    del found["cache"]["bytes_total"], found["cache"]["bytes_free"]
+    counters = {name: value for name, value in found.items() if isinstance(value, int)}
+    assert not any(counters.values()) and not any(found["cache"].values()) and not any(found["moves"].values())

@@ -210,6 +210,7 @@ class Engine:
         manager.eviction.evict(manager.tree.num_chunks)
         manager.demotion.is_on = was_on
         manager.statistics.restart()
+        manager.retention.bytes_freed = 0
         self.scheduler.counters = Counters()
 
     def may_pin(self, prompt_ids: list[int], salt: str = "") -> bool:
