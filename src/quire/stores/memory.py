@@ -64,8 +64,7 @@ class MemoryStore:
         if total > self.cap:
             return
         while self._bytes + total > self.cap:
-            oldest = next(iter(self._kept))
-            self.drop(oldest.names)
+            self._forget(next(iter(self._kept)))
             self._counts["num_collected"] += 1
         data = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
         np.concatenate(parts, out=data.numpy())
@@ -73,8 +72,11 @@ class MemoryStore:
         self._bytes += total
         self._counts["num_put"] += 1
         self._counts["bytes_written"] += total
-        self.drop([name for name in run.names if (older := self._runs.get(name)) and {*older.names} <= {*run.names}])
+        older = {each for name in run.names if (each := self._runs.get(name)) is not None}
         self._runs.update(dict.fromkeys(run.names, run))
+        for each in older:
+            if not any(self._runs.get(name) is each for name in each.names):
+                self._forget(each)
 
     def find(self, name: bytes) -> Run | None:
         """See Store."""
@@ -96,12 +98,8 @@ class MemoryStore:
     def drop(self, names: Iterable[bytes]) -> None:
         """See Store."""
         for name in list(names):
-            run = self._runs.get(name)
-            if run is not None and (kept := self._kept.pop(run, None)) is not None:
-                self._bytes -= kept.ends[-1]
-                for each in run.names:
-                    if self._runs.get(each) is run:
-                        del self._runs[each]
+            if (run := self._runs.get(name)) is not None:
+                self._forget(run)
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
         """It has no pins."""
@@ -132,6 +130,12 @@ class MemoryStore:
         """Bytes and counts since start."""
         chunks = sum(len(run.names) for run in list(self._kept))
         return {"bytes": self._bytes, "cap_bytes": self.cap, "chunks": chunks, "is_on": True, **self._counts}
+
+    def _forget(self, run: Run) -> None:
+        self._bytes -= self._kept.pop(run).ends[-1]
+        for name in run.names:
+            if self._runs.get(name) is run:
+                del self._runs[name]
 
     def _use(self, name: bytes) -> Run | None:
         run = self._runs.get(name)
