@@ -21,6 +21,7 @@ import pytest
 from quire.async_llm import AsyncLLM
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
+from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
 from quire.stores.direct import DirectFile
@@ -185,3 +186,17 @@ def test_the_measurement_at_start_leaves_no_trace_in_statistics(retains: bool, t
     del found["cache"]["bytes_total"], found["cache"]["bytes_free"]
     counters = {name: value for name, value in found.items() if isinstance(value, int)}
     assert not any(counters.values()) and not any(found["cache"].values()) and not any(found["moves"].values())
+
+
+def test_a_prefix_pinned_on_the_disk_outlasts_the_lifetime_of_the_cache(tmp_path: Path) -> None:
+    prompt = {"prompt": "a few words that are said again and again, " * 5}
+    options = LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB", "cache.lifetime": 0.5}
+    with LLM(str(save_tiny(tmp_path / "tiny")), options) as llm:
+        llm.generate({**prompt, "cache_pin": {"tier": "disk", "seconds": 60}}, SamplingParams(max_tokens=1))
+        assert llm.flush(10)
+        time.sleep(0.7)
+        llm.generate("b", SamplingParams(max_tokens=1))
+        assert not llm.prefixes() and sum(run.num_tokens for run in llm.stored_prefixes()) == 192
+        llm.engine.scheduler.manager.fetching.costs.speed = None
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=1))
+        assert output.cached_by_tier == {"disk": 192}

@@ -332,6 +332,22 @@ def test_runs_unused_for_their_lifetime_are_not_found_and_their_files_go(make: M
     assert holds(store, Fake(1)), "what comes anew is found again"
 
 
+def test_pinned_runs_outlast_their_lifetime(make: Make) -> None:
+    clock = Clock()
+    store = make(clock=clock, lifetime=100.0)
+    put(store, Fake(1))
+    assert store.flush(5) and store.pin(Fake(1).names, clock.now + 1000)
+    clock.now += 500
+    put(store, Fake(2))
+    assert store.flush(5)
+    assert holds(store, Fake(1)) and store.stats()["files"] == 2
+    clock.now += 600
+    assert store.find(Fake(1).names[0]) is None
+    put(store, Fake(3))
+    assert store.flush(5)
+    assert store.stats()["files"] == 1
+
+
 def test_a_throttle_limits_reads_and_writes_together(make: Make) -> None:
     store = make(bandwidth=20e6)
     begun = time.monotonic()

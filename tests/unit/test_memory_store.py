@@ -51,6 +51,19 @@ def test_runs_that_others_replaced_chunk_by_chunk_make_room_too(store: MemorySto
     assert store.stats()["bytes"] <= 100 * KIB
 
 
+def test_runs_unused_for_their_lifetime_are_dropped() -> None:
+    now = [0.0]
+    store = MemoryStore(100 * KIB, pinned=False, lifetime=10.0, clock=lambda: now[0])
+    put(store, Fake(1), Fake(2))
+    now[0] = 9.0
+    assert holds(store, Fake(1))
+    now[0] = 11.0
+    assert store.find(Fake(2).names[0]) is None and holds(store, Fake(1))
+    now[0] = 30.0
+    assert store.wants(Fake(1).names) == [True, True] and store.stats()["bytes"] == 0
+    store.close()
+
+
 def test_random_use_keeps_its_counts(store: MemoryStore, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(tries(300)):

@@ -119,9 +119,7 @@ class CacheManager(Paths):
         self.demotion.tick(now)
         self.pins.expire()
         for vacated in self.tree.expire():
-            self.table.give(vacated.rows)
-            if vacated.lifetime is None:  # else what a store has of them is there for other requests
-                self.fetching.store.drop(vacated.origin.names)
+            self.table.give(vacated.rows)  # stores count the time of what they have themselves
 
     def next_chunk(self, holder: Holder) -> bytes | None:
         """The key of a prompt's next whole chunk, by which the scheduler finds two sequences that are about to compute

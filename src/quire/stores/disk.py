@@ -49,7 +49,7 @@ class DiskStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """namespace: runs with another one are not found, whatever their salt. bandwidth: bytes per second of reads and
-        writes together. lifetime: seconds without use after which a run is not found any more.
+        writes together. lifetime: seconds without use after which a run is not found any more, unless it is pinned.
         Raises ConfigError for a folder that cannot be used.
         """
         self._cap, self._lifetime, self._clock = cap, lifetime, clock
@@ -223,7 +223,11 @@ class DiskStore:
         }
 
     def _is_expired(self, entry: Entry) -> bool:
-        return self._lifetime is not None and entry.used + self._lifetime < self._clock()
+        now, catalog = self._clock(), self._catalog
+        if self._lifetime is None or entry.used + self._lifetime >= now:
+            return False
+        tables = catalog.pins, *catalog.pins_of_others.values()
+        return not any(pins.get(name, 0.0) > now for pins in tables for name in entry.run.names)
 
     def _stage(self, extents: Iterable[memoryview]) -> list[Slot] | None:
         """Copies extents into staging memory; None if they do not fit."""

@@ -259,9 +259,9 @@ class Home:
                 file.noted = file.used
 
     def remove_expired(self, lifetime: float) -> None:
-        """Removes files unused for longer than the lifetime."""
+        """Removes files unused for longer than the lifetime, but for pinned ones."""
         last = self._clock() - lifetime
-        expired = [file for file in self.files.values() if file.used < last]
+        expired = [file for file in self.files.values() if file.used < last and not self.catalog.is_pinned(file)]
         if expired:
             self.remove(expired)
 

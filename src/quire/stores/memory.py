@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,20 +26,33 @@ class _Kept:
     """The extents of a run, one after the other.
 
     ends  where each extent ends in `data`
+    used  time of its last use
     """
 
     data: torch.Tensor
     ends: list[int]
+    used: float
 
 
 class MemoryStore:
-    """Keeps the most recently used runs that fit `cap` bytes. One thread copies them into the arena."""
+    """Keeps the most recently used runs that fit `cap` bytes. One thread copies them into the arena.
+
+    lifetime  seconds without use after which a run is dropped; None: when its memory is wanted
+    """
 
     name = "memory"
     outlives = False
 
-    def __init__(self, cap: int, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        cap: int,
+        *,
+        pinned: bool,
+        lifetime: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cap = cap
+        self._lifetime, self._clock = math.inf if lifetime is None else lifetime, clock
         self._pinned = pinned
         self._kept: OrderedDict[Run, _Kept] = OrderedDict()
         self._runs: dict[bytes, Run] = {}
@@ -47,6 +62,7 @@ class MemoryStore:
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
         """Whatever it lacks: older runs make room."""
+        self._expire()
         return [self._use(name) is None for name in names]
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
@@ -68,7 +84,7 @@ class MemoryStore:
             self._counts["num_collected"] += 1
         data = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
         np.concatenate(parts, out=data.numpy())
-        self._kept[run] = _Kept(data, ends)
+        self._kept[run] = _Kept(data, ends, self._clock())
         self._bytes += total
         self._counts["num_put"] += 1
         self._counts["bytes_written"] += total
@@ -80,6 +96,7 @@ class MemoryStore:
 
     def find(self, name: bytes) -> Run | None:
         """See Store."""
+        self._expire()
         return self._runs.get(name)
 
     def get(self, transfer: Transfer, runs: Sequence[Run]) -> None:
@@ -90,7 +107,7 @@ class MemoryStore:
             if kept is None:
                 transfer.fail(QuireError("a run is no longer in memory"))
                 return
-            self._kept.move_to_end(run)
+            self._touch(run)
             self._counts["num_read"] += 1
             self._counts["bytes_read"] += kept.ends[-1]
             self._copying.submit(_bring, transfer, run, kept)
@@ -140,8 +157,17 @@ class MemoryStore:
     def _use(self, name: bytes) -> Run | None:
         run = self._runs.get(name)
         if run is not None:
-            self._kept.move_to_end(run)
+            self._touch(run)
         return run
+
+    def _touch(self, run: Run) -> None:
+        self._kept[run].used = self._clock()
+        self._kept.move_to_end(run)
+
+    def _expire(self) -> None:
+        last = self._clock() - self._lifetime
+        while self._kept and self._kept[oldest := next(iter(self._kept))].used < last:
+            self._forget(oldest)
 
 
 def _bring(transfer: Transfer, run: Run, kept: _Kept) -> None:

@@ -19,7 +19,7 @@ def open_tiers(config: TiersConfig, namespace: Namespace, lifetime: float | None
     """
     found: list[Tier] = []
     if config.memory is not None:
-        found.append(MemoryStore(config.memory, pinned=True))
+        found.append(MemoryStore(config.memory, pinned=True, lifetime=lifetime))
     if config.disk is not None:
         try:
             from quire.stores.disk import DiskStore
