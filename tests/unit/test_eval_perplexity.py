@@ -273,6 +273,13 @@ def test_windows_are_whole_and_follow_each_other() -> None:
         cut_windows(range(3), 4)
 
 
+def test_an_evaluation_opens_no_tier(tmp_path: Any) -> None:
+    folder = str(save_tiny(tmp_path / "tiny"))
+    options = {"model.dtype": "float32", "runtime.threads": 1, "tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    engines, _ = load_engines(folder, (), 64, {**options, "tiers.disk_bandwidth": "50MB"})
+    assert all(engine.moving.tiers is None for engine in engines.values()) and not (tmp_path / "kv").exists()
+
+
 def test_engines_share_weights_and_have_arenas_of_their_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engines_module = importlib.import_module("quire.evaluation.engines")
     made = engines_module._configs

@@ -42,7 +42,7 @@ def load_engines(
     model        a folder, a .gguf file, a hub id, or `smollm2`
     codecs       values of cache.codec; empty: the codec of the options
     context      tokens of the longest request, prompt and answer
-    options      settings by key, which override the TOML file; cache.pin and cache.check are ignored
+    options      settings by key, which override the TOML file; cache.pin, cache.check and tiers are ignored
     sequences    number of longest requests, stored densely, that an automatic cache.memory holds
     compares     whether to add REFERENCE in front, if it is not among the codecs
     Raises ModelError or ConfigError before weights are loaded, if the model or a cache cannot hold `context` tokens or
@@ -109,7 +109,8 @@ def _name(codec: str, retain: RetainConfig) -> str:
 
 def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path | None) -> dict[str, EngineConfig]:
     """The configuration of each codec, by the name of its engine."""
-    options["cache.pin"] = None
+    # A file of settings may be a server's. An evaluation leaves nothing behind.
+    options |= dict.fromkeys(("cache.pin", "tiers.disk", "tiers.disk_bandwidth", "tiers.memory"))
     options["cache.check"] = False  # the evaluation measures the same thing
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
