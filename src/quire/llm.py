@@ -284,6 +284,9 @@ class LLM(Face):
                                                          cached or used bytes held by pins; bytes_saved: additional
                                                          bytes that live requests would need without sharing;
                                                          bytes_evicted and bytes_retention_freed since start
+        tiers, moves, costs                              with tiers: bytes, chunks and counts of each; chunks that were
+                                                         fetched, wasted, lost and swapped; bytes of a chunk, bytes
+                                                         fetched and tokens computed a second, as far as known
         """
         return self._parts.engine.stats()
 
