@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import time
@@ -330,6 +331,16 @@ def test_runs_unused_for_their_lifetime_are_not_found_and_their_files_go(make: M
     clock.now += 200
     put(store, Fake(1))
     assert holds(store, Fake(1)), "what comes anew is found again"
+
+
+def test_a_pin_never_shortens_another_one(make: Make) -> None:
+    store, begin, end = make(), Fake(1), Fake(2)
+    put(store, begin, end)
+    assert store.flush(5) and store.pin(begin.names, math.inf)
+    assert store.pin([*begin.names, *end.names], time.time() + 60)  # as of a prompt that begins alike
+    assert store.flush(5)
+    until = {stored.names: stored.pinned_until for stored in store.stored()}
+    assert until[begin.names] == math.inf > until[end.names] > 0
 
 
 def test_pinned_runs_outlast_their_lifetime(make: Make) -> None:

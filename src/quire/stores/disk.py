@@ -163,8 +163,9 @@ class DiskStore:
         self._catalog.drop(list(self._catalog.entries.values()))
 
     def pin(self, names: Sequence[bytes], until: float) -> bool:
-        """Collects the files of these chunks last, until a time in seconds since the epoch. False, and no change, if a
-        chunk is not stored, or if more than half of the quota would be pinned.
+        """Collects the files of these chunks last, until a time in seconds since the epoch. Extends earlier pins, but
+        never shortens them. False, and no change, if a chunk is not stored, or if more than half of the quota would be
+        pinned.
         """
         catalog, home = self._catalog, self._home
         entries = catalog.of(names)
@@ -175,7 +176,7 @@ class DiskStore:
         staged = sum(entry.num_bytes for entry in entries if entry.file is None)
         if sum(file.total_bytes for file in files) + staged > home.quotas.bytes // 2:
             return False
-        self._set_pins(dict.fromkeys(names, until))
+        self._set_pins({name: max(until, catalog.pins.get(name, 0.0)) for name in names})
         return True
 
     def unpin(self, names: Iterable[bytes]) -> None:
