@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -196,16 +197,17 @@ def needs_of(given: argparse.Namespace) -> tuple[int, int]:
 def marks_of(samples: dict[str, dict[str, list[float]]]) -> list[Mark]:
     """The claims. NaN where a side did not run."""
     moving, near = samples.get(MOVING, {}), samples.get(NEAR, {})
+
+    def busy(name: str) -> list[float]:
+        """Of the rounds in which the disk was read."""
+        read = moving.get("bytes_read", [])
+        return [value if each else math.nan for value, each in zip(moving.get(name, []), read, strict=True)]
+
     marks = [
-        Mark(
-            f"{name} of time per output token, moving / near",
-            ratios(moving.get(name, []), near.get(name, [])),
-            bound,
-            True,
-        )
+        Mark(f"{name} of time per output token, moving / near", ratios(busy(name), near.get(name, [])), bound, True)
         for name, bound in (("p50", 1.05), ("p99", 1.3))
     ]
-    return [*marks, Mark("store's share of CPU time", moving.get("cpu_share", []), 0.05, True)]
+    return [*marks, Mark("store's share of CPU time", busy("cpu_share"), 0.05, True)]
 
 
 def report(given: argparse.Namespace, samples: dict[str, dict[str, list[float]]], load: OtherLoad) -> str:

@@ -205,7 +205,12 @@ def marks_of(samples: dict[str, list[float]], num_tokens: int) -> list[Mark]:
     """The claims. NaN where a side did not run."""
     cold, disk = samples.get("quire cold", []), samples.get("quire from disk", [])
     share = [found / num_tokens for found in samples.get("quire tokens from disk", [])]
-    peer = samples.get("llama.cpp from disk", [])
+    # A peer that restored nothing computed the prompt.
+    restored = samples.get("llama.cpp tokens from disk", [])
+    peer = [
+        seconds if found >= 0.95 * num_tokens else math.nan
+        for seconds, found in zip(samples.get("llama.cpp from disk", []), restored, strict=True)
+    ]
     return [
         Mark("Quire: cold / from disk", ratios(cold, disk), 8),
         Mark("Quire: share of the prompt from disk", share, 0.95),

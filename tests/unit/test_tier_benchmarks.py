@@ -84,13 +84,16 @@ def test_ratios_are_within_a_round() -> None:
 
 def test_the_restart_is_judged_by_cold_disk_and_the_peer() -> None:
     samples = {"quire cold": [1.8, 2.0], "quire from disk": [0.2, 0.2], "quire tokens from disk": [4032, 3000]}
-    marks = restart.marks_of(samples | {"llama.cpp from disk": [0.3, 0.1]}, 4096)
+    peer = {"llama.cpp from disk": [0.3, 0.1], "llama.cpp tokens from disk": [4095, 4095]}
+    marks = restart.marks_of(samples | peer, 4096)
     assert [list(mark.values) for mark in marks] == [
         pytest.approx([9.0, 10.0]),
         pytest.approx([4032 / 4096, 3000 / 4096]),
         pytest.approx([1.5, 0.5]),
     ]
     assert restart.marks_of(samples, 4096)[2].reached is None
+    peer["llama.cpp tokens from disk"] = [0, 64]
+    assert restart.marks_of(samples | peer, 4096)[2].reached is None, "it computed its prompts"
 
 
 def test_documents_are_judged_by_codec_and_bandwidth() -> None:
@@ -118,9 +121,13 @@ def test_documents_are_judged_by_codec_and_bandwidth() -> None:
 
 
 def test_a_busy_disk_is_compared_with_the_same_requests_without_transfers() -> None:
-    moving = {"p50": [10.6], "p99": [20.0], "cpu_share": [0.04]}
+    moving = {"p50": [10.6], "p99": [20.0], "cpu_share": [0.04], "bytes_read": [1.0]}
     marks = busy.marks_of({"moving": moving, "near": {"p50": [10.0], "p99": [18.0]}, "alone": {"p50": [1.0]}})
     assert [mark.reached for mark in marks] == [False, True, True]
+    idle = moving | {"bytes_read": [0.0]}
+    assert [mark.reached for mark in busy.marks_of({"moving": idle, "near": {"p50": [10.0], "p99": [18.0]}})] == [
+        None
+    ] * 3
 
 
 # Loads
