@@ -200,3 +200,10 @@ def test_a_prefix_pinned_on_the_disk_outlasts_the_lifetime_of_the_cache(tmp_path
         llm.engine.scheduler.manager.fetching.costs.speed = None
         (output,) = llm.generate(prompt, SamplingParams(max_tokens=1))
         assert output.cached_by_tier == {"disk": 192}
+
+
+def test_a_start_says_how_much_the_disk_may_hold_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, folder = str(save_tiny(tmp_path / "tiny")), tmp_path / "kv"
+    with caplog.at_level("INFO", "quire"), LLM(model, LIBRARY | {"tiers.disk": f"{folder}:64MiB"}):
+        pass
+    assert f"at most 64MiB on the disk in {folder}" in caplog.text
