@@ -343,6 +343,19 @@ def test_a_pin_never_shortens_another_one(make: Make) -> None:
     assert until[begin.names] == math.inf > until[end.names] > 0
 
 
+def test_what_a_pinned_prefix_goes_on_from_stays_pinned_if_the_pin_of_that_is_ended(make: Make) -> None:
+    store, runs = make(), [Fake(1, start=start) for start in (0, 2, 4)]
+    put(store, *runs)
+    assert store.flush(5)
+    until = time.time() + 60
+    names = [name for run in runs for name in run.names]
+    assert store.pin(names, until) and store.pin(names[:3], math.inf)
+    store.unpin(names[:3])
+    assert store._catalog.pins == dict.fromkeys(names, until)
+    store.unpin(names)
+    assert not store._catalog.pins
+
+
 def test_pinned_runs_outlast_their_lifetime(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -180,8 +181,20 @@ class DiskStore:
         return True
 
     def unpin(self, names: Iterable[bytes]) -> None:
-        """Ends pins of this process, and of earlier ones in its sub-folder."""
-        self._set_pins(dict.fromkeys(names, 0.0))
+        """Ends pins of this process, and of earlier ones in its sub-folder. Chunks from which pinned ones go on stay
+        pinned as long as these.
+        """
+        ending, catalog, done = set(names), self._catalog, set[bytes]()
+        needed = dict.fromkeys(ending, 0.0)
+        for name, until in sorted(catalog.pins.items(), key=operator.itemgetter(1), reverse=True):
+            at = None if name in ending else name
+            while at is not None and at not in done and (entry := catalog.by_name.get(at)) is not None:
+                run = entry.run
+                along = run.names[: run.names.index(at) + 1]
+                done.update(along)
+                needed.update((each, until) for each in along if needed.get(each) == 0.0)
+                at = run.parent if run.start else None
+        self._set_pins(needed)
 
     def stored(self, visible: Callable[[str], bool] = lambda salt: True) -> list[Stored]:
         """What is on the disk, of all processes and models, where the salt is visible; the last used first."""
