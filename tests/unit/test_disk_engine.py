@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from quire.async_llm import AsyncLLM
+from quire.cache.demotion import Demotion
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
@@ -207,3 +208,18 @@ def test_a_start_says_how_much_the_disk_may_hold_and_where(tmp_path: Path, caplo
     with caplog.at_level("INFO", "quire"), LLM(model, LIBRARY | {"tiers.disk": f"{folder}:64MiB"}):
         pass
     assert f"at most 64MiB on the disk in {folder}" in caplog.text
+
+
+def test_closing_writes_what_is_still_in_the_arena_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    model, options = str(save_tiny(tmp_path / "tiny")), LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    prompt = list(range(64 * 3 + 5))
+    monkeypatch.setattr(Demotion, "tick", lambda demotion, now: None)
+    with LLM(model, options) as llm:
+        llm.engine.add("x", None, prompt, GREEDY)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert llm.stats()["tiers"]["disk"]["num_put"] == 0
+    with LLM(model, options) as llm:
+        llm.engine.scheduler.manager.fetching.costs.speed = None
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1))
+        assert output.cached_by_tier == {"disk": 192}
