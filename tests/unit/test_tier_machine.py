@@ -182,7 +182,7 @@ class Machine:
         if not self.manager.admit(asked):
             assert len(self.fetching.guests) == 0, "a fetch for others was left in the way"
             assert self.table.num_taken == taken or guests
-            assert self.running or asked.swapped is not None or guests or self.manager.pins.num_protected, "for ever"
+            assert self.running or asked.swapped is not None or guests, "it would wait for ever"
             return
         self.waiting.popleft()
         self.running.append(asked)
