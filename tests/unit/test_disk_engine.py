@@ -9,6 +9,9 @@ import logging
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -223,3 +226,28 @@ def test_closing_writes_what_is_still_in_the_arena_alone(tmp_path: Path, monkeyp
         llm.engine.scheduler.manager.fetching.costs.speed = None
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=1))
         assert output.cached_by_tier == {"disk": 192}
+
+
+KILLED = """
+import json, os, signal, sys
+from quire.engine.params import SamplingParams
+from quire.llm import LLM
+llm = LLM(sys.argv[1], json.loads(sys.argv[2]))
+(output,) = llm.generate([json.loads(sys.argv[3])], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
+assert llm.flush(30)
+print(json.dumps(output.outputs[0].token_ids), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_engine_that_was_killed_serves_the_same_prefix_again(tmp_path: Path) -> None:
+    model, options = str(save_tiny(tmp_path / "tiny")), LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    prompt = list(range(64 * 3 + 5))
+    words = [sys.executable, "-c", KILLED, model, json.dumps(options), json.dumps(prompt)]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    with LLM(model, options) as llm:
+        llm.engine.scheduler.manager.fetching.costs.speed = None  # a tiny model computes faster than a disk reads
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
+    assert output.cached_by_tier == {"disk": 192}
+    assert output.outputs[0].token_ids == json.loads(child.stdout)
