@@ -172,6 +172,24 @@ def test_what_is_stored_is_evicted_without_a_copy(seed: int) -> None:
     assert sorted(store.names) == sorted(holder.keys.first(4))
 
 
+def test_a_hit_in_the_arena_is_a_use_for_the_store_and_mends_what_it_lost(seed: int) -> None:
+    store = Counting(seed)
+    manager = make_manager(40, store)
+    holder = publish(manager, 1, 2, 3, 4)
+    manager.demotion.run(1 << 30)
+    num_asked = store.num_asked
+    publish(manager, 5)
+    assert store.num_asked == num_asked, "it shares nothing"
+    manager.demotion.run(1 << 30)
+    num_asked, num_put = store.num_asked, store.num_put
+    publish(manager, 1, 2, 3, 4)
+    assert store.num_asked == num_asked + 1 and not manager.demotion.is_waiting
+    store.drop(holder.keys.first(2))
+    publish(manager, 1, 2, 3, 4)
+    manager.demotion.run(1 << 30)
+    assert all(store.find(name) for name in holder.keys.first(4)) and store.num_put > num_put
+
+
 def test_a_full_store_gets_everything_once_it_has_room(seed: int) -> None:
     store = Counting(seed)
     manager = make_manager(60, store)

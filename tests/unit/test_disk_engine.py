@@ -251,3 +251,15 @@ def test_an_engine_that_was_killed_serves_the_same_prefix_again(tmp_path: Path) 
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))
     assert output.cached_by_tier == {"disk": 192}
     assert output.outputs[0].token_ids == json.loads(child.stdout)
+
+
+def test_what_is_always_near_stays_on_the_disk(tmp_path: Path) -> None:
+    prompt = [list(range(64 * 3 + 5))]
+    options = LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB", "cache.lifetime": 2.0}
+    with LLM(str(save_tiny(tmp_path / "tiny")), options) as llm:
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:
+            (output,) = llm.generate(prompt, SamplingParams(max_tokens=1))
+            assert llm.flush(10)
+            time.sleep(0.1)
+        assert output.cached_by_tier == {"arena": 192} and llm.stored_prefixes()

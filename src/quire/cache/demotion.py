@@ -54,6 +54,13 @@ class Demotion:
         if self.is_on and segment is not None and segment.lifetime is None:
             self._waiting[segment] = None
 
+    def use(self, names: list[bytes], tip: Segment | None) -> None:
+        """A sequence reads these chunks of the tree, up to the end of a segment. The store counts that as a use, so
+        that it does not take what is always near for unused, and is offered again what it has lost.
+        """
+        if self.is_on and names and any(self.store.wants(names)):
+            self.note(tip)
+
     def tick(self, now: float) -> None:
         """Offers as much as the time since the last call allows."""
         self._allowed = min(self._allowed + max(0.0, now - self._now) * COPY_SPEED, MOST_AHEAD)

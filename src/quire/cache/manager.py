@@ -92,6 +92,7 @@ class CacheManager(Paths):
         self.room.promise(holder)
         self.match(holder)
         self.fetching.bring(holder)
+        self.demotion.use(holder.keys.first(holder.path.num_shared), holder.path.tip)
         return True
 
     def refuses(self, holder: Holder) -> bool:

@@ -128,7 +128,7 @@ class Store(Protocol):
     """
 
     def wants(self, names: Sequence[bytes]) -> list[bool]:
-        """Which of these chunks it does not have and would take now."""
+        """Which of these chunks it does not have and would take now. A use of the others."""
         ...
 
     def put(self, run: Run, extents: Iterable[memoryview]) -> None:
