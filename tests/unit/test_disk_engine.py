@@ -263,3 +263,21 @@ def test_what_is_always_near_stays_on_the_disk(tmp_path: Path) -> None:
             assert llm.flush(10)
             time.sleep(0.1)
         assert output.cached_by_tier == {"arena": 192} and llm.stored_prefixes()
+
+
+@pytest.mark.parametrize("caches", [("retained", "dense"), ("dense", "retained")])
+def test_engines_with_and_without_retention_read_the_same_folder(
+    caches: tuple[str, str], tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(64 * 3 + 10)] for _ in range(2)]
+    for cache in caches:
+        engine, store = with_disk(tmp_path / "store", **CACHES[cache])
+        for prompt in prompts:
+            expected = generate(make_engine(SHAPE, **CACHES[cache]), [prompt])
+            assert generate(engine, [prompt]) == expected
+            settle(engine)
+        assert store.flush(10)
+        num_attached = sum(entry.run.num_attached for entry in store._catalog.entries.values())
+        assert (num_attached > 0) == ("retained" in caches[: caches.index(cache) + 1])
+        store.close()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.cache.arrays import Bools, Int32s, Int64s
+from quire.cache.codecs.sums import SumsCodec
 from quire.cache.ledger import PAGE_TOKENS, Demand, PageCounts
 from quire.errors import CacheFullError, ConfigError
 
 if TYPE_CHECKING:
     from quire.cache.codecs import Codec, PageFormat
     from quire.cache.codecs.dense import DenseCodec
-    from quire.cache.codecs.sums import SumsCodec
     from quire.cache.sinks import Sinks
 
 POSITIONS_BYTES = 4 * PAGE_TOKENS
@@ -41,7 +41,7 @@ class ChunkCounts:
     sums           the format of column sums, which have rows of their own; None without retention
     sidecar_bytes  of one sidecar; 0 without sinks
     capacity       rows
-    sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id
+    sizes          int32 [formats, L, H], bytes of the pages of each format, by kernel id; of column sums in any case
     kinds          uint8 [capacity]; kernel id of the chunk's codec
     sidecars       int32 [capacity]; where the chunk's sidecar lies, as a page id, or 0 if nothing lies anywhere; -1
                    without one
@@ -73,7 +73,9 @@ class ChunkCounts:
         self.encodes = bool(sealed_codecs)
         formats: tuple[PageFormat, ...] = codecs if sums is None else (*codecs, sums)
         self.codecs = {each.kernel_id: each for each in formats}
-        self.sizes = np.zeros((max(self.codecs) + 1, *self.shape), np.int32)
+        # Runs from a store may have column sums that nobody reads here.
+        self.sizes = np.zeros((max(*self.codecs, SumsCodec.kernel_id) + 1, *self.shape), np.int32)
+        self.sizes[SumsCodec.kernel_id] = SumsCodec.page_bytes
         for each in formats:
             self.sizes[each.kernel_id] = each.page_bytes
         sizes = {*self.sizes[list(self.codecs)].flat, self.sidecar_bytes, *([POSITIONS_BYTES] if sums else [])}
