@@ -401,6 +401,42 @@ def test_all_swapped_sequences_of_a_prefix_that_is_far_come_back(seed: int) -> N
     assert manager.fetching.counts.swapped_in == 3 and engine.stats()["replayed_tokens"] == 0
 
 
+@pytest.mark.parametrize("calls", range(4, 9))
+def test_a_prefix_that_is_lost_while_its_sequence_comes_back_is_computed(calls: int, seed: int) -> None:
+    """Threads of a store lose runs between two questions of the same admission."""
+
+    class Losing(ToyStore):
+        left = 0
+
+        def find(self, name: bytes) -> Run | None:
+            self.left -= 1
+            if self.left == 0:
+                self.drop([each for each, run in self.runs.items() if run.is_shared])
+            return super().find(name)
+
+    rng = random.Random(seed)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 3 + 20)]
+    params = replace(GREEDY, max_tokens=20)
+    expected = generate(make_engine(SHAPE), [prompt], params)
+    store = Losing(seed, delay=0.001)
+    engine = with_store(store, chunks=40)
+    (sequence,) = engine.add("swapped", None, prompt, params).sequences
+    collected: dict[str, RequestOutput] = {}
+    while sequence.num_generated < 5:
+        for delta in engine.step():
+            gather(collected, delta)
+    engine.scheduler.preempt(sequence)
+    assert sequence.swapped is not None
+    engine.scheduler.manager.eviction.evict(99)
+    store.left = calls
+    while engine.has_work:
+        for delta in engine.step():
+            gather(collected, delta)
+        engine.check()
+    assert [collected["swapped"].outputs[0].token_ids] == expected
+    assert engine.holds_nothing
+
+
 def test_a_sequence_that_comes_back_knows_the_segments_that_are_there_now(seed: int) -> None:
     """Its prefix was evicted and computed again for somebody else, in as many chunks but another segment."""
     rng = random.Random(seed)

@@ -77,7 +77,7 @@ class Swapping:
 
     def bring_back(self, holder: Holder) -> bool:
         """Starts to bring back the path of a sequence, for which there is room. False, and it is forgotten, if it does
-        not fit with its holds.
+        not fit with its holds, or if the store has lost a part of it since it was asked.
         """
         swapped, table = holder.swapped, self.fetching.pages
         assert swapped is not None
@@ -87,6 +87,10 @@ class Swapping:
             self.tree.extend(path, keys, end, False)
         near = path.num_shared
         far = self.fetching.far(keys, near, end)
+        if near + len(far) < end:
+            self.tree.release(path)
+            self.forget(holder)
+            return False
         has_sidecar = len(far) > 0 and near == 0
         demand = demand_of(table, run) + table.demand(len(far), sidecars=has_sidecar)
         self.paths.eviction.evict_for(lambda: demand)
