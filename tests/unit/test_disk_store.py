@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -478,6 +479,20 @@ def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatc
     assert time.monotonic() - begun < 2.5
     assert len(failed) == 3  # whichever threads read first
     assert all("no progress" in str(transfer.error) for transfer in failed)
+
+
+def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(writer, "IDLE_SECONDS", 0.5)
+    store, turns = make(), list[float]()
+    put(store, Fake(1))
+    wait_until(lambda: store._home.has_draft)
+    shutil.rmtree(tmp_path / "store")
+    wait_until(lambda: not store.is_on)
+    assert store._home.has_draft
+    wait = store._writer._seconds_to_wait
+    monkeypatch.setattr(store._writer, "_seconds_to_wait", lambda: turns.append(wait()) or turns[-1])
+    time.sleep(0.6)
+    assert len(turns) < 10, "it spins"
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:

@@ -145,7 +145,7 @@ class Writer:
     def _seconds_to_wait(self) -> float:
         now = time.monotonic()
         seconds = self._ticked + TICK_SECONDS - now
-        if self._home.has_draft:
+        if self._home.has_draft and self._outage.is_on:
             seconds = min(seconds, self._written + IDLE_SECONDS - now)
         return seconds
 
