@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -493,6 +494,24 @@ def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path
     monkeypatch.setattr(store._writer, "_seconds_to_wait", lambda: turns.append(wait()) or turns[-1])
     time.sleep(0.6)
     assert len(turns) < 10, "it spins"
+
+
+def test_what_is_put_while_the_writer_is_asked_for_something_else_is_flushed(make: Make, monkeypatch: Any) -> None:
+    store, fake = make(), Fake(1)
+    entered, goes_on, tick = threading.Event(), threading.Event(), store._writer._tick
+
+    def slow() -> None:
+        entered.set()
+        assert goes_on.wait(10)
+        tick()
+
+    monkeypatch.setattr(store._writer, "_tick", slow)
+    store.unpin([b"x" * 16])
+    assert entered.wait(10)
+    put(store, fake)
+    threading.Timer(0.2, goes_on.set).start()
+    assert store.flush(10)
+    assert not store._home.has_draft and [stored.names for stored in store.stored()] == [fake.names]
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:

@@ -126,6 +126,8 @@ class Writer:
                     return
                 entry = self._queue.popleft() if self._queue else None
                 is_urgent = self._is_urgent and entry is None
+                if is_urgent:  # what is asked for from now on has its own turn
+                    self._is_urgent = False
                 self._is_busy = True
             begun = time.thread_time()
             try:
@@ -138,8 +140,6 @@ class Writer:
                 self.cpu_seconds += time.thread_time() - begun
                 with self._changed:
                     self._is_busy = False
-                    if is_urgent:
-                        self._is_urgent = False
                     self._changed.notify_all()
 
     def _seconds_to_wait(self) -> float:
