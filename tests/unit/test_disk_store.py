@@ -514,6 +514,22 @@ def test_what_is_put_while_the_writer_is_asked_for_something_else_is_flushed(mak
     assert not store._home.has_draft and [stored.names for stored in store.stored()] == [fake.names]
 
 
+def test_closing_a_store_on_a_slow_disk_gives_up_what_is_queued(make: Make, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(disk, "FLUSH_SECONDS", 0.0)
+    real = DirectFile.write
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        real(*args)
+
+    monkeypatch.setattr(DirectFile, "write", slow)
+    store = make()
+    put(store, *(Fake(n) for n in range(20)))
+    store.close()
+    assert not store._writer._thread.is_alive() and not warnings_of(caplog)
+    assert store._staging.free_bytes == store._staging.num_bytes
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

@@ -80,6 +80,7 @@ class Writer:
             if self._is_closing:
                 return
             self._is_closing = True
+            self._queue.clear()
             self._changed.notify_all()
         self._thread.join(2.0)
         if self.work.acquire(timeout=0.5):
