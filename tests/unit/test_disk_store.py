@@ -530,6 +530,19 @@ def test_closing_a_store_on_a_slow_disk_gives_up_what_is_queued(make: Make, monk
     assert store._staging.free_bytes == store._staging.num_bytes
 
 
+def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any, caplog: Any) -> None:
+    store, fake, found = make(), Fake(1), list[bool]()
+    real = os.rename
+
+    def rename(*args: Any) -> None:
+        real(*args)
+        found.append(holds(store, fake))
+
+    put(store, fake)
+    monkeypatch.setattr(home.os, "rename", rename)
+    assert store.flush(5) and found == [True] and not warnings_of(caplog)
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

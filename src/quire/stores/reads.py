@@ -16,6 +16,7 @@ from quire.cache.store import Transfer
 from quire.errors import ExtentError, QuireError
 from quire.stores.catalog import Catalog, Entry, RunFile
 from quire.stores.direct import Buffer, DirectFile, give_way, padded
+from quire.stores.folder import DRAFT_SUFFIX, RUNS_SUFFIX
 from quire.stores.outage import Outage
 from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
@@ -220,9 +221,10 @@ class Reads:
         try:
             return DirectFile(path, is_direct=self._is_direct())
         except FileNotFoundError:
-            if file.path == path:
+            if path.suffix != DRAFT_SUFFIX:
                 raise
-            return DirectFile(file.path, is_direct=self._is_direct())  # it got its final name meanwhile
+            # It got its final name meanwhile, and `path` may not say so yet.
+            return DirectFile(path.with_suffix(RUNS_SUFFIX), is_direct=self._is_direct())
 
     def _fail(self, request: Request, reason: str, gone: RunFile | None) -> None:
         """Fails a transfer and forgets the run; of a file that is gone, all runs."""
