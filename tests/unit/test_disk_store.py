@@ -543,6 +543,26 @@ def test_a_run_is_read_while_its_file_gets_its_name(make: Make, monkeypatch: Any
     assert store.flush(5) and found == [True] and not warnings_of(caplog)
 
 
+def test_a_staged_run_says_nothing_of_the_disk(make: Make, monkeypatch: Any, caplog: Any) -> None:
+    clock = Clock()
+    store = make(clock=clock)
+    fakes = [Fake(n) for n in range(9)]
+    put(store, *fakes[:8])
+    assert store.flush(5)
+
+    def broken(self: DirectFile, *args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DirectFile, "read", broken)
+    assert not any(holds(store, fake) for fake in fakes[:8])
+    clock.now += 31
+    with store._writer.work:
+        put(store, fakes[8])
+        assert holds(store, fakes[8])
+        wait_until(lambda: store.stats()["num_read"] == 1)
+    assert store.stats()["reason"] and "works again" not in caplog.text
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)
