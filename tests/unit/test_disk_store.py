@@ -563,6 +563,32 @@ def test_a_staged_run_says_nothing_of_the_disk(make: Make, monkeypatch: Any, cap
     assert store.stats()["reason"] and "works again" not in caplog.text
 
 
+def test_readers_that_hung_read_again(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr("quire.stores.reads.MAX_STUCK", 2)
+    clock = Clock()
+    store = make(clock=clock)
+    store._reads.stuck_seconds = 0.1
+    fakes = [Fake(n, 1) for n in range(8)]
+    put(store, *fakes)
+    assert store.flush(5)
+    real, hang = os.preadv, threading.Event()
+
+    def stuck(*args: Any) -> int:
+        hang.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", stuck)
+    transfers = [FakeTransfer([fake.run]) for fake in fakes[:4]]
+    for transfer in transfers:
+        store.get(transfer, transfer.runs)  # type: ignore[arg-type]
+    assert not any(transfer.wait() for transfer in transfers)
+    assert all(reader.is_lost for reader in store._reads._readers)
+    assert not holds(store, fakes[5]), "nobody reads"
+    hang.set()
+    wait_until(lambda: not any(reader.is_lost for reader in store._reads._readers))
+    assert len(store._reads._readers) == 2 and holds(store, fakes[6])
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

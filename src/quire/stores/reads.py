@@ -129,13 +129,14 @@ class Reads:
         name = f"quire-disk-reader-{self._num_started}"
         self._num_started += 1
         reader.thread = threading.Thread(target=self._run, args=(reader,), name=name, daemon=True)
-        self._readers.append(reader)
+        with self._changed:
+            self._readers.append(reader)
         reader.thread.start()
 
     def _run(self, reader: Reader) -> None:
         give_way()
         buffer = Buffer()
-        while not reader.is_lost:
+        while self._goes_on(reader):
             with self._changed:
                 while not self._queue and not self._is_closed:
                     self._changed.wait()
@@ -153,6 +154,15 @@ class Reads:
             finally:
                 reader.request = reader.since = None
                 self.cpu_seconds += time.thread_time() - begun
+
+    def _goes_on(self, reader: Reader) -> bool:
+        """Whether a reader goes on: one that hung for a while ends if another one has its place."""
+        with self._changed:
+            if sum(not each.is_lost for each in self._readers if each is not reader) >= NUM_READERS:
+                self._readers.remove(reader)
+                return False
+            reader.is_lost = False
+            return True
 
     def _serve(self, reader: Reader, request: Request, buffer: Buffer) -> None:
         entry, transfer = request.entry, request.transfer
