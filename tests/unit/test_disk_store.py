@@ -589,6 +589,25 @@ def test_readers_that_hung_read_again(make: Make, monkeypatch: Any) -> None:
     assert len(store._reads._readers) == 2 and holds(store, fakes[6])
 
 
+def test_a_run_may_be_lost_while_it_is_put_again(make: Make) -> None:
+    store, fake = make(), Fake(1, 1)
+    put(store, fake)
+    assert store.flush(5)
+
+    class Losing(dict[bytes, Any]):
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            store._catalog.drop(list(store._catalog.entries.values()))  # as another thread does
+            return found
+
+    store._catalog.by_name = Losing(store._catalog.by_name)
+    put(store, fake)
+    store._catalog.by_name = dict(store._catalog.by_name)
+    put(store, fake)
+    assert store.flush(5) and holds(store, fake)
+    store.check()
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

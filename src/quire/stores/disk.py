@@ -104,12 +104,12 @@ class DiskStore:
             return
         known = catalog.of(run.names)
         catalog.drop([entry for entry in known if self._is_expired(entry)])
-        if all(name in catalog.by_name for name in run.names):
-            last = catalog.by_name[run.names[-1]].run
-            if run.num_attached == 0 or last.ends_with_sums(run.names[-1]):
-                for entry in known:
-                    catalog.use(entry)
-                return
+        last = catalog.by_name.get(run.names[-1])
+        is_enough = last is not None and (run.num_attached == 0 or last.run.ends_with_sums(run.names[-1]))
+        if is_enough and all(name in catalog.by_name for name in run.names):
+            for entry in known:
+                catalog.use(entry)
+            return
         slots = self._stage(extents)
         if slots is None:
             self._num_refused += 1
