@@ -608,6 +608,19 @@ def test_a_run_may_be_lost_while_it_is_put_again(make: Make) -> None:
     store.check()
 
 
+def test_extents_that_cannot_be_read_leave_no_staging_memory_behind(make: Make) -> None:
+    store, fake = make(), Fake(1)
+
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(fake.extents[0])
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input"):
+        store.put(fake.run, broken())
+    store.check()
+    assert store._staging.free_bytes == store._staging.num_bytes
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

@@ -246,14 +246,18 @@ class DiskStore:
     def _stage(self, extents: Iterable[memoryview]) -> list[Slot] | None:
         """Copies extents into staging memory; None if they do not fit."""
         slots: list[Slot] = []
-        for extent in extents:
-            slot = self._staging.take(len(extent))
-            if slot is None:
-                self._staging.give(slots)
-                return None
-            # numpy, which releases the interpreter lock, so that readers go on.
-            np.copyto(np.frombuffer(slot.extent, np.uint8), np.frombuffer(extent, np.uint8))
-            slots.append(slot)
+        try:
+            for extent in extents:
+                slot = self._staging.take(len(extent))
+                if slot is None:
+                    self._staging.give(slots)
+                    return None
+                slots.append(slot)
+                # numpy, which releases the interpreter lock, so that readers go on.
+                np.copyto(np.frombuffer(slot.extent, np.uint8), np.frombuffer(extent, np.uint8))
+        except BaseException:
+            self._staging.give(slots)
+            raise
         return slots
 
     def _set_pins(self, changes: dict[bytes, float]) -> None:
