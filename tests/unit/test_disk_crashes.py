@@ -250,6 +250,31 @@ def test_a_damaged_index_costs_its_own_runs_alone(tmp_path: Path, opened: Callab
     assert again.find(other.names[0]) is None and len(caplog.records) == 1
 
 
+def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
+    tmp_path: Path, opened: Callable[[], DiskStore], seed: int
+) -> None:
+    rng, fake = random.Random(seed), Fake(1)
+    store = opened()
+    store.put(fake.run, fake.pack())
+    assert store.flush(5)
+    store.close()
+    path = tmp_path / "store" / "v1" / "0" / "index.db"
+    good = path.read_bytes()
+    schema = good.index(b"CREATE TABLE")
+    chosen = [44, 47, schema - 20, schema - 3, schema + 2, schema + 14]
+    for at in [*chosen, *(rng.randrange(20, 4096) for _ in range(tries(20)))]:
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        data = bytearray(good)
+        data[at] ^= 255
+        path.write_bytes(data)
+        store = opened()
+        holds(store, fake)
+        store.put(fake.run, fake.pack())
+        assert store.flush(5) and holds(store, fake), f"seed {seed}, byte {at}"
+        store.close()
+
+
 def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_is_a_miss(
     opened: Callable[[], DiskStore], caplog: Any
 ) -> None:

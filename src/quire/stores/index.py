@@ -245,9 +245,12 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.OperationalError, sqlite3.InterfaceError) as error:
+        # Damage to the header or the schema is a general error, and damage to text one without a code.
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) == sqlite3.SQLITE_ERROR:
+            raise DamagedIndexError(str(error)) from None
         # The disk is full, does not answer, or the folder is gone.
         raise OSError(errno.EIO, f"SQLite: {error}") from None
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise DamagedIndexError(str(error)) from None
 
 
