@@ -170,6 +170,33 @@ def test_an_index_keeps_what_was_entered_and_mirrors_see_it(tmp_path: Path) -> N
     mirror.close()
 
 
+def test_a_mirror_waits_for_an_index_that_is_just_made(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    (tmp_path / "index.db").touch()
+    assert mirror.poll() is None
+    with pytest.raises(FileNotFoundError, match="just making it"):
+        mirror.poll()
+    index = Index(tmp_path, is_writer=True)
+    assert mirror.poll() is True
+    index.close()
+    mirror.close()
+
+
+def test_a_mirror_looks_at_an_index_that_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    path, mirror = tmp_path / "index.db", Mirror(tmp_path)
+    path.write_bytes(b"junk" * 5000)
+    os.utime(path, (1e9, 1e9))
+    assert mirror.poll() is None
+    with pytest.raises(DamagedIndexError):
+        mirror.poll()
+    mirror.give_up()
+    assert mirror.poll() is False, "it is left alone"
+    path.unlink()
+    Index(tmp_path, is_writer=True).close()  # file systems may give it the inode of the old one
+    assert mirror.poll() is None and mirror.poll() is True
+    mirror.close()
+
+
 @pytest.mark.parametrize("how", ["junk", "version", "flipped"])
 def test_a_damaged_index_is_said_to_be(tmp_path: Path, how: str) -> None:
     index = Index(tmp_path, is_writer=True)

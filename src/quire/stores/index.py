@@ -93,6 +93,8 @@ class Index:
             self._db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * 4096}")
         else:
             self._db.execute("PRAGMA query_only = 1")
+        if version == num_tables == 0 and not is_writer:
+            raise FileNotFoundError(errno.ENOENT, "its writer is just making it", str(self.path))
         if version != VERSION:
             raise DamagedIndexError(f"it has version {version}, and this is {VERSION}")
 
@@ -207,22 +209,25 @@ class Mirror:
         self.place = place
         self.index: Index | None = None
         self.is_damaged = False
-        self._inode = 0
+        self._inode = self._time = 0
         self._version: int | None = None
 
     def poll(self) -> bool | None:
         """Whether the index has changed since the last time; None: there is none, or a new one. Raises as Index."""
         try:
-            inode = (self.place / INDEX_NAME).stat().st_ino
+            status = (self.place / INDEX_NAME).stat()
+            inode, changed = status.st_ino, status.st_mtime_ns
         except (FileNotFoundError, NotADirectoryError):
-            inode = 0
-        if inode != self._inode:
+            inode = changed = 0
+        # A new file may have the inode of a removed one that nobody has open.
+        if inode != self._inode or (self.is_damaged and changed != self._time):
             self.close()
-            self._inode, self.is_damaged = inode, False
+            self._inode, self._time, self.is_damaged = inode, changed, False
             return None
         if not inode or self.is_damaged:
             return False
         if self.index is None:
+            self._time = changed
             self.index = Index(self.place, is_writer=False)
         version = self.index.data_version
         has_changed, self._version = version != self._version, version
