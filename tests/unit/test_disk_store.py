@@ -22,6 +22,7 @@ from quire.errors import ConfigError
 from quire.stores import disk, home, writer
 from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
+from quire.stores.memory import MemoryStore
 
 from ..disk_runs import HEADS, LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
 from ..effort import tries
@@ -619,6 +620,23 @@ def test_extents_that_cannot_be_read_leave_no_staging_memory_behind(make: Make) 
         store.put(fake.run, broken())
     store.check()
     assert store._staging.free_bytes == store._staging.num_bytes
+
+
+def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
+    """Column sums that came later took all names of the oldest run, one after the other."""
+    store = MemoryStore(120_000, pinned=False)
+    plain = Fake(1, 3)
+    put(store, plain)
+    for start in (2, 1, 0):
+        end = Fake(1, 1, start=start, attached=1)
+        put(store, end)
+        assert store.find(end.names[0]) is end.run
+    late = [Fake(number) for number in range(50, 60)]
+    put(store, *late)
+    assert plain.run not in store._kept and store.find(late[-1].names[0]) is late[-1].run
+    assert store.stats()["bytes"] <= 120_000
+    assert {*store._runs.values()} == {*store._kept}
+    store.close()
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:

@@ -149,6 +149,7 @@ class MemoryStore:
         return {"bytes": self._bytes, "cap_bytes": self.cap, "chunks": chunks, "is_on": True, **self._counts}
 
     def _forget(self, run: Run) -> None:
+        """Forgets a run, whether or not others have taken its names."""
         self._bytes -= self._kept.pop(run).ends[-1]
         for name in run.names:
             if self._runs.get(name) is run:
