@@ -225,6 +225,21 @@ def test_evicted_while_they_wait_chunks_are_offered_once_or_not_at_all(seed: int
     assert len(store.names) == 8 == len({*store.names})
 
 
+def test_a_store_that_takes_nothing_collects_no_evicted_segments(seed: int) -> None:
+    store = Counting(seed)
+    manager = make_manager(30, store)
+    store.is_full = True
+    publish(manager, 1, 2)
+    pinned = Holder(prompt_of(1, 2))
+    assert run_prompt(manager, pinned) and manager.pins.add(pinned, 128, 1e9)
+    for number in range(1000):
+        publish(manager, 10 + number, 5)
+        manager.tick(float(number))
+    segments = list(manager.tree.segments())
+    assert manager.tree.num_evicted > 1000 and len(manager.demotion._waiting) < 2 * 30 + 2 * 64 + len(segments)
+    manager.release(pinned)
+
+
 def test_a_pinned_prefix_and_what_is_read_now_are_copied_as_well(seed: int) -> None:
     store = Counting(seed)
     manager = make_manager(20, store)

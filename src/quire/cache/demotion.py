@@ -52,6 +52,9 @@ class Demotion:
     def note(self, segment: Segment | None) -> None:
         """A segment has new chunks, or a new attachment."""
         if self.is_on and segment is not None and segment.lifetime is None:
+            if len(self._waiting) > 2 * self.table.num_taken + 64:
+                # A store that takes nothing would collect evicted segments here for ever.
+                self._waiting = {each: None for each in self._waiting if not each.is_dropped}
             self._waiting[segment] = None
 
     def use(self, names: list[bytes], tip: Segment | None) -> None:
