@@ -298,3 +298,21 @@ def test_a_request_with_a_lifetime_takes_nothing_from_the_store_that_others_left
     assert drain(engine)["short"].cached_by_tier == {"toy": 64 * 3}
     engine.step()
     assert not engine.scheduler.manager.tree.num_chunks and len(store.runs) == 3
+
+
+def test_what_is_fetched_ahead_has_priority_and_lifetime_of_its_request(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0)
+    engine = with_store(store, chunks=40)
+    manager = engine.scheduler.manager
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 4 + 1)]
+    generate(engine, [prompt])
+    manager.demotion.run(sys.maxsize)
+    manager.eviction.evict(99)
+    engine.scheduler.max_running = 0
+    engine.add("waits", None, prompt, GREEDY, CacheHints(cache_priority=7, cache_lifetime=60))
+    while not manager.fetching.counts.prefetched:
+        engine.step()
+        store.settle()
+        manager.fetching.tick()
+    assert {(segment.priority, segment.lifetime) for segment in manager.tree.segments()} == {(7, 60)}

@@ -123,7 +123,7 @@ class Fetching:
         runs = self.paths.retention.prefetchable(self.far(keys, near, limit))
         if not runs or not self._pays(holder, near, runs):
             return
-        guest = Guest(keys, Path())
+        guest = Guest(keys, Path(priority=holder.priority, lifetime=holder.lifetime))
         path, demand = guest.path, table.demand(len(runs), sidecars=near == 0)
         self.tree.extend(path, keys, near, False)
         if not self.paths.room.fits(demand + self.paths.room.growth()):
