@@ -22,6 +22,7 @@ from quire.errors import ConfigError
 from quire.stores import disk, home, writer
 from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
+from quire.stores.folder import writer_bytes
 from quire.stores.memory import MemoryStore
 
 from ..disk_runs import HEADS, LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
@@ -637,6 +638,20 @@ def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
     assert store.stats()["bytes"] <= 120_000
     assert {*store._runs.values()} == {*store._kept}
     store.close()
+
+
+def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None:
+    store, namespace = make(), replace(NAMESPACE, salt="\N{SLEEPING SYMBOL}" * 256)
+    place = tmp_path / "store" / "v1" / "0"
+    for begin in (0, 900):
+        with store._writer.work:
+            put(store, *(Fake(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
+        wait_until(lambda: not store._writer._queue and not store._writer._is_busy)
+        with store._writer.work:
+            assert store._home.has_draft
+            expected = store._home.bytes
+            store._home.commit()
+            assert writer_bytes(place) <= min(expected, store._home.bytes)
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:

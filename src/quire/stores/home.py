@@ -113,7 +113,8 @@ class Home:
         """What counts against the quota."""
         files = sum(file.total_bytes for file in list(self.files.values()))
         draft = self._draft.total_bytes if self._draft is not None else 0
-        return files + draft + sum(list(self._private.values())) + self._index_bytes
+        heads = 3 * sum(map(len, list(self._draft_heads.values())))  # they enter the index all at once
+        return files + draft + heads + sum(list(self._private.values())) + self._index_bytes
 
     @property
     def _index_bytes(self) -> int:

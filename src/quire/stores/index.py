@@ -36,6 +36,9 @@ MARGIN_BYTES = 3 << 19
 """What an index may have beside its main file: the log of 256 pages of 4 KiB, and 32 KiB of shared memory."""
 
 
+_SHARED_BYTES = 32 << 10
+
+
 class DamagedIndexError(Exception):
     """An index that cannot be read, or has another version. It costs the runs of its sub-folder, nothing else."""
 
@@ -166,10 +169,8 @@ class Index:
     @property
     def num_bytes(self) -> int:
         """Bytes it has or may soon have."""
-        try:
-            return self.path.stat().st_blocks * 512 + MARGIN_BYTES
-        except FileNotFoundError:
-            return MARGIN_BYTES
+        log = self.path.with_name(INDEX_NAME + "-wal")
+        return _bytes_of(self.path) + max(MARGIN_BYTES, _bytes_of(log) + _SHARED_BYTES)
 
     def close(self) -> None:
         """Closes it."""
@@ -257,6 +258,13 @@ def _errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"SQLite: {error}") from None
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise DamagedIndexError(str(error)) from None
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _are(row: Sequence[Any], *types: type) -> bool:
