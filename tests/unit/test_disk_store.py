@@ -654,6 +654,45 @@ def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None
             assert writer_bytes(place) <= min(expected, store._home.bytes)
 
 
+def test_pins_last_longer_than_lifetimes(make: Make) -> None:
+    clock = Clock()
+    store = make(clock=clock, lifetime=100.0)
+    put(store, Fake(1))
+    assert store.flush(5)
+    put(store, Fake(2))
+    assert store.flush(5) and store.pin(Fake(1).names, clock.now + 1000)
+    clock.now += 200
+    assert store.flush(5) and store.stats()["files"] == 1
+    assert holds(store, Fake(1)) and store.find(Fake(2).names[0]) is None
+    clock.now += 801
+    assert store.find(Fake(2).names[0]) is None
+    clock.now += 100
+    assert store.flush(5) and store.stats()["files"] == 0
+
+
+def test_what_another_process_reads_counts_as_used(make: Make) -> None:
+    clock = Clock()
+    first, second = make(clock=clock, lifetime=100.0), make(clock=clock)
+    for number in (1, 2):
+        put(first, Fake(number))
+        assert first.flush(5)
+    wait_until(lambda: second.find(Fake(2).names[0]) is not None)
+
+    def read_and_tell() -> None:
+        assert holds(second, Fake(1))
+        with second._writer.work:
+            second._writer._note_uses()
+
+    clock.now += 60
+    read_and_tell()
+    with first._writer.work:
+        first._home.note_uses()
+        assert first._home.files[1].used == clock.now > first._home.files[2].used, "it would be collected first"
+    clock.now += 60
+    read_and_tell()
+    assert first.flush(5) and list(first._home.files) == [1], "only the other one is unused"
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)

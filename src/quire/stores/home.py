@@ -18,7 +18,7 @@ from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, Index
 from quire.stores.quotas import Quotas
 from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
-from quire.stores.view import View
+from quire.stores.view import View, used_by_others
 
 log = logging.getLogger("quire")
 
@@ -252,7 +252,9 @@ class Home:
         self._close_private()
 
     def note_uses(self) -> None:
-        """Writes times of use into the index."""
+        """Writes times of use into the index, those by other processes included."""
+        for file in self.files.values():
+            file.used = max(file.used, used_by_others(file.path))
         changed = [file for file in self.files.values() if file.used > file.noted]
         if changed:
             self.index.use([(file.number, file.used) for file in changed])
@@ -262,7 +264,8 @@ class Home:
     def remove_expired(self, lifetime: float) -> None:
         """Removes files unused for longer than the lifetime, but for pinned ones."""
         last = self._clock() - lifetime
-        expired = [file for file in self.files.values() if file.used < last and not self.catalog.is_pinned(file)]
+        old = [file for file in self.files.values() if file.used < last and used_by_others(file.path) < last]
+        expired = [file for file in old if not self.catalog.is_pinned(file)]
         if expired:
             self.remove(expired)
 
