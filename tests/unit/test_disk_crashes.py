@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from quire.stores.admin import Shelf
 from quire.stores.disk import DiskStore
 from quire.stores.folder import run_files
 from quire.stores.heads import Head, common_digest, encode_head
@@ -344,6 +345,22 @@ def test_a_full_file_system_loses_runs_and_nothing_else(tmp_path: Path, caplog: 
         for store in stores:
             store.close()
         os.system(f"umount {folder}")
+
+
+def test_files_of_others_that_are_named_as_sub_folders_are_left_alone(
+    tmp_path: Path, opened: Callable[[], DiskStore]
+) -> None:
+    root = tmp_path / "store" / "v1"
+    opened().close()
+    shutil.rmtree(root / "0")
+    for name in ("0", "3"):
+        (root / name).write_text("notes")
+    store, fake = opened(), Fake(1)
+    store.put(fake.run, fake.pack())
+    assert store.flush(5) and holds(store, fake) and (root / "1").is_dir()
+    store.check()
+    assert [place.path.name for place in Shelf(tmp_path / "store").places()] == ["1"]
+    assert (root / "0").read_text() == (root / "3").read_text() == "notes"
 
 
 def test_other_formats_count_and_are_not_touched(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:

@@ -233,7 +233,8 @@ class Shelf:
                 self.problems.append(f"{file_path}, run {row.id}: {error}")
 
     def _paths(self) -> list[Path]:
-        numbers = sorted(int(entry.name) for entry in os.scandir(self.root) if entry.name.isdecimal())
+        entries = [entry for entry in os.scandir(self.root) if entry.name.isdecimal()]
+        numbers = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
         return [self.root / str(number) for number in numbers]
 
 

@@ -100,7 +100,7 @@ class Folder:
         """
         for number in range(MAX_WRITERS):
             path = self.root / str(number)
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError, FileExistsError):  # somebody's file may have the name
                 path.mkdir(mode=0o700, exist_ok=True)
                 return Lock(path / LOCK_NAME, waits=False)
         raise ConfigError(f"{self.path} has {MAX_WRITERS} writers already: stop one, or use another folder")
@@ -108,7 +108,8 @@ class Folder:
     def places(self) -> list[Path]:
         """All sub-folders of writers."""
         try:
-            names = sorted(int(entry.name) for entry in os.scandir(self.root) if entry.name.isdecimal())
+            entries = [entry for entry in os.scandir(self.root) if entry.name.isdecimal()]
+            names = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
         return [self.root / str(number) for number in names]
