@@ -363,6 +363,23 @@ def test_files_of_others_that_are_named_as_sub_folders_are_left_alone(
     assert (root / "0").read_text() == (root / "3").read_text() == "notes"
 
 
+def test_a_model_is_cleared_beside_a_damaged_index(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    first, second = two(opened)
+    for store, number in ((first, 1), (second, 2)):
+        store.put(Fake(number).run, Fake(number).pack())
+        assert store.flush(5)
+        store.close()
+    path = tmp_path / "store" / "v1" / "0" / "index.db"
+    data = bytearray(path.read_bytes())
+    at = len(data) - 4096
+    path.write_bytes(data[:at] + bytes(len(data) - at))
+    shelf = Shelf(tmp_path / "store")
+    freed, live = shelf.clear(lambda namespace: True)
+    assert freed > 0 and not live and any(str(path) in problem for problem in shelf.problems)
+    assert [number for number, _ in run_files(path.parent)] == [1]
+    assert not list(run_files(path.parent.parent / "1"))
+
+
 def test_other_formats_count_and_are_not_touched(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
     folder = tmp_path / "store"
     opened().close()

@@ -121,6 +121,7 @@ def _print_problems(shelf: Shelf) -> None:
 def _clear(shelf: Shelf, model: str | None) -> int:
     freed, live = shelf.clear(None if model is None else _is_of(model, shelf))
     print(f"freed {format_bytes(freed)}")
+    _print_problems(shelf)
     for place in live:
         print(f"{place}: an engine writes to it; stop it first")
     return 1 if live else 0

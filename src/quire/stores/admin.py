@@ -162,7 +162,7 @@ class Shelf:
 
     def clear(self, chosen: Callable[[Namespace], bool] | None = None) -> tuple[int, list[Path]]:
         """Removes the files whose runs all are of chosen namespaces; None: everything, damaged files too. Returns the
-        bytes freed, and the sub-folders that an engine writes to, which stay as they are.
+        bytes freed, and the sub-folders that an engine writes to, which stay as they are. A damaged index is a problem.
         """
         freed, live = 0, []
         with Lock(self.root / LOCK_NAME):
@@ -178,16 +178,18 @@ class Shelf:
                     if chosen is None:
                         clear_place(place)
                     else:
-                        self._remove(place, chosen)
+                        try:
+                            self._remove(place, chosen)
+                        except (DamagedIndexError, OSError) as error:
+                            self.problems.append(f"{place / INDEX_NAME}: {error}")
                     note_cleared(lock.descriptor, place)
                     freed += before - writer_bytes(place)
         return freed, live
 
     def _remove(self, place: Path, chosen: Callable[[Namespace], bool]) -> None:
-        try:
-            index = Index(place, is_writer=False)
-        except (DamagedIndexError, OSError):
+        if not (place / INDEX_NAME).exists():
             return
+        index = Index(place, is_writer=False)
         try:
             kept: set[int] = set()
             known: set[int] = set()
