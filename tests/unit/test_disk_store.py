@@ -25,7 +25,7 @@ from quire.stores.disk import DiskStore
 from quire.stores.folder import writer_bytes
 from quire.stores.memory import MemoryStore
 
-from ..disk_runs import HEADS, LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
+from ..disk_runs import LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
 from ..effort import tries
 
 CAP = 64 * MIB
@@ -623,37 +623,6 @@ def test_extents_that_cannot_be_read_leave_no_staging_memory_behind(make: Make) 
     assert store._staging.free_bytes == store._staging.num_bytes
 
 
-def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
-    """Column sums that came later took all names of the oldest run, one after the other."""
-    store = MemoryStore(120_000, pinned=False)
-    plain = Fake(1, 3)
-    put(store, plain)
-    for start in (2, 1, 0):
-        end = Fake(1, 1, start=start, attached=1)
-        put(store, end)
-        assert store.find(end.names[0]) is end.run
-    late = [Fake(number) for number in range(50, 60)]
-    put(store, *late)
-    assert plain.run not in store._kept and store.find(late[-1].names[0]) is late[-1].run
-    assert store.stats()["bytes"] <= 120_000
-    assert {*store._runs.values()} == {*store._kept}
-    store.close()
-
-
-def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None:
-    store, namespace = make(), replace(NAMESPACE, salt="\N{SLEEPING SYMBOL}" * 256)
-    place = tmp_path / "store" / "v1" / "0"
-    for begin in (0, 900):
-        with store._writer.work:
-            put(store, *(Fake(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
-        wait_until(lambda: not store._writer._queue and not store._writer._is_busy)
-        with store._writer.work:
-            assert store._home.has_draft
-            expected = store._home.bytes
-            store._home.commit()
-            assert writer_bytes(place) <= min(expected, store._home.bytes)
-
-
 def test_pins_last_longer_than_lifetimes(make: Make) -> None:
     clock = Clock()
     store = make(clock=clock, lifetime=100.0)
@@ -691,6 +660,37 @@ def test_what_another_process_reads_counts_as_used(make: Make) -> None:
     clock.now += 60
     read_and_tell()
     assert first.flush(5) and list(first._home.files) == [1], "only the other one is unused"
+
+
+def test_the_index_of_many_small_runs_counts(make: Make, tmp_path: Path) -> None:
+    store, namespace = make(), replace(NAMESPACE, salt="\N{SLEEPING SYMBOL}" * 256)
+    place = tmp_path / "store" / "v1" / "0"
+    for begin in (0, 900):
+        with store._writer.work:
+            put(store, *(Fake(begin + number, 1, 100, layers=1, namespace=namespace) for number in range(900)))
+        wait_until(lambda: not store._writer._queue and not store._writer._is_busy)
+        with store._writer.work:
+            assert store._home.has_draft
+            expected = store._home.bytes
+            store._home.commit()
+            assert writer_bytes(place) <= min(expected, store._home.bytes)
+
+
+def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
+    """Column sums that came later took all names of the oldest run, one after the other."""
+    store = MemoryStore(120_000, pinned=False)
+    plain = Fake(1, 3)
+    put(store, plain)
+    for start in (2, 1, 0):
+        end = Fake(1, 1, start=start, attached=1)
+        put(store, end)
+        assert store.find(end.names[0]) is end.run
+    late = [Fake(number) for number in range(50, 60)]
+    put(store, *late)
+    assert plain.run not in store._kept and store.find(late[-1].names[0]) is late[-1].run
+    assert store.stats()["bytes"] <= 120_000
+    assert {*store._runs.values()} == {*store._kept}
+    store.close()
 
 
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
@@ -762,4 +762,3 @@ def test_idle_files_are_finished_without_a_flush(make: Make, tmp_path: Path) -> 
     store = make()
     put(store, Fake(1))
     wait_until(lambda: bool(list(tmp_path.rglob("*.runs"))), 3 * writer.IDLE_SECONDS + 1)
-    assert HEADS == 2
