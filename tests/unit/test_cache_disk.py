@@ -390,6 +390,16 @@ def test_a_new_folder_needs_a_size_and_a_file_is_not_overwritten(folder, tmp_pat
         ParcelWriter(parcel)
 
 
+def test_an_export_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quire.stores.parcel.os.fsync", full)
+    with pytest.raises(OSError, match="No space"), ParcelWriter(tmp_path / "parcel"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_difference_is_relative_to_the_variation_of_tokens():
     mine = torch.randn(2, 2, 2, 64, 12, generator=torch.Generator().manual_seed(0))
     assert importing.difference(mine, mine) == 0

@@ -26,7 +26,8 @@ class Exported:
 
 def export(shelf: Shelf, target: Path, wanted: Callable[[Located], bool]) -> Exported:
     """Writes the wanted runs, and those that they go on from, to a parcel. Leaves out runs whose beginning is not
-    stored, that have column sums of retention, or that are damaged. Raises ConfigError if nothing is left, OSError.
+    stored, that have column sums of retention, or that are damaged. Raises ConfigError if there is a file of this name,
+    and OSError.
     """
     runs: dict[tuple[bytes, ...], Located] = {}
     for located in shelf.runs():

@@ -68,15 +68,16 @@ class ParcelWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
+        try:
+            with self._file:
+                if kind is None:
+                    self._write(_NUMBER.pack(0))
+                    self._file.write(self._hash.digest(length=_CHECKSUM_BYTES))
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             if kind is None:
-                self._write(_NUMBER.pack(0))
-                self._file.write(self._hash.digest(length=_CHECKSUM_BYTES))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is None:
-            os.rename(self._draft, self._path)
-        else:
+                os.rename(self._draft, self._path)
+        finally:
             self._draft.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
