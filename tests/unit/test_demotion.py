@@ -240,6 +240,23 @@ def test_a_store_that_takes_nothing_collects_no_evicted_segments(seed: int) -> N
     manager.release(pinned)
 
 
+def test_the_end_of_a_lifetime_in_the_arena_takes_nothing_from_a_store() -> None:
+    """Others asked for the same chunks without one, or pinned them there."""
+    store = Counting()
+    store.delay = 0.0
+    manager = make_manager(30, store)
+    names = publish(manager, 1, 2, 3).keys.first(3)
+    manager.demotion.run(1 << 30)
+    manager.eviction.evict(99)
+    short = Holder(prompt_of(1, 2, 3), lifetime=0.0)
+    assert manager.admit(short)
+    store.settle()
+    assert manager.fetching.end(short)
+    manager.release(short)
+    manager.tick(5.0)
+    assert manager.tree.num_chunks == 0 and all(store.find(name) for name in names)
+
+
 def test_a_pinned_prefix_and_what_is_read_now_are_copied_as_well(seed: int) -> None:
     store = Counting(seed)
     manager = make_manager(20, store)

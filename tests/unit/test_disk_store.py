@@ -693,6 +693,22 @@ def test_memory_keeps_to_its_cap_whoever_has_the_names_of_a_run() -> None:
     store.close()
 
 
+def test_memory_forgets_what_is_unused_for_its_lifetime() -> None:
+    clock = Clock()
+    store = MemoryStore(1 << 20, pinned=False, lifetime=100.0, clock=clock)
+    first, second = Fake(1), Fake(2)
+    put(store, first, second)
+    clock.now += 60
+    assert store.wants(first.names) == [False, False] and store.find(second.names[0]) is second.run
+    clock.now += 60
+    assert holds(store, first) and store.find(second.names[0]) is None
+    assert store.wants(second.names) == [True, True] and store.stats()["chunks"] == 2
+    clock.now += 101
+    put(store, first)
+    assert holds(store, first)
+    store.close()
+
+
 def test_settings_that_cannot_be_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="at least 64MiB"):
         make(cap=10 * MIB)
