@@ -69,6 +69,7 @@ class MemoryStore:
         """Keeps the run unless it has it already, or it is larger than everything. One with an attachment replaces one
         without.
         """
+        self._expire()
         known = {self._runs.get(name) for name in run.names}
         if None not in known and all(each and each.num_attached >= run.num_attached for each in known):
             return
