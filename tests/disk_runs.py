@@ -99,7 +99,7 @@ class FakeTransfer:
                 self.arrived.append((run, struct.unpack_from("<I", extent, 8)[0], bytes(extent)))
                 self._changed.notify_all()
 
-    def fail(self, error: QuireError) -> None:
+    def fail(self, error: QuireError, lost: Run | None = None) -> None:
         with self._changed:
             if self.error is None:
                 self.error = error

@@ -69,7 +69,7 @@ class ToyStore:
             if layer == place:
                 self.num_failed += 1
                 if how in ("lost", "damaged"):  # a store checks the bytes itself
-                    transfer.fail(QuireError(f"the toy store found it {how}"))
+                    transfer.fail(QuireError(f"the toy store found it {how}"), run)
                     return
                 extent = extent[:-1] if how == "short" else extent.replace(b"QRUN", b"QRUM", 1)
             transfer.arrive(run, extent)

@@ -286,6 +286,22 @@ def test_chunks_with_a_lifetime_of_their_own_never_reach_a_store(seed: int) -> N
     assert private.isdisjoint(store.runs)
 
 
+def test_one_run_that_is_lost_costs_no_other(seed: int) -> None:
+    rng = random.Random(seed)
+    store = ToyStore(seed, delay=0.0)
+    engine = with_store(store, chunks=30)
+    engine.scheduler.manager.fetching.costs.speed = 1e12
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 6 + 5)]
+    (expected,) = generate(engine, [prompt])
+    engine.scheduler.manager.eviction.evict(99)
+    before = dict(store.runs)
+    lost = before[rng.choice(sorted(before))]
+    store.extents[lost][rng.randrange(len(store.extents[lost]))] = b"no extent"
+    assert len({*before.values()}) > 1 and generate(engine, [prompt]) == [expected]
+    assert {*before.values()} - {*store.runs.values()} <= {lost}
+    assert engine.scheduler.manager.fetching.counts.failed_transfers == 1
+
+
 def test_a_request_with_a_lifetime_takes_nothing_from_the_store_that_others_left_there(seed: int) -> None:
     rng = random.Random(seed)
     store = ToyStore(seed, delay=0.0)

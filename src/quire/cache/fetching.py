@@ -238,8 +238,8 @@ class Fetching:
         return path.transfer is not None and path.transfer.is_over
 
     def _close(self, path: Path) -> bool:
-        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets runs of a failed
-        transfer, and private runs.
+        """Ends a path's transfer, complete or not. Returns whether all has arrived. The store forgets a run that is
+        lost, and private runs.
         """
         transfer = path.transfer
         assert transfer is not None
@@ -254,7 +254,10 @@ class Fetching:
         else:
             self.counts.wasted += len(names)
             self.counts.failed_transfers += transfer.error is not None
-        self.store.drop([run.names[0] for run in transfer.runs if transfer.error is not None or not run.is_shared])
+        self.store.drop([run.names[0] for run in transfer.runs if not run.is_shared])
+        if transfer.error is not None:
+            blamed = transfer.runs if transfer.lost is None else [transfer.lost]
+            self.store.drop([run.names[0] for run in blamed if self.store.find(run.names[0]) is run])
         self.arriving -= names
         path.transfer, path.arriving = None, []
         return has_arrived

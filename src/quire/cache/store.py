@@ -26,6 +26,7 @@ class Transfer:
 
     ready      int32 [L]: 1 once the whole layer has arrived, -1 if it will not; kernels may wait for it
     error      reason of the failure; None if there is none
+    lost       the run that a store has lost, or that is damaged; None if none is known to be
     is_shared  whether all of its runs are shared
     sources    by run, the name of the store that brings it
     """
@@ -37,6 +38,7 @@ class Transfer:
         num_layers, _ = table.shape
         self.ready: NDArray[np.int32] = np.zeros(num_layers, np.int32)
         self.error: QuireError | None = None
+        self.lost: Run | None = None
         self.is_shared = all(run.is_shared for run, _ in parts)
         self.sources: dict[Run, str] = {}
         self._begun, self._ended = time.monotonic(), 0.0
@@ -58,10 +60,10 @@ class Transfer:
             try:
                 layer = self._parts[run].unpack(extent)
             except ExtentError as error:
-                self._fail(error)
+                self._fail(error, run)
                 return
             except Exception as error:  # otherwise waiting threads would wait for ever
-                self._fail(QuireError(f"an extent could not be read: {error}"))
+                self._fail(QuireError(f"an extent could not be read: {error}"), run)
                 raise
             self._missing[layer].discard(run)
             if not self._missing[layer]:
@@ -69,11 +71,11 @@ class Transfer:
                 self.ready[layer] = 1
                 self._tell()
 
-    def fail(self, error: QuireError) -> None:
-        """Fails the transfer: the missing layers will not arrive."""
+    def fail(self, error: QuireError, lost: Run | None = None) -> None:
+        """Fails the transfer: the missing layers will not arrive. lost: the run to blame, if it is one."""
         with self._lock:
             if not self._is_closed and self.error is None:
-                self._fail(error)
+                self._fail(error, lost)
 
     def done(self, layer: int) -> bool:
         """Whether a layer has arrived, or will not."""
@@ -112,8 +114,8 @@ class Transfer:
             self._table.ledger.release(self._held)
             return bool((self.ready == 1).all())
 
-    def _fail(self, error: QuireError) -> None:
-        self.error = error
+    def _fail(self, error: QuireError, lost: Run | None) -> None:
+        self.error, self.lost = error, lost
         self.ready[self.ready == 0] = -1
         self._tell()
 

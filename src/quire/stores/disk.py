@@ -134,7 +134,7 @@ class DiskStore:
             transfer.sources[run] = self.name
             entry = self._catalog.entries.get(run)
             if entry is None or not self._reading.is_on:
-                transfer.fail(QuireError("the disk tier has lost a run since it was found"))
+                transfer.fail(QuireError("the disk tier has lost a run since it was found"), run)
                 return
             self._catalog.use(entry)
             entries.append(entry)

@@ -106,7 +106,7 @@ class MemoryStore:
             transfer.sources[run] = self.name
             kept = self._kept.get(run)
             if kept is None:
-                transfer.fail(QuireError("a run is no longer in memory"))
+                transfer.fail(QuireError("a run is no longer in memory"), run)
                 return
             self._touch(run)
             self._counts["num_read"] += 1

@@ -167,7 +167,7 @@ class Reads:
     def _serve(self, reader: Reader, request: Request, buffer: Buffer) -> None:
         entry, transfer = request.entry, request.transfer
         if not self._catalog.borrow(entry):
-            transfer.fail(QuireError("the disk tier has lost a run"))
+            transfer.fail(QuireError("the disk tier has lost a run"), entry.run)
             return
         file = entry.file
         try:
@@ -253,7 +253,7 @@ class Reads:
                 self._quiet_until = now + QUIET_SECONDS
             log.log(level, "the disk tier lost a run, which is computed again: %s", reason)
             self._outage.fail(f"reads fail ({reason})")
-        request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"))
+        request.transfer.fail(QuireError(f"the disk tier lost a run: {reason}"), request.entry.run)
 
     def _watch(self) -> None:
         """Looks after readers that hang. Touches no disk."""

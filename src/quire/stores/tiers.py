@@ -83,7 +83,8 @@ class Tiers:
         """Each run comes from the nearest store that has it."""
         found: dict[Tier, list[Run]] = {}
         for run in runs:
-            tier = next((each for each in self.tiers if each.find(run.names[0]) is run), self.tiers[-1])
+            having = (each for each in self.tiers if any(each.find(name) is run for name in run.names))
+            tier = next(having, self.tiers[-1])
             found.setdefault(tier, []).append(run)
         for tier, of_tier in found.items():
             tier.get(transfer, of_tier)
@@ -128,7 +129,8 @@ class Tiers:
     def flush(self, seconds: float) -> bool:
         """See Tier."""
         end = time.monotonic() + seconds
-        return all(tier.flush(max(0.0, end - time.monotonic())) for tier in self.tiers)
+        done = [tier.flush(max(0.0, end - time.monotonic())) for tier in self.tiers]
+        return all(done)
 
     def close(self) -> None:
         """See Tier."""
