@@ -6,11 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from quire.attention import reference
+from quire.attention.rows import wait_for
 from quire.cache.costs import DECAY, LATENCY, LEAST_BYTES, LEAST_TOKENS, WEIGHT, Costs
 from quire.cache.fetching import FOLLOW_SECONDS, Fetching
 from quire.cache.keys import ChunkKeys
@@ -23,6 +25,7 @@ from quire.llm import gather
 
 from ..effort import tries
 from ..engines import GREEDY, drain, generate, make_engine
+from ..stores import put_store
 from ..toy_store import ToyStore
 from .test_stores import SHAPE, VOCABULARY, with_store
 
@@ -451,3 +454,36 @@ def test_a_transfer_that_fails_behind_a_step_ends_the_step_and_is_computed(seed:
     assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 0
     assert followed == [1], "no step ran behind the transfer"
     assert engine.holds_nothing
+
+
+@pytest.mark.alone
+def test_layers_are_computed_while_later_ones_arrive(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight layers that take 60 ms each to arrive and to compute: 540 ms, and 960 one after the other."""
+    rng = random.Random(seed)
+    store = Unhurried(seed)
+    options = {"attention.backend": "reference", "chunks": 40}
+    engine = put_store(make_engine(replace(SHAPE, num_layers=8), **options), store)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(64 * 3 + 5)]
+    (expected,) = generate(engine, [prompt], replace(GREEDY, max_tokens=1))
+    engine.scheduler.manager.eviction.evict(3)
+    engine.scheduler.manager.fetching.costs.speed = 1e12
+
+    def bring() -> None:
+        for layer in range(8):
+            time.sleep(0.06)
+            store.deliver(layer, layer + 1)
+
+    def compute(ready: Any, layer: int) -> None:
+        wait_for(ready, layer)
+        if ready is not None:
+            time.sleep(0.06)
+
+    monkeypatch.setattr(reference, "wait_for", compute)
+    engine.add("far", None, prompt, replace(GREEDY, max_tokens=1))
+    engine.step()
+    begun, thread = time.monotonic(), threading.Thread(target=bring)
+    thread.start()
+    output = drain(engine)["far"]
+    assert time.monotonic() - begun < 0.8
+    assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 192
+    thread.join()
