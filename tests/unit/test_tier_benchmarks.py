@@ -27,7 +27,7 @@ from tests.effort import tries
 from tests.tiny_models import save_tiny
 
 tiers, restart, documents = benchmark("tiers"), benchmark("restart"), benchmark("documents")
-trace, busy = benchmark("tier_trace"), benchmark("busy_disk")
+trace, busy, costs = benchmark("tier_trace"), benchmark("busy_disk"), benchmark("costs")
 
 NAN = math.nan
 FILE_SYSTEM = tiers.file_system
@@ -360,6 +360,22 @@ def test_visitors_come_beside_decoding_requests(model: str, tmp_path: Path) -> N
     assert 12 <= near["visitors"] <= 18 and near["bytes_read"] == 0
     assert near["cached"] == (near["visitors"] - near["visitors"] // 8) * 192
     assert alone["visitors"] == alone["cached"] == 0
+
+
+def test_predictions_stand_beside_measurements(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "LENGTHS", 3)
+    given = costs.arguments([*QUICK, model, "--folder", str(tmp_path), "--longest", "512"])
+    seen = costs.measure(given)
+    assert len(seen["fetch"]) == 3 and len(seen["prefill"]) >= 3
+    assert all(predicted > 0 and measured > 0 for pairs in seen.values() for predicted, measured in pairs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_predictions_are_judged_by_their_order_and_their_error() -> None:
+    pairs = [(1.0, 2.0), (2.0, 2.1), (3.0, 30.0)]
+    order, error = costs.marks_of({"fetch": pairs})
+    assert order.reached and order.values == pytest.approx([1.0]) and error.reached is False
+    assert costs.spearman([(1, 3), (2, 2), (3, 1)]) == pytest.approx(-1) and costs.errors(pairs)[2] == 0.9
 
 
 def test_a_side_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
