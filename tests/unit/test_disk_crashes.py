@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from quire.errors import ConfigError
 from quire.stores.admin import Shelf
 from quire.stores.disk import DiskStore
 from quire.stores.folder import run_files
@@ -256,7 +258,7 @@ def test_a_damaged_index_costs_its_own_runs_alone(tmp_path: Path, opened: Callab
 def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
     tmp_path: Path, opened: Callable[[], DiskStore], seed: int
 ) -> None:
-    rng, fake = random.Random(seed), Fake(1)
+    rng, fake, other = random.Random(seed), Fake(1), Fake(2)
     store = opened()
     store.put(fake.run, fake.pack())
     assert store.flush(5)
@@ -264,7 +266,7 @@ def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
     path = tmp_path / "store" / "v1" / "0" / "index.db"
     good = path.read_bytes()
     schema = good.index(b"CREATE TABLE")
-    chosen = [44, 47, schema - 20, schema - 3, schema + 2, schema + 14]
+    chosen = [18, 19, 44, 47, schema - 20, schema - 3, schema + 2, schema + 14]
     for at in [*chosen, *(rng.randrange(20, 4096) for _ in range(tries(20)))]:
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -273,9 +275,59 @@ def test_any_damage_to_the_first_page_of_an_index_costs_its_runs_at_most(
         path.write_bytes(data)
         store = opened()
         holds(store, fake)
-        store.put(fake.run, fake.pack())
-        assert store.flush(5) and holds(store, fake), f"seed {seed}, byte {at}"
+        for each in (fake, other):
+            store.put(each.run, each.pack())
+            assert store.flush(5) and holds(store, each), f"seed {seed}, byte {at}"
+        store.drop(other.names)
         store.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["index.db", "index.db-wal", "index.db-shm", "index.db-journal", "1.runs", "2.runs", "9.tmp", "lock"]
+)
+def test_a_directory_in_the_place_of_a_file_costs_runs_at_most(
+    tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any, name: str
+) -> None:
+    store, fake = opened(), Fake(1)
+    store.put(fake.run, fake.pack())
+    assert store.flush(5)
+    store.close()
+    place = tmp_path / "store" / "v1" / "0"
+    (place / name).unlink(missing_ok=True)
+    (place / name).mkdir()
+    (place / name / "note").write_text("mine")
+    store = opened()
+    assert len([record for record in caplog.records if str(place / name) in record.getMessage()]) == 1
+    for number in (1, 2, 3):
+        store.put(Fake(number).run, Fake(number).pack())
+        assert store.flush(5) and holds(store, Fake(number))
+    store.check()
+    assert [path.read_text() for path in (tmp_path / "store").rglob("note")] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["secret", "lock", ""])
+def test_what_must_be_removed_by_hand_is_named(tmp_path: Path, opened: Callable[[], DiskStore], name: str) -> None:
+    opened().close()
+    path = tmp_path / "store" / "v1" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.mkdir() if name else path.write_text("a file")
+    with pytest.raises(ConfigError, match=f"{path} is .*: remove it"):
+        opened()
+
+
+def test_an_index_without_its_tables_costs_its_runs(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    store, fake = opened(), Fake(1)
+    store.put(fake.run, fake.pack())
+    assert store.flush(5)
+    store.close()
+    with sqlite3.connect(tmp_path / "store" / "v1" / "0" / "index.db") as db:
+        db.executescript("DROP TABLE files; DROP TABLE pins;")
+    db.close()
+    store = opened()
+    assert store.find(fake.names[0]) is None
+    store.put(fake.run, fake.pack())
+    assert store.flush(5) and holds(store, fake)
+    store.check()
 
 
 def test_runs_of_another_process_are_found_within_a_moment_and_a_collected_file_is_a_miss(

@@ -25,6 +25,7 @@ from quire.stores.folder import (
     disk_bytes,
     number_of,
     remove_drafts,
+    remove_file,
     run_files,
     writer_bytes,
 )
@@ -213,7 +214,7 @@ class Shelf:
             writer.close()
         for number, path in run_files(place):
             if number in gone:
-                path.unlink(missing_ok=True)
+                remove_file(path)
 
     def _runs_of(self, place: Path, index: Index) -> Iterator[Located]:
         files = {row.number: row for row in index.files()}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quire.stores.catalog import Catalog, RunFile
-from quire.stores.folder import run_files, writer_bytes
+from quire.stores.folder import remove_file, run_files, writer_bytes
 from quire.stores.index import DamagedIndexError, Index, remove_index
 from quire.stores.view import used_by_others
 
@@ -45,7 +45,7 @@ def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
         rows = {row.number: row for row in index.files()}
         for number, path in run_files(place):
             if number not in rows:
-                path.unlink(missing_ok=True)
+                remove_file(path)
         paths = {number: path for number, path in run_files(place) if number in rows}
 
         def rank(number: int) -> tuple[bool, float]:
@@ -57,7 +57,7 @@ def collect_abandoned(place: Path, num_bytes: int, catalog: Catalog) -> None:
             if writer_bytes(place) <= goal:
                 break
             index.remove_files([number])
-            paths.pop(number).unlink(missing_ok=True)
+            remove_file(paths.pop(number))
             if (file := known.get(number)) is not None:
                 catalog.drop_file(file)
     except DamagedIndexError:
@@ -72,4 +72,4 @@ def clear_place(place: Path) -> None:
     """Removes everything from a sub-folder but its lock. Under that lock."""
     remove_index(place)
     for _, path in run_files(place):
-        path.unlink(missing_ok=True)
+        remove_file(path)

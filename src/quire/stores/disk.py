@@ -62,7 +62,10 @@ class DiskStore:
             self._home = Home(folder, cap, self._digest, self._catalog, self._throttle, clock)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"the disk tier cannot use {folder} ({reason}): make room, or name another one") from None
+            where = error.filename or folder
+            raise ConfigError(
+                f"the disk tier cannot use {where} ({reason}): make room, or name another folder"
+            ) from None
         self._writing = Outage("writing to the disk tier", 1, clock)
         self._reading = Outage("the disk tier", FAILURES, clock)
         self._writer = Writer(self._home, self._catalog, self._writing, lifetime)

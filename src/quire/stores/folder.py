@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.stores.seal import SECRET_BYTES
+
+log = logging.getLogger("quire")
 
 VERSION = "v1"
 RUNS_SUFFIX, DRAFT_SUFFIX = ".runs", ".tmp"
@@ -83,12 +86,17 @@ class Folder:
             self.root = self.path / VERSION
             self.root.mkdir(mode=0o700, exist_ok=True)
             self.root.chmod(0o700)  # whatever the umask says
+        except FileExistsError:
+            raise ConfigError(f"{self.root} is not a folder: remove it, or use another folder") from None
         except OSError as error:
             raise _unusable(path, error) from None
         if self.root.is_symlink() or self.root.stat().st_uid != os.geteuid():
             raise ConfigError(f"{self.root} is a link, or belongs to another user: remove it, or use another folder")
-        with self.lock():
-            self.secret = self._secret()
+        try:
+            with self.lock():
+                self.secret = self._secret()
+        except IsADirectoryError as error:
+            raise ConfigError(f"{error.filename} is a directory: remove it, or use another folder") from None
 
     def lock(self) -> Lock:
         """Waits for the folder's lock. Everybody holds it for milliseconds."""
@@ -100,6 +108,9 @@ class Folder:
         """
         for number in range(MAX_WRITERS):
             path = self.root / str(number)
+            if _has_foreign_lock(path):
+                log.warning("%s is no file of Quire: the sub-folder is not used", path / LOCK_NAME)
+                continue
             with contextlib.suppress(BlockingIOError, FileExistsError):  # somebody's file may have the name
                 path.mkdir(mode=0o700, exist_ok=True)
                 return Lock(path / LOCK_NAME, waits=False)
@@ -112,7 +123,8 @@ class Folder:
             names = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return []
-        return [self.root / str(number) for number in names]
+        places = [self.root / str(number) for number in names]
+        return [place for place in places if not _has_foreign_lock(place)]
 
     def bytes_of_others(self) -> int:
         """Bytes of everything that lies in no sub-folder of a writer: other formats, for example."""
@@ -134,13 +146,15 @@ class Folder:
         except FileNotFoundError:
             secret = os.urandom(SECRET_BYTES)
             draft = path.with_suffix(DRAFT_SUFFIX)
-            draft.unlink(missing_ok=True)
+            remove_file(draft)
             with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(secret)
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(draft, path)
             sync_folder(self.root)
+        except IsADirectoryError:
+            raise
         except OSError as error:
             raise _unusable(self.path, error) from None
         if len(secret) != SECRET_BYTES:
@@ -162,7 +176,19 @@ def remove_drafts(place: Path) -> None:
     """Removes what a killed writer did not finish. Only under the lock of the sub-folder."""
     for path in _entries(place):
         if path.name.endswith(DRAFT_SUFFIX):
-            path.unlink(missing_ok=True)
+            remove_file(path)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, if there is one. A directory of its name is not ours, and gets another name."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if not path.is_dir():
+            raise
+        aside = path.with_name(f"{path.name}.aside-{os.urandom(4).hex()}")
+        path.rename(aside)
+        log.warning("%s is no file of Quire: it is called %s now", path, aside.name)
 
 
 def number_of(path: Path) -> int | None:
@@ -210,6 +236,11 @@ def _claim(path: Path) -> None:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     reason = error.strerror or str(error)
     return ConfigError(f"the disk tier cannot use {path} ({reason}): name a folder that you can write to")
+
+
+def _has_foreign_lock(place: Path) -> bool:
+    path = place / LOCK_NAME
+    return path.is_dir() or path.is_symlink()
 
 
 def _entries(folder: Path) -> list[Path]:

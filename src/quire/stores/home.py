@@ -12,7 +12,7 @@ from pathlib import Path
 from quire.stores.catalog import FILE_BYTES, Catalog, Entry, RunFile
 from quire.stores.collect import clear_place, collect_abandoned, victim
 from quire.stores.direct import Buffer, DirectFile, allows_direct, padded
-from quire.stores.folder import DRAFT_SUFFIX, INDEX_NAME, RUNS_SUFFIX, Folder, run_files, sync_folder
+from quire.stores.folder import DRAFT_SUFFIX, INDEX_NAME, RUNS_SUFFIX, Folder, remove_file, run_files, sync_folder
 from quire.stores.heads import Head, encode_head
 from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, Index
 from quire.stores.quotas import Quotas
@@ -85,7 +85,7 @@ class Home:
     def _load(self) -> None:
         """Finds the runs of an earlier process, and removes what no index names."""
         try:
-            if (self.place / INDEX_NAME).exists():
+            if os.path.lexists(self.place / INDEX_NAME):
                 self._index = index = Index(self.place, is_writer=True)
                 self._view.update(index)
                 index.remove_runs(self._view.bad)
@@ -98,7 +98,7 @@ class Home:
             self.reset()
         for number, path in run_files(self.place):
             if number not in self.files:
-                path.unlink(missing_ok=True)
+                remove_file(path)
         self._next_number = max(self.files, default=0) + 1
         if self.bytes > self.quotas.bytes:
             self.make_room(0)
@@ -233,7 +233,7 @@ class Home:
         for file in files:
             self.catalog.drop_file(file)
             self.files.pop(file.number, None)
-            file.path.unlink(missing_ok=True)
+            remove_file(file.path)
 
     def forget(self) -> None:
         """Removes dropped runs from the index, and files without any run."""

@@ -15,12 +15,13 @@ import contextlib
 import errno
 import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.stores.folder import INDEX_NAME
+from quire.stores.folder import INDEX_NAME, remove_file
 
 VERSION = 1
 _SCHEMA = """
@@ -37,6 +38,7 @@ MARGIN_BYTES = 3 << 19
 
 
 _SHARED_BYTES = 32 << 10
+_SUFFIXES = "-wal", "-shm", "-journal", ""
 
 
 class DamagedIndexError(Exception):
@@ -68,6 +70,7 @@ class Index:
     def __init__(self, place: Path, *, is_writer: bool) -> None:
         """The index of a sub-folder; the writer makes one if there is none."""
         self.path = place / INDEX_NAME
+        _check_files(place)
         is_new = is_writer and not self.path.exists()
         if is_new:  # SQLite gives its other files the mode of this one
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -91,6 +94,7 @@ class Index:
                 version = VERSION
             elif not is_new and self._one("PRAGMA quick_check") != "ok":
                 raise DamagedIndexError("it is damaged")
+            self._check_writable()
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             self._db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * 4096}")
@@ -100,6 +104,15 @@ class Index:
             raise FileNotFoundError(errno.ENOENT, "its writer is just making it", str(self.path))
         if version != VERSION:
             raise DamagedIndexError(f"it has version {version}, and this is {VERSION}")
+
+    def _check_writable(self) -> None:
+        """Damage to the header may say that it must not be written."""
+        try:
+            self._db.executescript(f"BEGIN; PRAGMA user_version = {VERSION}; ROLLBACK")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY or not os.access(self.path.parent, os.W_OK):
+                raise
+            raise DamagedIndexError("it cannot be written") from None
 
     def files(self) -> list[FileRow]:
         """All files."""
@@ -199,8 +212,8 @@ class Index:
 
 def remove_index(place: Path) -> None:
     """Removes an index with all its files. Only under the lock of the sub-folder."""
-    for suffix in ("-wal", "-shm", "-journal", ""):
-        (place / (INDEX_NAME + suffix)).unlink(missing_ok=True)
+    for suffix in _SUFFIXES:
+        remove_file(place / (INDEX_NAME + suffix))
 
 
 class Mirror:
@@ -244,6 +257,15 @@ class Mirror:
         if self.index is not None:
             self.index.close()
         self.index, self._version = None, None
+
+
+def _check_files(place: Path) -> None:
+    """Raises DamagedIndexError if something other than a file has the name of one of the index's files."""
+    for suffix in _SUFFIXES:
+        path = place / (INDEX_NAME + suffix)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise DamagedIndexError(f"{path.name} is not a file")
 
 
 @contextlib.contextmanager
