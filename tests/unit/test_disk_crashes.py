@@ -297,7 +297,7 @@ def test_a_directory_in_the_place_of_a_file_costs_runs_at_most(
     (place / name).mkdir()
     (place / name / "note").write_text("mine")
     store = opened()
-    assert len([record for record in caplog.records if str(place / name) in record.getMessage()]) == 1
+    assert len([text for text in caplog.messages if f"{place / name} is no file of Quire" in text]) == 1
     for number in (1, 2, 3):
         store.put(Fake(number).run, Fake(number).pack())
         assert store.flush(5) and holds(store, Fake(number))
@@ -313,6 +313,36 @@ def test_what_must_be_removed_by_hand_is_named(tmp_path: Path, opened: Callable[
     path.mkdir() if name else path.write_text("a file")
     with pytest.raises(ConfigError, match=f"{path} is .*: remove it"):
         opened()
+
+
+def test_damaged_files_and_runs_are_one_warning_each_at_a_start(
+    tmp_path: Path, opened: Callable[[], DiskStore], caplog: Any
+) -> None:
+    store, fakes = opened(), [Fake(number) for number in range(6)]
+    for fake in fakes:
+        store.put(fake.run, fake.pack())
+        assert store.flush(5)
+    store.close()
+    place = tmp_path / "store" / "v1" / "0"
+    (place / "1.runs").unlink()
+    for number in (2, 3):
+        os.truncate(place / f"{number}.runs", 4096)
+    shelf = Shelf(tmp_path / "store")
+    assert len(list(shelf.runs())) == 3 and [line.split(": ")[0] for line in shelf.problems] == [
+        str(place / f"{number}.runs") for number in (2, 3)
+    ]
+    store = opened()
+    (line,) = caplog.messages
+    assert "lost 3 files" in line and f"{place / '1.runs'}: it is gone" in line
+    assert [holds(store, fake) for fake in fakes] == [False] * 3 + [True] * 3
+    store.close()
+    (tmp_path / "store" / "v1" / "secret").write_bytes(os.urandom(32))
+    caplog.clear()
+    store = opened()
+    (line,) = caplog.messages
+    assert "lost 3 runs" in line and "the first in 4.runs: written under another secret" in line
+    assert not list(place.glob("*.runs"))
+    store.check()
 
 
 def test_an_index_without_its_tables_costs_its_runs(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:

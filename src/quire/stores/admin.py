@@ -219,9 +219,12 @@ class Shelf:
     def _runs_of(self, place: Path, index: Index) -> Iterator[Located]:
         files = {row.number: row for row in index.files()}
         paths = dict(run_files(place))
-        for number, path in paths.items():
+        for number, path in list(paths.items()):
             if number not in files:
                 self.problems.append(f"{path}: in no index")
+            elif (size := _size_of(path)) not in (files[number].num_bytes, None):
+                self.problems.append(f"{path}: damaged, it has {size} bytes and not {files[number].num_bytes}")
+                del paths[number]
         for row in index.runs():
             file_path = paths.get(row.file)
             if file_path is None or row.file not in files:
@@ -245,6 +248,14 @@ def _is_known(path: Path) -> bool:
     name = path.name
     index = {INDEX_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal")}
     return name in index | {LOCK_NAME} or name.endswith(DRAFT_SUFFIX) or number_of(path) is not None
+
+
+def _size_of(path: Path) -> int | None:
+    """None if it was removed meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _is_live(place: Path) -> bool:

@@ -18,7 +18,7 @@ from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, Index
 from quire.stores.quotas import Quotas
 from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
-from quire.stores.view import View, used_by_others
+from quire.stores.view import View, counted, used_by_others
 
 log = logging.getLogger("quire")
 
@@ -89,8 +89,7 @@ class Home:
                 self._index = index = Index(self.place, is_writer=True)
                 self._view.update(index)
                 index.remove_runs(self._view.bad)
-                on_disk = {number: path.stat().st_size for number, path in run_files(self.place)}
-                self.remove([file for number, file in self.files.items() if on_disk.get(number) != file.num_bytes])
+                self._remove_damaged()
                 now = self._clock()
                 self.catalog.pins = {name: until for name, until in index.pins().items() if until > now}
         except DamagedIndexError as error:
@@ -102,6 +101,17 @@ class Home:
         self._next_number = max(self.files, default=0) + 1
         if self.bytes > self.quotas.bytes:
             self.make_room(0)
+
+    def _remove_damaged(self) -> None:
+        """Removes files that are not as the index has them, and those without a run."""
+        on_disk = {number: path.stat().st_size for number, path in run_files(self.place)}
+        lost = [file for number, file in self.files.items() if on_disk.get(number) != file.num_bytes]
+        if lost:
+            file, size = lost[0], on_disk.get(lost[0].number)
+            reason = "is gone" if size is None else f"has {size} bytes and not {file.num_bytes}"
+            log.warning("lost %s of runs, the first %s: it %s", counted(len(lost), "file"), file.path, reason)
+        empty = [file for file in self.files.values() if not (file.entries or file.others)]
+        self.remove(list({*lost, *empty}))
 
     @property
     def is_intact(self) -> bool:

@@ -21,13 +21,13 @@ class View:
     runs whose heads are damaged.
 
     digest  of the namespaces whose runs are found; runs of others are counted alone
-    bad     ids of runs with a damaged head
+    bad     runs whose heads cannot be verified, by id, and why
     """
 
     def __init__(self, place: Path, catalog: Catalog, seal: Seal, digest: bytes, *, is_own: bool) -> None:
         self.place = place
         self.files: dict[int, RunFile] = {}
-        self.bad: set[int] = set()
+        self.bad: dict[int, str] = {}
         self._catalog, self._seal, self._digest, self._is_own = catalog, seal, digest, is_own
         self._known: dict[int, Entry | None] = {}
         self._last_id = 0
@@ -44,10 +44,13 @@ class View:
             self._catalog.drop_file(self.files.pop(number))
         for file_row in files.values():
             self._take_file(file_row)
+        before = len(self.bad)
         for row in index.runs(self._last_id):
             if (file := self.files.get(row.file)) is not None:
                 self._known[row.id] = self._take_run(index, row, file, pins)
                 self._last_id = max(self._last_id, row.id)
+        if lost := list(self.bad.values())[before:]:
+            log.warning("lost %s in the index of %s, the first in %s", counted(len(lost), "run"), self.place, lost[0])
         if index.num_runs != len(self._known):  # some were removed
             ids = index.ids()
             gone = [run_id for run_id in self._known if run_id not in ids]
@@ -86,8 +89,7 @@ class View:
             if row.offset % BLOCK_BYTES or row.offset + entry.num_bytes > file.num_bytes:
                 raise ExtentError(f"it lies outside of {file.path}")
         except ExtentError as error:
-            log.warning("a run in the index of %s is lost: %s", self.place, error)
-            self.bad.add(row.id)
+            self.bad[row.id] = f"{file.path.name}: {error}"
             return None
         self._catalog.add(entry)
         return entry
@@ -97,6 +99,11 @@ class View:
             return set(parse_head(index.head(row.id), self._seal).run.names)
         except ExtentError:
             return set()
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def used_by_others(path: Path) -> float:
