@@ -170,6 +170,13 @@ def test_an_index_keeps_what_was_entered_and_mirrors_see_it(tmp_path: Path) -> N
     mirror.close()
 
 
+def test_what_an_index_has_committed_is_on_the_disk(tmp_path: Path) -> None:
+    for _ in range(2):
+        index = Index(tmp_path, is_writer=True)
+        assert index._db.execute("PRAGMA synchronous").fetchone() == (2,), "a power failure takes transactions back"
+        index.close()
+
+
 def test_a_mirror_waits_for_an_index_that_is_just_made(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path)
     (tmp_path / "index.db").touch()

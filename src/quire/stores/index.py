@@ -4,9 +4,9 @@
     runs   file, offset, digest of the namespace without its salt, head (see `heads`)
     pins   name of a chunk, until when
 
-WAL with synchronous = NORMAL: a commit costs no wait for the disk. A power failure may take back the last transactions,
-never half of one. A lost insertion leaves a file that no index names, and a lost removal leaves rows of a file that is
-gone; both are removed when the sub-folder is taken. A kill loses nothing.
+WAL with synchronous = FULL: a commit waits for the disk, so that a power failure takes back no file that was finished.
+A kill between two steps leaves a file that no index names, or rows of a file that is gone; both are removed when the
+sub-folder is taken.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Index:
             elif not is_new and self._one("PRAGMA quick_check") != "ok":
                 raise DamagedIndexError("it is damaged")
             self._check_writable()
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             self._db.execute(f"PRAGMA journal_size_limit = {WAL_PAGES * 4096}")
         else:
