@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from quire.stores.direct import DirectFile
 from quire.stores.disk import DiskStore
 from quire.stores.folder import writer_bytes
 from quire.stores.memory import MemoryStore
+from quire.stores.quotas import free_bytes
+from quire.stores.sizing import MEASURED_BYTES, MIN_MEASURED_BYTES, measure_disk
 
 from ..disk_runs import LAYERS, MIB, NAMESPACE, Fake, FakeTransfer, disk_usage, fetch, holds, unsealed
 from ..effort import tries
@@ -384,6 +387,37 @@ def test_a_throttle_limits_reads_and_writes_together(make: Make) -> None:
     assert store.flush(10) and holds(store, fake)
     assert 0.9 * 12e6 / 20e6 - 0.05 < time.monotonic() - begun < 1.5
     assert 15e6 < (store.measure() or 0) < 22e6
+
+
+def test_measuring_takes_free_room_alone(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    store, written = make(), list[bytes]()
+    assert store.measure()
+    for number in range(24):
+        put(store, Fake(number, 2, 900_000))
+        assert store.flush(10)
+    files, num_collected = len(list(tmp_path.rglob("*.runs"))), store.stats()["num_collected"]
+    real = DirectFile.write
+
+    def write(self: DirectFile, views: list[memoryview], *args: Any) -> None:
+        assert not self.path.exists(), "a kill would leave it"
+        assert disk_usage(tmp_path / "store") <= CAP
+        written.append(b"".join(views))
+        real(self, views, *args)
+
+    monkeypatch.setattr(DirectFile, "write", write)
+    store.measure()
+    assert measure_disk(tmp_path / "store") > 0 and measure_disk(tmp_path / "none" / "below") > 0
+    monkeypatch.undo()
+    assert store.stats()["num_collected"] == num_collected and len(list(tmp_path.rglob("*.runs"))) == files
+    assert [len(each) for each in written[-2:]] == [MIN_MEASURED_BYTES, MEASURED_BYTES]
+    assert all(len(zlib.compress(each)) > len(each) for each in written)
+    store.close()
+    room = CAP - 4 * MIB - writer_bytes(tmp_path / "store" / "v1" / "0")
+    assert 0 <= free_bytes(tmp_path / "store") <= room
+    (tmp_path / "store" / ".quire-measure-1").mkdir()
+    (tmp_path / "store" / ".quire-measure-2.tmp").touch()
+    make()
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["v1"]
 
 
 def test_a_disk_that_is_full_turns_writing_off_with_one_warning(make: Make, monkeypatch: Any, caplog: Any) -> None:

@@ -28,6 +28,7 @@ from quire.stores.folder import (
     remove_file,
     run_files,
     writer_bytes,
+    writer_places,
 )
 from quire.stores.heads import Head, parse_head
 from quire.stores.index import DamagedIndexError, Index
@@ -109,7 +110,7 @@ class Shelf:
     def cap(self) -> int:
         """The largest cap that an engine has given the folder; 0: not known."""
         caps = []
-        for place in self._paths():
+        for place in writer_places(self.root):
             with contextlib.suppress(OSError):
                 caps.append(cap_of(place))
         return max(caps, default=0)
@@ -117,11 +118,11 @@ class Shelf:
     def places(self) -> list[Place]:
         """Its sub-folders."""
         with Lock(self.root / LOCK_NAME):
-            return [Place(path, writer_bytes(path), _is_live(path)) for path in self._paths()]
+            return [Place(path, writer_bytes(path), _is_live(path)) for path in writer_places(self.root)]
 
     def runs(self) -> Iterator[Located]:
         """Every run that is whole in some index. What is not is a problem."""
-        for place in self._paths():
+        for place in writer_places(self.root):
             try:
                 index = Index(place, is_writer=False)
             except (DamagedIndexError, OSError) as error:
@@ -153,10 +154,11 @@ class Shelf:
         for entry in sorted(self.path.iterdir()):
             if entry.name != VERSION:
                 self.problems.append(f"{entry}: not of this version of Quire")
+        places = writer_places(self.root)
         for entry in sorted(self.root.iterdir()):
-            if entry.name not in (LOCK_NAME, _SECRET) and not (entry.is_dir() and entry.name.isdecimal()):
+            if entry.name not in (LOCK_NAME, _SECRET) and entry not in places:
                 self.problems.append(f"{entry}: not a file of Quire")
-        for place in self._paths():
+        for place in places:
             for entry in sorted(place.iterdir()):
                 if not _is_known(entry):
                     self.problems.append(f"{entry}: not a file of Quire")
@@ -167,7 +169,7 @@ class Shelf:
         """
         freed, live = 0, []
         with Lock(self.root / LOCK_NAME):
-            for place in self._paths():
+            for place in writer_places(self.root):
                 try:
                     lock = Lock(place / LOCK_NAME, waits=False)
                 except BlockingIOError:
@@ -237,11 +239,6 @@ class Shelf:
                     yield Located(blob, head, file_path, row.offset, used)
             except ExtentError as error:
                 self.problems.append(f"{file_path}, run {row.id}: {error}")
-
-    def _paths(self) -> list[Path]:
-        entries = [entry for entry in os.scandir(self.root) if entry.name.isdecimal()]
-        numbers = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
-        return [self.root / str(number) for number in numbers]
 
 
 def _is_known(path: Path) -> bool:

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ NICE = 10
 """Of threads that read and write."""
 REQUEST_BYTES = 4 << 20
 """Of a single call; a quarter of a second on a throttle of 16 MB/s."""
+
+MEASURE_PREFIX = ".quire-measure-"
 
 _MAX_VIEWS = 512  # of one pwritev; Linux takes 1,024
 
@@ -51,7 +54,7 @@ def allows_direct(folder: Path) -> bool:
     """Whether files of a folder take direct writes: some file systems refuse them only then. A full disk does not tell,
     and counts as one that does. Raises OSError.
     """
-    path = folder / f"probe-{os.getpid()}.tmp"
+    path = folder / f"{MEASURE_PREFIX}{os.getpid()}.tmp"
     try:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -70,6 +73,25 @@ def allows_direct(folder: Path) -> bool:
     finally:
         os.close(file)
         path.unlink(missing_ok=True)
+
+
+def measured_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
+    """Bytes per second of writing and then reading a file in a folder. It has no name meanwhile, so that a kill leaves
+    nothing. before: as in `DirectFile.read`. Raises OSError.
+    """
+    path = folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp"
+    view = Buffer().view(num_bytes)
+    view[:] = os.urandom(num_bytes)  # some file systems compress, and store zeros for nothing
+    file = DirectFile(path, is_direct=is_direct, is_new=True)
+    try:
+        path.unlink(missing_ok=True)
+        begun = time.monotonic()
+        file.write([view], 0, before)
+        file.sync()
+        file.read(view, 0, before)
+        return 2 * num_bytes / (time.monotonic() - begun)
+    finally:
+        file.close()
 
 
 class DirectFile:

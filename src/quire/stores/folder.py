@@ -21,11 +21,13 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from quire.errors import ConfigError
+from quire.stores.direct import MEASURE_PREFIX
 from quire.stores.seal import SECRET_BYTES
 
 log = logging.getLogger("quire")
@@ -95,6 +97,7 @@ class Folder:
         try:
             with self.lock():
                 self.secret = self._secret()
+                self._remove_measured()
         except IsADirectoryError as error:
             raise ConfigError(f"{error.filename} is a directory: remove it, or use another folder") from None
 
@@ -118,13 +121,7 @@ class Folder:
 
     def places(self) -> list[Path]:
         """All sub-folders of writers."""
-        try:
-            entries = [entry for entry in os.scandir(self.root) if entry.name.isdecimal()]
-            names = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
-            return []
-        places = [self.root / str(number) for number in names]
-        return [place for place in places if not _has_foreign_lock(place)]
+        return writer_places(self.root)
 
     def bytes_of_others(self) -> int:
         """Bytes of everything that lies in no sub-folder of a writer: other formats, for example."""
@@ -138,6 +135,14 @@ class Folder:
             elif here == self.path:
                 found += sum(_bytes_of(here / name) for name in files)
         return found
+
+    def _remove_measured(self) -> None:
+        """Removes what measurements left that were killed."""
+        for path in self.path.glob(f"{MEASURE_PREFIX}*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _secret(self) -> bytes:
         path = self.root / "secret"
@@ -160,6 +165,17 @@ class Folder:
         if len(secret) != SECRET_BYTES:
             raise ConfigError(f"{path} has {len(secret)} bytes instead of {SECRET_BYTES}: remove {self.root}")
         return secret
+
+
+def writer_places(root: Path) -> list[Path]:
+    """All sub-folders of writers, by number. root: DIR/v1"""
+    try:
+        entries = [entry for entry in os.scandir(root) if entry.name.isascii() and entry.name.isdecimal()]
+        numbers = sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    places = [root / str(number) for number in numbers]
+    return [place for place in places if not _has_foreign_lock(place)]
 
 
 def disk_bytes(folder: Path) -> int:

@@ -127,6 +127,11 @@ class Home:
         return files + draft + heads + sum(list(self._private.values())) + self._index_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """What can be written without collecting anything."""
+        return max(0, self.quotas.bytes - self.bytes - FILE_BYTES)
+
+    @property
     def _index_bytes(self) -> int:
         return self._index.num_bytes if self._index is not None else 0
 

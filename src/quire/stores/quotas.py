@@ -20,7 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.stores.folder import LOCK_NAME, MIN_CAP, SLACK_BYTES, Folder, Lock, remove_drafts, writer_bytes
+from quire.stores.folder import (
+    LOCK_NAME,
+    MIN_CAP,
+    SLACK_BYTES,
+    VERSION,
+    Folder,
+    Lock,
+    remove_drafts,
+    writer_bytes,
+    writer_places,
+)
 
 HUNGRY_SECONDS = 5.0
 """A writer that still lacks room says it again within this time."""
@@ -174,6 +184,16 @@ def cap_of(place: Path) -> int:
     """The cap that the last writer of a sub-folder gave the whole folder; 0: not known. Raises OSError."""
     with open(place / LOCK_NAME, "rb") as file:
         return _read(file.fileno(), 0).cap
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes of a folder that no writer has; None if no writer says how many there are in all. Raises OSError."""
+    records = []
+    for place in writer_places(path / VERSION):
+        with contextlib.suppress(FileNotFoundError), open(place / LOCK_NAME, "rb") as file:
+            records.append(_read(file.fileno(), writer_bytes(place)))
+    caps = [record.cap for record in records if record.cap]
+    return max(0, min(caps) - SLACK_BYTES - sum(record.quota for record in records)) if caps else None
 
 
 def _reclaim(place: Path, wanted: int, collect: Collect) -> int:

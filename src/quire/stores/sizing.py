@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
 from pathlib import Path
 
 from quire.cache.demotion import RUN_BYTES, RUN_CHUNKS
 from quire.cache.keys import KEY_BYTES
 from quire.cache.ledger import PAGE_TOKENS
-from quire.stores.direct import Buffer, DirectFile, allows_direct, padded
+from quire.stores.direct import allows_direct, measured_speed, padded
 from quire.stores.folder import SLACK_BYTES
+from quire.stores.quotas import free_bytes
 from quire.stores.seal import HEADER_BYTES
 
 MEASURED_BYTES = 64 << 20
 """Enough for a disk with a cache of its own to show its speed; 0.1 s at 1 GB/s."""
+
+MIN_MEASURED_BYTES = 2 << 20
+"""In a folder without free room: half of what its cap leaves for directories and locks."""
 
 HEAD_BYTES = 1 << 10
 """Of a run's head besides keys and tokens, roughly: the namespace as JSON, and the lengths of extents."""
@@ -39,21 +40,12 @@ def tokens_that_fit(cap: int, bytes_per_token: float) -> int:
 
 def measure_disk(folder: Path, num_bytes: int = MEASURED_BYTES) -> float:
     """Bytes per second of writing and then reading a file past the page cache, in the folder or, if there is none, in
-    the nearest one above it. The file is removed. Raises OSError.
+    the nearest one above it. Where engines have the folder's room, of a shorter file. Raises OSError.
     """
     place = folder.absolute()
     while not place.exists():
         place = place.parent
-    with tempfile.TemporaryDirectory(prefix=".quire-measure-", dir=place) as name:
-        path = Path(name) / "file"
-        file = DirectFile(path, is_direct=allows_direct(Path(name)), is_new=True)
-        try:
-            view = Buffer().view(num_bytes)
-            view[:] = os.urandom(1 << 20) * (num_bytes >> 20)  # some file systems store zeros for nothing
-            begun = time.monotonic()
-            file.write([view], 0, lambda size: None)
-            file.sync()
-            file.read(view, 0, lambda size: None)
-            return 2 * num_bytes / (time.monotonic() - begun)
-        finally:
-            file.close()
+    room = free_bytes(place)
+    if room is not None:
+        num_bytes = max(min(num_bytes, padded(room)), MIN_MEASURED_BYTES)
+    return measured_speed(place, num_bytes, lambda size: None, is_direct=allows_direct(place))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 import time
 from collections import deque
 
 from quire.errors import ConfigError
 from quire.stores.catalog import Catalog, Entry
-from quire.stores.direct import Buffer, DirectFile, give_way
-from quire.stores.folder import DRAFT_SUFFIX
+from quire.stores.direct import give_way, measured_speed
 from quire.stores.home import Home
 from quire.stores.index import DamagedIndexError
 from quire.stores.mirrors import Mirrors
@@ -25,7 +23,7 @@ IDLE_SECONDS = 0.1
 """A file is finished when nothing was queued for this time."""
 TICK_SECONDS = 1.0
 NOTE_SECONDS = 5.0
-MEASURED_BYTES = 8 << 20
+MEASURED_BYTES, MIN_MEASURED_BYTES = 8 << 20, 1 << 20
 
 
 class Writer:
@@ -92,26 +90,12 @@ class Writer:
                 self.work.release()
 
     def measure(self) -> float | None:
-        """Bytes per second of writing and reading a file; None if that does not work."""
+        """Bytes per second of writing and reading a file in free room; None if there is none, or it does not work."""
         home = self._home
-        path = home.place / f"measure-{os.getpid()}{DRAFT_SUFFIX}"
-        with self.work, contextlib.suppress(OSError, DamagedIndexError):
-            size = MEASURED_BYTES
-            while not home.make_room(size):
-                size //= 2
-                if size < 1 << 20:
-                    return None
-            view = Buffer().view(size)
-            file = DirectFile(path, is_direct=home.is_direct, is_new=True)
-            try:
-                begun = time.monotonic()
-                file.write([view], 0, home.throttle.take)
-                file.sync()
-                file.read(view, 0, home.throttle.take)
-                return 2 * size / (time.monotonic() - begun)
-            finally:
-                file.close()
-                path.unlink(missing_ok=True)
+        with self.work, contextlib.suppress(OSError):
+            size = min(MEASURED_BYTES, home.free_bytes) // MIN_MEASURED_BYTES * MIN_MEASURED_BYTES
+            if size:
+                return measured_speed(home.place, size, home.throttle.take, is_direct=home.is_direct)
         return None
 
     def _run(self) -> None:
