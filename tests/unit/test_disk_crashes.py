@@ -22,6 +22,7 @@ from quire.stores.folder import run_files
 from quire.stores.heads import Head, common_digest, encode_head
 from quire.stores.index import FileRow, Index
 from quire.stores.seal import Seal
+from quire.stores.writer import ROOM_SECONDS
 
 from ..disk_child import fake_of, start_child
 from ..disk_runs import MIB, NAMESPACE, Fake, disk_usage, fetch, holds
@@ -130,6 +131,35 @@ def two(opened: Callable[[], DiskStore]) -> tuple[DiskStore, DiskStore]:
     first, second = opened(), opened()
     wait_until(lambda: int(first.stats()["quota_bytes"] or 0) <= CAP // 2)
     return first, second
+
+
+def test_a_run_waits_for_the_room_that_another_writer_does_not_use(opened: Callable[[], DiskStore]) -> None:
+    first, second, fakes = opened(), opened(), [Fake(number) for number in range(3)]
+    first.put(fakes[0].run, fakes[0].pack())
+    assert first.flush(5) and second.stats()["quota_bytes"] == 0
+    begun = time.monotonic()
+    for fake in fakes[1:]:
+        second.put(fake.run, fake.pack())
+    assert time.monotonic() - begun < 0.2, "the engine waits"
+    assert second.flush(10)
+    assert all(holds(second, fake) for fake in fakes[1:]) and second.stats()["num_refused"] == 0
+    first.check()
+    second.check()
+
+
+def test_runs_do_not_wait_for_room_again_and_again(opened: Callable[[], DiskStore]) -> None:
+    first, second = opened(), opened()
+    with first._writer.work:  # it gives up nothing
+        begun = time.monotonic()
+        for number in range(4):
+            second.put(Fake(number).run, Fake(number).pack())
+        assert second.flush(20) and second.stats()["num_refused"] == 4
+        assert ROOM_SECONDS * 0.9 < time.monotonic() - begun < ROOM_SECONDS + 3
+        assert second.find(Fake(0).names[0]) is None
+        second.put(Fake(9).run, Fake(9).pack())
+        begun = time.monotonic()
+        second.close()
+        assert time.monotonic() - begun < 3
 
 
 def damage(rng: random.Random, folder: Path, older: bytes) -> None:

@@ -152,7 +152,9 @@ class DiskStore:
             self._catalog.drop(found)
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything that was put is on the disk and in the index; False if it is not."""
+        """Waits until everything that was put and is still found is on the disk and in the index; False if it is not.
+        What has no room is not found any more.
+        """
         return not self._is_closed and self._writer.flush(seconds)
 
     def close(self) -> None:

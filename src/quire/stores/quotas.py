@@ -83,6 +83,11 @@ class Quotas:
         """The quota."""
         return self._record.quota
 
+    @property
+    def is_hungry(self) -> bool:
+        """Whether other writers have what this one lacked when it last asked for more."""
+        return self._record.hungry > 0
+
     def grow(self, wanted: int, collect: Collect) -> int:
         """Asks for a quota of `wanted` bytes; returns the new one, which may be smaller, and is never smaller than
         before. Takes what is free, then what writers left that have ended.
@@ -98,6 +103,8 @@ class Quotas:
                         free += record.quota - _reclaim(place, goal - (free + record.quota), collect)
                 found = max(self.bytes, min(free, fair))
                 self._set(replace(self._record, quota=found, hungry=time.time() if found < goal else 0.0))
+            else:
+                self._set(replace(self._record, hungry=0.0))
         return self.bytes
 
     def balance(self, used: int) -> int:

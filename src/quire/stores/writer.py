@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -23,6 +24,11 @@ IDLE_SECONDS = 0.1
 """A file is finished when nothing was queued for this time."""
 TICK_SECONDS = 1.0
 NOTE_SECONDS = 5.0
+ROOM_SECONDS = 5.0
+"""So long a run waits for other writers to give up room: they look once a second, and then may collect files."""
+TRY_SECONDS = 0.25
+FULL_SECONDS = 60.0
+"""After waiting in vain, in which further runs do not wait."""
 MEASURED_BYTES, MIN_MEASURED_BYTES = 8 << 20, 1 << 20
 
 
@@ -42,6 +48,7 @@ class Writer:
         self._changed = threading.Condition()
         self._is_busy = self._is_urgent = self._is_closing = False
         self._pins_changed = False
+        self._room_until = -math.inf
         self._written = self._ticked = self._noted = time.monotonic()
         self._mirrors.poll()
         self._thread = threading.Thread(target=self._run, name="quire-disk-writer", daemon=True)
@@ -60,7 +67,9 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until every run that was put is on the disk and in the index; False if it is not in time, or lost."""
+        """Waits until every run that was put and is still found is on the disk and in the index; False if that is not
+        in time, or writing fails. A run for which there is no room is given up, as if it was collected.
+        """
         end = time.monotonic() + seconds
         with self._changed:
             self._is_urgent = True
@@ -115,17 +124,24 @@ class Writer:
                     self._is_urgent = False
                 self._is_busy = True
             begun = time.thread_time()
+            waits = False
             try:
                 with self.work:
-                    self._work(entry, is_urgent)
+                    waits = self._work(entry, is_urgent)
             except Exception as error:  # a defect: the tier must not take the engine with it
                 log.exception("the disk tier failed")
                 self._outage.fail(f"an error ({error})")
             finally:
+                if entry is not None and not waits:
+                    self._give_up(entry)
                 self.cpu_seconds += time.thread_time() - begun
                 with self._changed:
+                    if waits and entry is not None and not self._is_closing:
+                        self._queue.appendleft(entry)
                     self._is_busy = False
                     self._changed.notify_all()
+                    if waits:
+                        self._changed.wait_for(lambda: self._is_closing, TRY_SECONDS)
 
     def _seconds_to_wait(self) -> float:
         now = time.monotonic()
@@ -134,12 +150,14 @@ class Writer:
             seconds = min(seconds, self._written + IDLE_SECONDS - now)
         return seconds
 
-    def _work(self, entry: Entry | None, is_urgent: bool) -> None:
+    def _work(self, entry: Entry | None, is_urgent: bool) -> bool:
+        """Does what is due. Returns whether the run waits for room."""
+        waits = False
         try:
             if self._outage.is_on:
                 self._prepare()
                 if entry is not None:
-                    self._write(entry)
+                    waits = not self._write(entry) and self._waits_for_room()
                 elif is_urgent or time.monotonic() >= self._written + IDLE_SECONDS:
                     self._commit()
                 if is_urgent or time.monotonic() >= self._ticked + TICK_SECONDS:
@@ -156,11 +174,13 @@ class Writer:
             log.warning("the index of %s is damaged, and its runs are lost: %s", self._home.place, error)
             with contextlib.suppress(OSError):
                 self._home.reset()
-        finally:
-            is_lost = entry is not None and entry.file is None and entry.own is None and not entry.is_dropped
-            if entry is not None and is_lost:
-                self.num_refused += 1
-                self._catalog.drop([entry])
+        return waits
+
+    def _give_up(self, entry: Entry) -> None:
+        """Forgets a run that was not written."""
+        if entry.file is None and entry.own is None and not entry.is_dropped:
+            self.num_refused += 1
+            self._catalog.drop([entry])
 
     def _prepare(self) -> None:
         """Notices that the folder is gone; on trial, makes it again."""
@@ -172,12 +192,24 @@ class Writer:
                 self._home.close()
             self._home.open()
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: Entry) -> bool:
+        """False if there is no room for it."""
         if entry.is_dropped:
-            return
-        if self._home.write(entry) and entry.own is not None:
-            self._outage.succeed()
+            return True
+        has_room = self._home.write(entry)
+        if has_room:
+            self._room_until = -math.inf
+            if entry.own is not None:
+                self._outage.succeed()
         self._written = time.monotonic()
+        return has_room
+
+    def _waits_for_room(self) -> bool:
+        """Whether other writers may soon give up what the next run lacks."""
+        now = time.monotonic()
+        if now > self._room_until + FULL_SECONDS:
+            self._room_until = now + ROOM_SECONDS
+        return self._home.quotas.is_hungry and now < self._room_until
 
     def _commit(self) -> None:
         if self._home.has_draft:
