@@ -518,6 +518,24 @@ def test_a_stuck_read_fails_its_transfer_and_others_go_on(make: Make, monkeypatc
     assert all("no progress" in str(transfer.error) for transfer in failed)
 
 
+def test_a_read_is_not_failed_for_the_hang_of_the_one_before(make: Make, monkeypatch: Any) -> None:
+    reads, failed = make()._reads, list[Any]()
+
+    class Reader:
+        """Its call ends as soon as it was looked at."""
+
+        is_lost, thread, calls = False, None, iter([("hung", 0.0), ("next", time.monotonic())])
+
+        @property
+        def call(self) -> Any:
+            return next(self.calls, None)
+
+    monkeypatch.setattr(reads, "_replace", lambda reader, request: failed.append(request))
+    reads.stuck_seconds, reads._readers = 5.0, [Reader()]  # type: ignore[list-item]
+    wait_until(lambda: bool(failed))
+    assert failed == ["hung"]
+
+
 def test_a_writer_with_an_unfinished_file_that_is_off_waits(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(writer, "IDLE_SECONDS", 0.5)
     store, turns = make(), list[float]()

@@ -50,11 +50,10 @@ class Request:
 
 @dataclass(eq=False)
 class Reader:
-    """A thread that reads. since: when the call began that it waits for; None: it waits for no disk."""
+    """A thread that reads. call: for which request it waits for the disk, and since when; None: it does not."""
 
     thread: threading.Thread | None = None
-    request: Request | None = None
-    since: float | None = None
+    call: tuple[Request, float] | None = None
     is_lost: bool = False
 
 
@@ -143,7 +142,6 @@ class Reads:
                 if self._is_closed:
                     return
                 request = heapq.heappop(self._queue)
-                reader.request = request
             begun = time.thread_time()
             try:
                 if not request.transfer.is_over:
@@ -152,7 +150,7 @@ class Reads:
                 log.exception("a read of the disk tier failed")
                 request.transfer.fail(QuireError(f"a read failed: {error}"))
             finally:
-                reader.request = reader.since = None
+                reader.call = None
                 self.cpu_seconds += time.thread_time() - begun
 
     def _goes_on(self, reader: Reader) -> bool:
@@ -194,7 +192,7 @@ class Reads:
         lengths = entry.lengths[request.layer : request.end]
         view = buffer.view(sum(map(padded, lengths)))
         begun = time.monotonic()
-        self._read(reader, entry, view, entry.offset_of(request.layer))
+        self._read(reader, request, view)
         self.seconds += time.monotonic() - begun
         self.bytes_read += len(view)
         names, start, seal = b"".join(entry.run.names), 0, self._seal()
@@ -206,25 +204,27 @@ class Reads:
             request.transfer.arrive(entry.run, extent)
             start += padded(length)
 
-    def _read(self, reader: Reader, entry: Entry, view: memoryview, offset: int) -> None:
+    def _read(self, reader: Reader, request: Request, view: memoryview) -> None:
         def pace(num_bytes: int) -> None:
-            reader.since = None  # waiting for the throttle is no hanging
+            reader.call = None  # waiting for the throttle is no hanging
             self._throttle.take(num_bytes)
-            reader.since = time.monotonic()
+            reader.call = request, time.monotonic()
 
+        entry = request.entry
+        offset = entry.offset_of(request.layer)
         try:
             if entry.own is not None:
                 entry.own.read(view, offset, pace)
                 return
             assert entry.file is not None, "a run without a place"
-            reader.since = time.monotonic()
+            reader.call = request, time.monotonic()
             file = self._open(entry.file)
             try:
                 file.read(view, offset, pace)
             finally:
                 file.close()
         finally:
-            reader.since = None
+            reader.call = None
 
     def _open(self, file: RunFile) -> DirectFile:
         path = file.path
@@ -260,10 +260,9 @@ class Reads:
         while not self._stopping.wait(min(1.0, self.stuck_seconds / 4)):
             now = time.monotonic()
             for reader in list(self._readers):
-                since, request = reader.since, reader.request
-                is_stuck = since is not None and now - since > self.stuck_seconds
-                if is_stuck and request is not None and not reader.is_lost:
-                    self._replace(reader, request)
+                call = reader.call  # once: the call may end, and another one begin
+                if call is not None and now - call[1] > self.stuck_seconds and not reader.is_lost:
+                    self._replace(reader, call[0])
 
     def _replace(self, reader: Reader, request: Request) -> None:
         reader.is_lost = True
