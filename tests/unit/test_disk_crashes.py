@@ -162,6 +162,24 @@ def test_runs_do_not_wait_for_room_again_and_again(opened: Callable[[], DiskStor
         assert time.monotonic() - begun < 3
 
 
+def test_a_number_that_a_restarted_writer_uses_again_is_another_file(
+    tmp_path: Path, opened: Callable[[], DiskStore]
+) -> None:
+    first, second, fake, other = *two(opened), Fake(1), Fake(2, 2, 50_000)
+    first.put(fake.run, fake.pack())
+    assert first.flush(5)
+    wait_until(lambda: second.find(fake.names[0]) is not None)
+    with second._writer.work:  # it does not look
+        first.drop(fake.names)
+        assert first.flush(5)
+        first.close()
+        again = opened()
+        again.put(other.run, other.pack())
+        assert again.flush(5) and [path.name for path in (tmp_path / "store" / "v1" / "0").glob("*.runs")] == ["1.runs"]
+    wait_until(lambda: second.find(fake.names[0]) is None and second.find(other.names[0]) is not None)
+    assert holds(second, other)
+
+
 def damage(rng: random.Random, folder: Path, older: bytes) -> None:
     """Damages files of runs at random."""
     for _ in range(rng.randrange(1, 4)):

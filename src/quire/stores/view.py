@@ -40,14 +40,15 @@ class View:
         if not self._is_own:
             self._catalog.pins_of_others[self.place] = pins
         files = {row.number: row for row in index.files()}
-        for number in self.files.keys() - files.keys():
-            self._catalog.drop_file(self.files.pop(number))
+        for number, file in list(self.files.items()):
+            if number not in files or files[number].num_bytes != file.num_bytes:  # a restarted writer may use it again
+                self._catalog.drop_file(self.files.pop(number))
         for file_row in files.values():
             self._take_file(file_row)
         before = len(self.bad)
         for row in index.runs(self._last_id):
-            if (file := self.files.get(row.file)) is not None:
-                self._known[row.id] = self._take_run(index, row, file, pins)
+            if (at := self.files.get(row.file)) is not None:
+                self._known[row.id] = self._take_run(index, row, at, pins)
                 self._last_id = max(self._last_id, row.id)
         if lost := list(self.bad.values())[before:]:
             log.warning("lost %s in the index of %s, the first in %s", counted(len(lost), "run"), self.place, lost[0])
