@@ -162,6 +162,23 @@ def test_runs_do_not_wait_for_room_again_and_again(opened: Callable[[], DiskStor
         assert time.monotonic() - begun < 3
 
 
+def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
+    opened: Callable[[], DiskStore], monkeypatch: Any
+) -> None:
+    def broken(*args: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    first, second = two(opened)
+    second.put(Fake(1).run, Fake(1).pack())
+    assert second.flush(5)
+    second.close()
+    monkeypatch.setattr("quire.stores.home.collect_abandoned", broken)
+    for number in range(10, 40):
+        first.put(Fake(number, 2, 1_000_000).run, Fake(number, 2, 1_000_000).pack())
+        assert first.flush(10) and first.is_on
+    assert holds(first, Fake(1))
+
+
 def test_a_number_that_a_restarted_writer_uses_again_is_another_file(
     tmp_path: Path, opened: Callable[[], DiskStore]
 ) -> None:

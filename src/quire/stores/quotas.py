@@ -212,11 +212,12 @@ def _reclaim(place: Path, wanted: int, collect: Collect) -> int:
     except (BlockingIOError, FileNotFoundError):
         return 0
     with lock:
-        remove_drafts(place)
-        used = writer_bytes(place)
-        if wanted + used > 0:
-            collect(place, wanted + used)
+        with contextlib.suppress(OSError):  # what cannot be removed there stays, and we look elsewhere
+            remove_drafts(place)
             used = writer_bytes(place)
+            if wanted + used > 0:
+                collect(place, wanted + used)
+        used = writer_bytes(place)
         # Other processes that read its index may have made SQLite's files meanwhile: that is in the slack.
         quota = min(used, _read(lock.descriptor, used).quota)
         _write(lock.descriptor, Record(quota))
