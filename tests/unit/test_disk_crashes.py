@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -177,6 +178,19 @@ def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
         first.put(Fake(number, 2, 1_000_000).run, Fake(number, 2, 1_000_000).pack())
         assert first.flush(10) and first.is_on
     assert holds(first, Fake(1))
+
+
+@pytest.mark.parametrize("where", ["quire.stores.home.Home.bytes", "quire.stores.quotas.Quotas.shrink"])
+def test_closing_ends_the_lock_whatever_fails(opened: Callable[[], DiskStore], monkeypatch: Any, where: str) -> None:
+    def broken(*args: Any) -> int:
+        raise OSError(5, "Input/output error") if "home" in where else ValueError("a defect")
+
+    store = opened()
+    monkeypatch.setattr(where, property(broken) if "home" in where else broken)
+    with contextlib.suppress(ValueError):
+        store.close()
+    monkeypatch.undo()
+    assert opened()._home.place.name == "0"
 
 
 def test_a_number_that_a_restarted_writer_uses_again_is_another_file(

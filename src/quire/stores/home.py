@@ -294,12 +294,17 @@ class Home:
         clear_place(self.place)
 
     def close(self) -> None:
-        """Ends it; private runs are lost."""
-        self.catalog.drop(list(self._private))
-        self._close_private()
-        kept = self.bytes
-        self._give_up()
-        self.quotas.leave(kept)
+        """Ends it; private runs are lost. After an error, too, nothing is left open."""
+        kept = 0
+        try:
+            self.catalog.drop(list(self._private))
+            self._close_private()
+            kept = self.bytes
+        finally:
+            try:
+                self._give_up()
+            finally:
+                self.quotas.leave(kept)
 
     def check(self) -> None:
         """Asserts that index, memory and files agree, and that quotas hold."""

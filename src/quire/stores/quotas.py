@@ -128,10 +128,12 @@ class Quotas:
 
     def leave(self, kept: int = 0) -> None:
         """Keeps a quota for `kept` bytes, at least for what is there, and ends the lock."""
-        with contextlib.suppress(OSError):
-            if self.lock.is_intact:
-                self.shrink(max(kept, writer_bytes(self.place)))
-        self.lock.close()
+        try:
+            with contextlib.suppress(OSError):
+                if self.lock.is_intact:
+                    self.shrink(max(kept, writer_bytes(self.place)))
+        finally:
+            self.lock.close()
 
     def check(self) -> None:
         """Asserts the invariants of the whole folder."""
