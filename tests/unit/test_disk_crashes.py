@@ -180,6 +180,21 @@ def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
     assert holds(first, Fake(1))
 
 
+def test_a_file_whose_runs_are_dropped_before_it_is_finished_is_not_finished(
+    tmp_path: Path, opened: Callable[[], DiskStore]
+) -> None:
+    store, fake = opened(), Fake(1)
+    with store._writer.work:
+        store.put(fake.run, fake.pack())
+    wait_until(lambda: store._home.has_draft)
+    with store._writer.work:
+        assert store._home.has_draft
+        store.drop(fake.names)
+        store._home.forget()
+    assert store.flush(5) and store.stats()["files"] == 0 and not list(tmp_path.rglob("*.runs"))
+    store.check()
+
+
 @pytest.mark.parametrize("where", ["quire.stores.home.Home.bytes", "quire.stores.quotas.Quotas.shrink"])
 def test_closing_ends_the_lock_whatever_fails(opened: Callable[[], DiskStore], monkeypatch: Any, where: str) -> None:
     def broken(*args: Any) -> int:

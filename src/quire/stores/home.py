@@ -174,6 +174,9 @@ class Home:
         draft, file = self._draft, self._draft_file
         if draft is None or file is None:
             return
+        if all(entry.is_dropped for entry in self._draft_heads):
+            self.discard()
+            return
         try:
             file.sync()
             file.close()
