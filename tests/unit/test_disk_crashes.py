@@ -163,6 +163,22 @@ def test_runs_do_not_wait_for_room_again_and_again(opened: Callable[[], DiskStor
         assert time.monotonic() - begun < 3
 
 
+def test_pins_that_find_no_room_for_an_index_wait_for_it(tmp_path: Path, opened: Callable[[], DiskStore]) -> None:
+    first, fake = opened(), Fake(1)
+    first.put(fake.run, fake.pack())
+    assert first.flush(5)
+    place = tmp_path / "store" / "v1" / "1"
+    with first._writer.work:  # it gives up nothing
+        second = opened()
+        second._set_pins({})
+        assert second.flush(5)
+        second._set_pins({fake.names[0]: time.time() + 60})
+        assert second.flush(5) and second.stats()["quota_bytes"] == 0 and not (place / "index.db").exists()
+    wait_until(lambda: (place / "index.db").exists() and second.flush(5))
+    assert fake.names[0] in Index(place, is_writer=False).pins()
+    second.check()
+
+
 def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
     opened: Callable[[], DiskStore], monkeypatch: Any
 ) -> None:

@@ -287,9 +287,14 @@ class Home:
         if expired:
             self.remove(expired)
 
-    def set_pins(self) -> None:
-        """Writes the pins into the index."""
-        self.index.set_pins({name: float(until) for name, until in self.catalog.pins.items()})
+    def set_pins(self) -> bool:
+        """Writes the pins into the index. False if there is no room for one."""
+        pins = {name: float(until) for name, until in self.catalog.pins.items()}
+        if self._index is None and pins and not self.make_room(NEW_INDEX_BYTES):
+            return False
+        if self._index is not None or pins:
+            self.index.set_pins(pins)
+        return True
 
     def reset(self) -> None:
         """After damage to the index: gives up everything in the sub-folder."""

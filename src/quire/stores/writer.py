@@ -222,7 +222,8 @@ class Writer:
         self._home.shed()
         if self._pins_changed:
             self._pins_changed = False
-            self._home.set_pins()
+            if not self._home.set_pins():
+                self._pins_changed = True
         if self._lifetime is not None:
             self._home.remove_expired(self._lifetime)
         if self._ticked >= self._noted + NOTE_SECONDS:
