@@ -179,6 +179,23 @@ def test_pins_that_find_no_room_for_an_index_wait_for_it(tmp_path: Path, opened:
     second.check()
 
 
+def test_pins_of_a_sub_folder_without_a_writer_are_known_before_anything_is_collected(tmp_path: Path) -> None:
+    folder, fakes = tmp_path / "store", [Fake(number, 2, 1_000_000) for number in range(28)]
+    stores = [DiskStore(folder, 2 * CAP, NAMESPACE) for _ in range(2)]
+    wait_until(lambda: int(stores[0].stats()["quota_bytes"] or 0) <= CAP)
+    for number, fake in enumerate(fakes):
+        store = stores[number % 2]
+        store.put(fake.run, fake.pack())
+        assert store.flush(10)
+    assert stores[1].pin(fakes[1].names, time.time() + 1e6)
+    for store in stores:
+        assert store.flush(5)
+        store.close()
+    store = DiskStore(folder, CAP, NAMESPACE)
+    assert store.find(fakes[1].names[0]) is not None and store.find(fakes[3].names[0]) is None
+    store.close()
+
+
 def test_a_sub_folder_that_cannot_be_collected_does_not_turn_writing_off(
     opened: Callable[[], DiskStore], monkeypatch: Any
 ) -> None:

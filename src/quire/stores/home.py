@@ -99,8 +99,6 @@ class Home:
             if number not in self.files:
                 remove_file(path)
         self._next_number = max(self.files, default=0) + 1
-        if self.bytes > self.quotas.bytes:
-            self.make_room(0)
 
     def _remove_damaged(self) -> None:
         """Removes files that are not as the index has them, and those without a run."""

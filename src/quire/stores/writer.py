@@ -50,7 +50,7 @@ class Writer:
         self._pins_changed = False
         self._room_until = -math.inf
         self._written = self._ticked = self._noted = time.monotonic()
-        self._mirrors.poll()
+        self._join()
         self._thread = threading.Thread(target=self._run, name="quire-disk-writer", daemon=True)
         self._thread.start()
 
@@ -191,6 +191,13 @@ class Writer:
             with contextlib.suppress(OSError, DamagedIndexError):
                 self._home.close()
             self._home.open()
+            self._join()
+
+    def _join(self) -> None:
+        """Goes down to the quota once it is known what other sub-folders have, and which of it is pinned."""
+        self._mirrors.poll()
+        with contextlib.suppress(OSError, DamagedIndexError):
+            self._home.make_room(0)
 
     def _write(self, entry: Entry) -> bool:
         """False if there is no room for it."""
