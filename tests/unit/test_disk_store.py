@@ -41,8 +41,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
     stores: list[DiskStore] = []
 
     def make(cap: int = CAP, namespace: Any = NAMESPACE, folder: str = "store", **options: Any) -> DiskStore:
-        stores.append(DiskStore(tmp_path / folder, cap, namespace, **options))
-        return stores[-1]
+        stores.append(store := DiskStore(tmp_path / folder, cap, namespace, **options))
+        for outage in (store._writing, store._reading):
+            outage._clock = options.get("clock", outage._clock)
+        return store
 
     yield make
     for store in stores:

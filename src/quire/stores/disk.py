@@ -66,8 +66,8 @@ class DiskStore:
             raise ConfigError(
                 f"the disk tier cannot use {where} ({reason}): make room, or name another folder"
             ) from None
-        self._writing = Outage("writing to the disk tier", 1, clock)
-        self._reading = Outage("the disk tier", FAILURES, clock)
+        self._writing = Outage("writing to the disk tier", 1)
+        self._reading = Outage("the disk tier", FAILURES)
         self._writer = Writer(self._home, self._catalog, self._writing, lifetime)
         home = self._home
         self._reads = Reads(self._catalog, lambda: home.seal, self._throttle, self._reading, lambda: home.is_direct)

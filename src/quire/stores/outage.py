@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger("quire")
@@ -17,19 +18,19 @@ class Outage:
     reason  of the last failure while it is off or on trial; None while it works
     """
 
-    def __init__(self, what: str, limit: int, clock: Callable[[], float]) -> None:
+    def __init__(self, what: str, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         """what: begins both lines of the log. limit: of failures in a row."""
         self.reason: str | None = None
         self._what, self._limit, self._clock = what, limit, clock
         self._num_failed = 0
         self._seconds = FIRST_SECONDS
-        self._since = self._until = 0.0
+        self._until = 0.0
         self._lock = threading.Lock()
 
     @property
     def is_on(self) -> bool:
-        """Whether to try. A clock that was set back does not lengthen an outage."""
-        return self.reason is None or not self._since <= self._clock() < self._until
+        """Whether to try."""
+        return self.reason is None or self._clock() >= self._until
 
     def fail(self, reason: str) -> None:
         """Notes a failure. It turns off after enough of them, on trial after one."""
@@ -43,8 +44,7 @@ class Outage:
                 log.warning("%s is off: %s; it is tried again in %.0f s", self._what, reason, self._seconds)
             else:
                 self._seconds = min(self._seconds * 2, LAST_SECONDS)
-            self._since = self._clock()
-            self._until = self._since + self._seconds
+            self._until = self._clock() + self._seconds
             self.reason = reason
 
     def succeed(self) -> None:
