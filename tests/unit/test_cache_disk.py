@@ -375,6 +375,15 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(words, said, tmp_path, cap
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_folder_without_a_tier_of_this_version_says_what_is_there(tmp_path, capsys):
+    (tmp_path / "v2").mkdir()
+    assert cache("ls", "--disk", tmp_path) == 2
+    assert "has no disk tier of this version; in it are v2" in capsys.readouterr().err
+    (tmp_path / "v1" / "0").mkdir(parents=True)
+    assert cache("ls", "--disk", tmp_path) == 2
+    assert f"{tmp_path / 'v1' / 'secret'} is missing" in capsys.readouterr().err
+
+
 def test_a_folder_may_come_with_its_size():
     assert _folder("/a/b:20GiB") == (Path("/a/b"), 20 << 30)
     assert _folder("/a/b") == (Path("/a/b"), None)

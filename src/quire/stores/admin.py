@@ -20,6 +20,7 @@ from quire.stores.folder import (
     DRAFT_SUFFIX,
     INDEX_NAME,
     LOCK_NAME,
+    SECRET_NAME,
     VERSION,
     Lock,
     disk_bytes,
@@ -36,7 +37,7 @@ from quire.stores.quotas import cap_of, note_cleared
 from quire.stores.seal import SECRET_BYTES, Seal
 from quire.stores.view import used_by_others
 
-_SECRET = "secret"
+SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ class Shelf:
         self.path = path.expanduser()
         self.root = self.path / VERSION
         self.problems: list[str] = []
+        path = self.root / SECRET_NAME
         try:
-            secret = (self.root / _SECRET).read_bytes()
+            secret = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise ConfigError(f"{self.path} has no disk tier") from None
+            raise ConfigError(f"{self.path} has no disk tier{_instead(self.path)}") from None
         if len(secret) != SECRET_BYTES:
-            raise ConfigError(f"{self.root / _SECRET} is damaged: it has {len(secret)} bytes and not {SECRET_BYTES}")
+            raise ConfigError(f"{path} is damaged: it has {len(secret)} bytes and not {SECRET_BYTES}")
         self.seal = Seal(secret)
 
     @property
@@ -156,7 +158,7 @@ class Shelf:
                 self.problems.append(f"{entry}: not of this version of Quire")
         places = writer_places(self.root)
         for entry in sorted(self.root.iterdir()):
-            if entry.name not in (LOCK_NAME, _SECRET) and entry not in places:
+            if entry.name not in (LOCK_NAME, SECRET_NAME) and entry not in places:
                 self.problems.append(f"{entry}: not a file of Quire")
         for place in places:
             for entry in sorted(place.iterdir()):
@@ -239,6 +241,15 @@ class Shelf:
                     yield Located(blob, head, file_path, row.offset, used)
             except ExtentError as error:
                 self.problems.append(f"{file_path}, run {row.id}: {error}")
+
+
+def _instead(path: Path) -> str:
+    """What a folder without a tier of this version has, to go on after a message."""
+    if (path / VERSION).is_dir():
+        return f" that can be read: {path / VERSION / SECRET_NAME} is missing"
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f" of this version; in it are {', '.join(names[:SHOWN_NAMES])}{more}" if names else ""
 
 
 def _is_known(path: Path) -> bool:

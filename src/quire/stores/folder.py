@@ -35,7 +35,7 @@ log = logging.getLogger("quire")
 VERSION = "v1"
 RUNS_SUFFIX, DRAFT_SUFFIX = ".runs", ".tmp"
 INDEX_NAME = "index.db"
-LOCK_NAME = "lock"
+LOCK_NAME, SECRET_NAME = "lock", "secret"
 
 MIN_CAP = 64 << 20
 SLACK_BYTES = 4 << 20
@@ -145,7 +145,7 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def _secret(self) -> bytes:
-        path = self.root / "secret"
+        path = self.root / SECRET_NAME
         try:
             secret = path.read_bytes()
         except FileNotFoundError:
