@@ -31,7 +31,7 @@ from quire.stores.folder import (
     writer_bytes,
     writer_places,
 )
-from quire.stores.heads import Head, parse_head
+from quire.stores.heads import Head
 from quire.stores.index import DamagedIndexError, Index
 from quire.stores.quotas import cap_of, note_cleared
 from quire.stores.seal import SECRET_BYTES, Seal
@@ -196,14 +196,12 @@ class Shelf:
             return
         index = Index(place, is_writer=False)
         try:
-            kept: set[int] = set()
-            known: set[int] = set()
-            for row in index.runs():
-                known.add(row.file)
-                try:
-                    namespace = parse_head(index.head(row.id), self.seal).run.namespace
-                except ExtentError:
+            kept, rows = set[int](), index.runs()
+            known = {row.file for row in rows}
+            for row, _, head in index.heads(rows, self.seal):
+                if isinstance(head, ExtentError):
                     continue
+                namespace = head.run.namespace
                 if not (isinstance(namespace, Namespace) and chosen(namespace)):
                     kept.add(row.file)
         finally:
@@ -229,18 +227,15 @@ class Shelf:
             elif (size := _size_of(path)) not in (files[number].num_bytes, None):
                 self.problems.append(f"{path}: damaged, it has {size} bytes and not {files[number].num_bytes}")
                 del paths[number]
-        for row in index.runs():
+        for row, blob, head in index.heads(index.runs(), self.seal):
             file_path = paths.get(row.file)
             if file_path is None or row.file not in files:
                 continue  # removed meanwhile
-            try:
-                blob = index.head(row.id)
-                if blob:
-                    head = parse_head(blob, self.seal)
-                    used = max(files[row.file].used, used_by_others(file_path))
-                    yield Located(blob, head, file_path, row.offset, used)
-            except ExtentError as error:
-                self.problems.append(f"{file_path}, run {row.id}: {error}")
+            if isinstance(head, ExtentError):
+                self.problems.append(f"{file_path}, run {row.id}: {head}")
+            else:
+                used = max(files[row.file].used, used_by_others(file_path))
+                yield Located(blob, head, file_path, row.offset, used)
 
 
 def _instead(path: Path) -> str:

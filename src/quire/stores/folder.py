@@ -133,7 +133,7 @@ class Folder:
             if here not in (self.path, self.root):
                 found += disk_bytes(here)
             elif here == self.path:
-                found += sum(_bytes_of(here / name) for name in files)
+                found += sum(allocated(here / name) for name in files)
         return found
 
     def _remove_measured(self) -> None:
@@ -178,14 +178,22 @@ def writer_places(root: Path) -> list[Path]:
     return [place for place in places if not _has_foreign_lock(place)]
 
 
+def allocated(path: Path) -> int:
+    """Bytes on the disk of one file or folder, without what is in it; 0 if it is gone."""
+    try:
+        return path.lstat().st_blocks * 512
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
 def disk_bytes(folder: Path) -> int:
     """Bytes on disk of a folder and the files in it, as `du` counts them."""
-    return _bytes_of(folder) + sum(_bytes_of(path) for path in _entries(folder) if not path.is_dir())
+    return allocated(folder) + sum(allocated(path) for path in _entries(folder) if not path.is_dir())
 
 
 def writer_bytes(place: Path) -> int:
     """Bytes on disk that count against a quota: those of all files but the lock."""
-    return sum(_bytes_of(path) for path in _entries(place) if path.name != LOCK_NAME)
+    return sum(allocated(path) for path in _entries(place) if path.name != LOCK_NAME)
 
 
 def remove_drafts(place: Path) -> None:
@@ -264,10 +272,3 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _bytes_of(path: Path) -> int:
-    try:
-        return path.lstat().st_blocks * 512
-    except (FileNotFoundError, NotADirectoryError):
-        return 0

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.stores.folder import INDEX_NAME, remove_file
+from quire.errors import ExtentError
+from quire.stores.folder import INDEX_NAME, allocated, remove_file
+from quire.stores.heads import Head, parse_head
+from quire.stores.seal import Seal
 
 VERSION = 1
 _SCHEMA = """
@@ -134,6 +137,15 @@ class Index:
         with _errors():
             return int(self._one("SELECT count(*) FROM runs"))
 
+    def heads(self, rows: Iterable[RunRow], seal: Seal) -> Iterator[tuple[RunRow, bytes, Head | ExtentError]]:
+        """The heads of some runs as bytes and parsed, or why they cannot be. Leaves out runs that were removed."""
+        for row in rows:
+            if blob := self.head(row.id):
+                try:
+                    yield row, blob, parse_head(blob, seal)
+                except ExtentError as error:
+                    yield row, blob, error
+
     def head(self, run_id: int) -> bytes:
         """The head of a run; empty if there is none."""
         rows = self._all("SELECT head FROM runs WHERE id = ?", (run_id,))
@@ -183,7 +195,7 @@ class Index:
     def num_bytes(self) -> int:
         """Bytes it has or may soon have."""
         log = self.path.with_name(INDEX_NAME + "-wal")
-        return _bytes_of(self.path) + max(MARGIN_BYTES, _bytes_of(log) + _SHARED_BYTES)
+        return allocated(self.path) + max(MARGIN_BYTES, allocated(log) + _SHARED_BYTES)
 
     def close(self) -> None:
         """Closes it."""
@@ -280,13 +292,6 @@ def _errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"SQLite: {error}") from None
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise DamagedIndexError(str(error)) from None
-
-
-def _bytes_of(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
 
 
 def _are(row: Sequence[Any], *types: type) -> bool:

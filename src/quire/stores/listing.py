@@ -11,7 +11,6 @@ from quire.cache.namespace import Namespace
 from quire.errors import ExtentError
 from quire.stores.direct import padded
 from quire.stores.folder import RUNS_SUFFIX, Folder
-from quire.stores.heads import parse_head
 from quire.stores.index import DamagedIndexError, Index
 from quire.stores.seal import Seal
 from quire.stores.view import used_by_others
@@ -59,11 +58,9 @@ def list_stored(folder: Folder, seal: Seal, digest: bytes, visible: Callable[[st
 def _list_place(place: Path, index: Index, seal: Seal, digest: bytes, visible: Callable[[str], bool]) -> list[Stored]:
     found, pins = [], index.pins()
     files = {row.number: row for row in index.files()}
-    for row in index.runs():
-        try:
-            head = parse_head(index.head(row.id), seal)
-            file = files[row.file]
-        except (ExtentError, KeyError):  # damaged, or removed meanwhile
+    for row, _, head in index.heads(index.runs(), seal):
+        file = files.get(row.file)
+        if isinstance(head, ExtentError) or file is None:  # damaged, or removed meanwhile
             continue
         run, path = head.run, place / f"{row.file}{RUNS_SUFFIX}"
         salt = run.namespace.salt if isinstance(run.namespace, Namespace) else ""

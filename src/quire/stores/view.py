@@ -9,7 +9,6 @@ from quire.errors import ExtentError
 from quire.stores.catalog import Catalog, Entry, RunFile
 from quire.stores.direct import BLOCK_BYTES
 from quire.stores.folder import RUNS_SUFFIX
-from quire.stores.heads import parse_head
 from quire.stores.index import FileRow, Index, RunRow
 from quire.stores.seal import Seal
 
@@ -77,29 +76,24 @@ class View:
         file.used = max(file.used, row.used, used_by_others(file.path) if self._is_own else 0.0)
 
     def _take_run(self, index: Index, row: RunRow, file: RunFile, pins: dict[bytes, float]) -> Entry | None:
-        if row.digest != self._digest:
+        is_ours = row.digest == self._digest
+        if not is_ours:
             file.others.add(row.id)
-            if pins:
-                file.pinned_until = max(
-                    file.pinned_until, *map(pins.__getitem__, self._names(index, row) & pins.keys()), 0
-                )
+        if not (is_ours or pins):
             return None
-        try:
-            head = parse_head(index.head(row.id), self._seal)
+        head = next((head for *_, head in index.heads([row], self._seal)), ExtentError("it is gone"))
+        if not is_ours:
+            names = set() if isinstance(head, ExtentError) else pins.keys() & set(head.run.names)
+            file.pinned_until = max(file.pinned_until, *map(pins.__getitem__, names), 0)
+            return None
+        if not isinstance(head, ExtentError):
             entry = Entry(head.run, head.lengths, file.used, file=file, offset=row.offset, run_id=row.id)
-            if row.offset % BLOCK_BYTES or row.offset + entry.num_bytes > file.num_bytes:
-                raise ExtentError(f"it lies outside of {file.path}")
-        except ExtentError as error:
-            self.bad[row.id] = f"{file.path.name}: {error}"
-            return None
-        self._catalog.add(entry)
-        return entry
-
-    def _names(self, index: Index, row: RunRow) -> set[bytes]:
-        try:
-            return set(parse_head(index.head(row.id), self._seal).run.names)
-        except ExtentError:
-            return set()
+            if row.offset % BLOCK_BYTES == 0 and row.offset + entry.num_bytes <= file.num_bytes:
+                self._catalog.add(entry)
+                return entry
+            head = ExtentError("it lies outside of the file")
+        self.bad[row.id] = f"{file.path.name}: {head}"
+        return None
 
 
 def counted(number: int, what: str) -> str:
