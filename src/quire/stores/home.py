@@ -6,15 +6,17 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quire.stores.catalog import FILE_BYTES, Catalog, Entry, RunFile
 from quire.stores.collect import clear_place, collect_abandoned, victim
-from quire.stores.direct import Buffer, DirectFile, allows_direct, padded
-from quire.stores.folder import DRAFT_SUFFIX, INDEX_NAME, RUNS_SUFFIX, Folder, remove_file, run_files, sync_folder
+from quire.stores.direct import Buffer, allows_direct, padded
+from quire.stores.draft import Draft
+from quire.stores.folder import INDEX_NAME, Folder, remove_file, run_files
 from quire.stores.heads import Head, encode_head
 from quire.stores.index import MARGIN_BYTES, DamagedIndexError, FileRow, Index
+from quire.stores.private import PrivateFiles, bytes_of
 from quire.stores.quotas import Quotas
 from quire.stores.seal import Seal
 from quire.stores.throttle import Throttle
@@ -58,10 +60,8 @@ class Home:
         self.catalog = catalog
         self._path, self._cap = path, cap
         self.throttle, self._clock = throttle, clock
-        self._draft: RunFile | None = None
-        self._draft_file: DirectFile | None = None
-        self._draft_heads: dict[Entry, bytes] = {}
-        self._private: dict[Entry, int] = {}
+        self._draft: Draft | None = None
+        self._private = PrivateFiles(catalog)
         self._head = Buffer()
         self._grow_after = 0.0
         self.open()
@@ -120,9 +120,8 @@ class Home:
     def bytes(self) -> int:
         """What counts against the quota."""
         files = sum(file.total_bytes for file in list(self.files.values()))
-        draft = self._draft.total_bytes if self._draft is not None else 0
-        heads = 3 * sum(map(len, list(self._draft_heads.values())))  # they enter the index all at once
-        return files + draft + heads + sum(list(self._private.values())) + self._index_bytes
+        draft = self._draft
+        return files + (draft.num_bytes if draft is not None else 0) + self._private.num_bytes + self._index_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -148,7 +147,7 @@ class Home:
         head = encode_head(Head(entry.run, tuple(entry.lengths)), self.seal)
         head_bytes = padded(len(head))
         size = head_bytes + entry.num_bytes
-        if self._draft is not None and self._draft.num_bytes + size > self._file_limit:
+        if self._draft is not None and self._draft.file.num_bytes + size > self._file_limit:
             self.commit()
         beside = FILE_BYTES + 3 * len(head) + (0 if self._index is not None else NEW_INDEX_BYTES)
         if not self.make_room(size + beside):
@@ -156,68 +155,56 @@ class Home:
         block = self._head.view(head_bytes)
         block[: len(head)], block[len(head) :] = head, bytes(head_bytes - len(head))
         try:
-            draft, file = self._open_draft()
-            offset = draft.num_bytes
-            draft.num_bytes += size
-            self._write(file, [block, *(slot.block for slot in entry.staged)], offset)
+            draft = self._open_draft()
+            with self._counted(size):
+                offset = draft.write([block, *(slot.block for slot in entry.staged)], self.throttle.take)
         except OSError:
             self.discard()
             raise
-        if self.catalog.move(entry, draft, offset + head_bytes, None):
-            self._draft_heads[entry] = head
+        if self.catalog.move(entry, draft.file, offset + head_bytes, None):
+            draft.heads[entry] = head
         return True
 
     def commit(self) -> None:
         """Finishes the file: only what is whole and on the disk gets its name and enters the index."""
-        draft, file = self._draft, self._draft_file
-        if draft is None or file is None:
+        draft = self._draft
+        if draft is None:
             return
-        if all(entry.is_dropped for entry in self._draft_heads):
+        if not draft.alive:
             self.discard()
             return
+        file = draft.file
         try:
-            file.sync()
-            file.close()
-            self._draft_file = None
-            os.utime(draft.path, (draft.used, draft.used))
-            final = draft.path.with_suffix(RUNS_SUFFIX)
-            os.rename(draft.path, final)
-            draft.path = final
-            sync_folder(self.place)
-            alive = [(entry, head) for entry, head in self._draft_heads.items() if not entry.is_dropped]
+            draft.finish()
+            alive = draft.alive
             rows = [(entry.offset, self.digest, head) for entry, head in alive]
-            ids = self.index.add(FileRow(draft.number, draft.num_bytes, draft.used), rows)
+            ids = self.index.add(FileRow(file.number, file.num_bytes, file.used), rows)
         except (OSError, DamagedIndexError):
             self.discard()
             raise
-        draft.noted = draft.used
+        file.noted = file.used
         with self.catalog.lock:
             for (entry, _), run_id in zip(alive, ids, strict=True):
                 entry.run_id = run_id
-        self.files[draft.number] = draft
-        self._draft, self._draft_heads = None, {}
+        self.files[file.number] = file
+        self._draft = None
 
     def discard(self) -> None:
         """Gives up the unfinished file and its runs."""
-        draft, file = self._draft, self._draft_file
-        self._draft, self._draft_file, self._draft_heads = None, None, {}
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
+        draft, self._draft = self._draft, None
         if draft is not None:
-            self.catalog.drop_file(draft)
-            with contextlib.suppress(OSError):
-                draft.path.unlink(missing_ok=True)
+            self.catalog.drop_file(draft.file)
+            draft.discard()
 
     def make_room(self, num_bytes: int) -> bool:
         """Asks for a larger quota, then collects files, until so many bytes fit."""
-        self._close_private()
+        self._private.close_dropped()
         wanted = self.bytes + num_bytes
         if wanted > self.quotas.bytes and time.monotonic() >= self._grow_after:
             found = self.quotas.grow(wanted, lambda place, size: collect_abandoned(place, size, self.catalog))
             if found < wanted:
                 self._grow_after = time.monotonic() + GROW_SECONDS
-        fixed = self._index_bytes + sum(self._private.values())
+        fixed = self._index_bytes + self._private.num_bytes
         if num_bytes > self.quotas.bytes - fixed:
             return False
         return self._go_down_to(self.quotas.bytes - num_bytes)
@@ -265,7 +252,7 @@ class Home:
                 if file.is_gone or (file in touched and not file.entries and not file.others)
             ]
         )
-        self._close_private()
+        self._private.close_dropped()
 
     def note_uses(self) -> None:
         """Writes times of use into the index, those by other processes included."""
@@ -303,8 +290,7 @@ class Home:
         """Ends it; private runs are lost. After an error, too, nothing is left open."""
         kept = 0
         try:
-            self.catalog.drop(list(self._private))
-            self._close_private()
+            self._private.close()
             kept = self.bytes
         finally:
             try:
@@ -336,50 +322,26 @@ class Home:
     def _file_limit(self) -> int:
         return min(RUNS_BYTES, max(self.quotas.bytes // 8, MIN_RUNS_BYTES))
 
-    def _open_draft(self) -> tuple[RunFile, DirectFile]:
-        if self._draft is None or self._draft_file is None:
-            path = self.place / f"{self._next_number}{DRAFT_SUFFIX}"
-            self._draft_file = DirectFile(path, is_direct=self.is_direct, is_new=True)
-            self._draft = RunFile(self.place, self._next_number, path, self._clock(), True)
+    def _open_draft(self) -> Draft:
+        if self._draft is None:
+            self._draft = Draft(self.place, self._next_number, self._clock(), is_direct=self.is_direct)
             self._next_number += 1
-        return self._draft, self._draft_file
+        return self._draft
 
-    def _write(self, file: DirectFile, views: list[memoryview], offset: int) -> None:
+    @contextlib.contextmanager
+    def _counted(self, num_bytes: int) -> Iterator[None]:
+        """Counts a write that succeeds."""
         begun = time.monotonic()
-        file.write(views, offset, self.throttle.take)
+        yield
         self.seconds += time.monotonic() - begun
-        self.bytes_written += sum(map(len, views))
+        self.bytes_written += num_bytes
 
     def _write_private(self, entry: Entry) -> bool:
-        """Writes a private run into a file that has no name: it ends with the process."""
-        size = entry.num_bytes + FILE_BYTES
-        if not self.make_room(size):
+        if not self.make_room(bytes_of(entry)):
             return False
-        path = self.place / f"private-{os.getpid()}{DRAFT_SUFFIX}"
-        file = DirectFile(path, is_direct=self.is_direct, is_new=True)
-        try:
-            path.unlink()
-            self._private[entry] = size
-            self._write(file, [slot.block for slot in entry.staged], 0)
-        except OSError:
-            file.close()
-            self._private.pop(entry, None)
-            raise
-        if not self.catalog.move(entry, None, 0, file):
-            file.close()
+        with self._counted(entry.num_bytes):
+            self._private.write(entry, self.place, self.throttle.take, is_direct=self.is_direct)
         return True
-
-    def _close_private(self) -> None:
-        """Closes the files of dropped private runs: here and not where they are dropped, because freeing the blocks of
-        a large file takes milliseconds.
-        """
-        with self.catalog.lock:
-            closing, self.catalog.closing = self.catalog.closing, []
-        for entry in closing:
-            if entry.own is not None:
-                entry.own.close()
-                entry.own = None
-        self._private = {entry: size for entry, size in self._private.items() if _has_file(entry)}
 
     def _give_up(self) -> None:
         """Forgets all runs, and closes the index."""
@@ -390,8 +352,3 @@ class Home:
         if self._index is not None:
             self._index.close()
             self._index = None
-
-
-def _has_file(entry: Entry) -> bool:
-    """Whether a private run has a file, or will have it."""
-    return entry.own is not None or not entry.is_dropped
