@@ -182,6 +182,8 @@ def test_without_a_command_all_of_them_are_listed(capsys):
         (["inspect", "/no/such/model"], "/no/such/model"),
         (["serve", "smollm2", "--max-request-bytes", "0"], "serve.max_request_bytes is 0; it must be at least"),
         (["inspect", "~nosuchuser/x"], "~nosuchuser/x"),
+        (["inspect", "smollm2", "--tiers", "--tiers.disk", "~nosuchuser/x:1GiB"], "home folder of ~nosuchuser is"),
+        (["cache", "ls", "--disk", "~nosuchuser/x:1GiB"], "home folder of ~nosuchuser is not known"),
         (["inspect", "x" * 5000], "File name too long"),
         (["inspect", "smolm2"], "did you mean smollm2?"),
         (["inspect"], "quire inspect needs a MODEL, or --tree or --tiers for a running server"),

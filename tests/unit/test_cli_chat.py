@@ -72,10 +72,11 @@ def test_a_backslash_continues_the_line(chat):
 
 def test_save_writes_what_generate_reads(chat, tmp_path):
     file = tmp_path / "talk.jsonl"
-    error = chat("hi", f"/save {file}", "/save /no/such/folder/x", "/save").err
+    error = chat("hi", f"/save {file}", "/save /no/such/folder/x", "/save ~nosuchuser/x", "/save").err
     saved = json.loads(file.read_text())
     assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
-    assert "2 messages" in error and "cannot write" in error and "needs a file name" in error
+    assert "2 messages" in error and "cannot write /no" in error and "cannot write ~nosuchuser/x: the home" in error
+    assert "needs a file name" in error
 
 
 def test_a_conversation_too_long_can_be_reset(chat):

@@ -170,6 +170,11 @@ def test_a_start_that_fails_leaves_no_thread_of_the_disk(where: str, tmp_path: P
     assert not disk_threads()
 
 
+def test_a_home_folder_that_is_not_known_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="home folder of ~nosuchuser is not known"):
+        LLM(str(save_tiny(tmp_path / "tiny")), LIBRARY | {"tiers.disk": "~nosuchuser/kv:64MiB"})
+
+
 def test_an_engine_that_breaks_down_leaves_no_thread_of_the_disk(tmp_path: Path, monkeypatch: Any) -> None:
     async def main() -> None:
         llm = AsyncLLM(str(save_tiny(tmp_path / "tiny")), LIBRARY | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"})

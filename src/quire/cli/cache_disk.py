@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from quire.cli import shared
 from quire.config import EngineConfig, RetainConfig, TiersConfig, format_bytes, options_from, parse_bytes
 from quire.errors import ConfigError, ExtentError, QuireError
+from quire.folders import user_path
 
 if TYPE_CHECKING:
     from quire.cache.namespace import Namespace
@@ -44,12 +46,11 @@ def run(args: argparse.Namespace) -> int:
 def _folder(disk: str) -> tuple[Path, int | None]:
     """The folder of DIR or DIR:SIZE, and the size."""
     folder, colon, size = disk.rpartition(":")
+    cap = None
     if colon and folder:
-        try:
-            return Path(folder).expanduser(), parse_bytes(size)
-        except ConfigError:
-            pass
-    return Path(disk).expanduser(), None
+        with contextlib.suppress(ConfigError):
+            disk, cap = folder, parse_bytes(size)
+    return user_path(disk), cap
 
 
 # ---- ls and clear ------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.errors import ModelError, RequestError
+from quire.errors import ConfigError, ModelError, RequestError
+from quire.folders import user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,9 +138,11 @@ def save(conversation: Conversation, name: str) -> str:
         return "/save needs a file name"
     try:
         line = json.dumps({"messages": conversation.messages}, ensure_ascii=False)
-        Path(name).expanduser().write_text(line + "\n", encoding="utf-8")
+        user_path(name).write_text(line + "\n", encoding="utf-8")
     except OSError as error:
         return f"cannot write {name}: {error.strerror or error}"
+    except ConfigError as error:
+        return f"cannot write {error}"
     return f"saved {len(conversation.messages)} messages to {name}"
 
 

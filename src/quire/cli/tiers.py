@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.shared import print_table
 from quire.config import EngineConfig, format_bytes
 from quire.errors import QuireError
+from quire.folders import user_path
 
 if TYPE_CHECKING:
     from quire.engine.sizes import Sizes
@@ -56,7 +56,7 @@ def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes) -> dict[str, A
     per_token = disk_bytes_per_token(sizes.chunk_bytes, shape.num_layers, shape.num_kv_heads)
     speed, is_limited, folder = None, False, None
     if tiers.disk is not None:
-        folder = Path(tiers.disk_folder).expanduser()
+        folder = user_path(tiers.disk_folder)
         try:
             speed = measure_disk(folder)
         except OSError as error:

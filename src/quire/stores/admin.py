@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quire.cache.namespace import Namespace
 from quire.errors import ConfigError, ExtentError
+from quire.folders import user_path
 from quire.stores.collect import clear_place
 from quire.stores.folder import (
     DRAFT_SUFFIX,
@@ -91,7 +92,7 @@ class Shelf:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the folder has no disk tier, and OSError."""
-        self.path = path.expanduser()
+        self.path = user_path(path)
         self.root = self.path / VERSION
         self.problems: list[str] = []
         path = self.root / SECRET_NAME

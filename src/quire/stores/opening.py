@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quire.cache.namespace import Namespace
 from quire.config import TiersConfig
 from quire.errors import ConfigError
+from quire.folders import user_path
 from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tier, Tiers
 
@@ -25,7 +24,7 @@ def open_tiers(config: TiersConfig, namespace: Namespace, lifetime: float | None
             from quire.stores.disk import DiskStore
         except ImportError as error:
             raise ConfigError(f"tiers.disk needs the package blake3: pip install blake3 ({error})") from None
-        folder = Path(config.disk_folder).expanduser()
+        folder = user_path(config.disk_folder)
         found.append(
             DiskStore(folder, config.disk_bytes, namespace, bandwidth=config.disk_bandwidth, lifetime=lifetime)
         )
