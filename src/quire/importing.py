@@ -43,12 +43,10 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 @dataclass(frozen=True)
 class Imported:
-    """num_checked: chunks that were computed again; worst: the largest difference among them."""
+    """What is in a store of a parcel that was put there."""
 
     num_runs: int
     num_tokens: int
-    num_checked: int
-    worst: float
 
 
 def check_namespaces(parcel: Parcel, namespace: Namespace) -> None:
@@ -148,9 +146,9 @@ def check_pages(
     return len(samples), worst
 
 
-def put_all(store: DiskStore, parcel: Parcel) -> int:
-    """Puts all runs into a store, which signs them, and waits until they are on the disk. Returns the number that is
-    there. Raises QuireError if the disk takes no more.
+def put_all(store: DiskStore, parcel: Parcel) -> Imported:
+    """Puts all runs into a store, which signs them, and waits until they are on the disk. Later ones may take the room
+    of earlier ones. Raises QuireError if the disk takes no more.
     """
     for each in parcel.runs:
         run = each.head.run
@@ -163,7 +161,8 @@ def put_all(store: DiskStore, parcel: Parcel) -> int:
             raise QuireError(f"the folder takes no more runs: {store.stats()['reason'] or 'it is full'}")
     if not store.flush(PUT_SECONDS):
         raise QuireError(f"the folder could not be written: {store.stats()['reason'] or 'it is too slow'}")
-    return sum(store.find(each.head.run.names[-1]) is not None for each in parcel.runs)
+    there = [each.head.run for each in parcel.runs if store.find(each.head.run.names[-1]) is not None]
+    return Imported(len(there), sum(len(run.tokens) for run in there))
 
 
 def decoded(table: ChunkTable, run: Run, extents: list[bytes], row: int) -> torch.Tensor:

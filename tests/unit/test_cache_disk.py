@@ -17,6 +17,7 @@ from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ExtentError
 from quire.llm import LLM
 from quire.stores.admin import Shelf
+from quire.stores.disk import DiskStore
 from quire.stores.heads import Head, encode_head
 from quire.stores.parcel import Parcel, ParcelWriter
 from quire.stores.seal import Seal
@@ -388,6 +389,28 @@ def test_a_folder_may_come_with_its_size():
     assert _folder("/a/b:20GiB") == (Path("/a/b"), 20 << 30)
     assert _folder("/a/b") == (Path("/a/b"), None)
     assert _folder("/a:b") == (Path("/a:b"), None)
+
+
+def test_a_partial_import_says_what_is_there_and_what_is_left_out(folder, tmp_path, capsys, monkeypatch):
+    """A store that has removed the last run by the end, to make room."""
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "file"
+    filled(folder, here, PROMPTS[1:])
+    assert cache("export", "--disk", here, file) == 0
+    with Parcel(file) as parcel:
+        num_runs, lost = len(parcel.runs), parcel.runs[-1].head.run
+    flush = DiskStore.flush
+
+    def flush_and_lose(store, seconds):
+        store.drop(lost.names)
+        return flush(store, seconds)
+
+    monkeypatch.setattr(DiskStore, "flush", flush_and_lose)
+    capsys.readouterr()
+    assert cache("import", "--disk", f"{there}:64MiB", file, "--model", folder, *WORDS, "--trust") == 1
+    out, num_lost = capsys.readouterr().out, len(lost.tokens)
+    assert f"1 of {num_runs} runs found no room" in out and f"{num_lost} of 640 tokens are left out" in out
+    assert f"{640 - num_lost} tokens in {num_runs - 1} runs" in out
+    assert listed(capsys, there)["namespaces"][0]["num_chunks"] == (640 - num_lost) // 64
 
 
 def test_a_new_folder_needs_a_size_and_a_file_is_not_overwritten(folder, tmp_path, parcel, capsys):

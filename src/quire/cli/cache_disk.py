@@ -288,8 +288,11 @@ def _put(folder: Path, cap: int, namespace: Namespace, parcel: Parcel) -> int:
         there = put_all(store, parcel)
     finally:
         store.close()
-    num_tokens = sum(len(each.head.run.tokens) for each in parcel.runs)
-    if there < len(parcel.runs):
-        print(f"{len(parcel.runs) - there} of {len(parcel.runs)} runs found no room in {folder}")
-    print(f"{folder}: {num_tokens:,} tokens in {there} runs")
-    return 0 if there == len(parcel.runs) else 1
+    num_runs, num_tokens = len(parcel.runs), sum(len(each.head.run.tokens) for each in parcel.runs)
+    if is_partial := there.num_runs < num_runs:
+        print(
+            f"{num_runs - there.num_runs} of {num_runs} runs found no room in {folder}:"
+            f" {num_tokens - there.num_tokens:,} of {num_tokens:,} tokens are left out"
+        )
+    print(f"{folder}: {there.num_tokens:,} tokens in {there.num_runs} runs")
+    return 1 if is_partial else 0
