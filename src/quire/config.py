@@ -201,9 +201,11 @@ class TiersConfig(Group):
             if not (colon and self.disk_folder):
                 raise ConfigError(f"tiers.disk is {self.disk!r}; it must be a folder and its size, such as DIR:20GiB")
             try:
-                parse_bytes(size)
+                is_enough = parse_bytes(size) >= LEAST_DISK
             except ConfigError as error:
                 raise ConfigError(f"tiers.disk is {self.disk!r}: {error}") from None
+            if not is_enough:
+                raise ConfigError(f"tiers.disk is {self.disk!r}; its size must be at least {format_bytes(LEAST_DISK)}")
         if self.disk_bandwidth is not None and self.disk_bandwidth < LEAST_BANDWIDTH:
             raise ConfigError(
                 f"tiers.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
@@ -227,6 +229,7 @@ class TiersConfig(Group):
 
 
 LEAST_BANDWIDTH = 1 << 20
+LEAST_DISK = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from quire.cli import main
+from quire.config import LEAST_DISK
 from quire.llm import LLM
+from quire.stores.folder import MIN_CAP
 from quire.stores.sizing import disk_bytes_per_token, tokens_that_fit
 from tests.server.fake_engine import MOVED, FakeEngine
 from tests.server.harness import OPTIONS
@@ -49,6 +51,14 @@ def test_a_table_says_when_fetching_is_faster(folder, tmp_path, capsys):
     limited = ["--tiers.disk", f"{tmp_path}:64MiB", "--tiers.disk_bandwidth", "1MiB"]
     assert main(["inspect", folder, "--tiers", *limited, *SMALL]) == 0
     assert "1MiB/s" in capsys.readouterr().out
+
+
+def test_a_folder_that_an_engine_would_refuse_is_refused(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    tmp_path.chmod(0o777)
+    assert main(["inspect", folder, "--tiers", "--tiers.disk", f"{tmp_path}:64MiB", *SMALL]) == 2
+    assert "other users may write to" in capsys.readouterr().err
+    assert LEAST_DISK == MIN_CAP
 
 
 @pytest.mark.anyio

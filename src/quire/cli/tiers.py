@@ -20,7 +20,7 @@ EXAMPLE_BYTES = 20 << 30
 
 def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: Sizes, *, as_json: bool) -> None:
     """Prints what the folder of tiers.disk would hold, and its speed if there is one. Raises QuireError if the folder
-    cannot be written.
+    cannot be written, or if an engine would refuse it.
     """
     facts = _facts(shape, config, sizes)
     if as_json:
@@ -49,6 +49,7 @@ def print_disk(name: str, shape: ModelShape, config: EngineConfig, sizes: Sizes,
 
 
 def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes) -> dict[str, Any]:
+    from quire.stores.opening import check_disk
     from quire.stores.sizing import disk_bytes_per_token, measure_disk, tokens_that_fit
 
     tiers = config.tiers
@@ -58,6 +59,7 @@ def _facts(shape: ModelShape, config: EngineConfig, sizes: Sizes) -> dict[str, A
     if tiers.disk is not None:
         folder = user_path(tiers.disk_folder)
         try:
+            check_disk(tiers)
             speed = measure_disk(folder)
         except OSError as error:
             raise QuireError(f"tiers.disk: {folder} cannot be measured ({error.strerror or error})") from error

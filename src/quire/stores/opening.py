@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quire.cache.namespace import Namespace
 from quire.config import TiersConfig
 from quire.errors import ConfigError
 from quire.folders import user_path
 from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tier, Tiers
+
+
+def check_disk(config: TiersConfig) -> Path:
+    """The folder of tiers.disk. Raises ConfigError and OSError if it is there and `open_tiers` would refuse it."""
+    from quire.stores.folder import _claim
+
+    folder = user_path(config.disk_folder)
+    if folder.exists():
+        _claim(folder)
+    return folder
 
 
 def open_tiers(config: TiersConfig, namespace: Namespace, lifetime: float | None = None) -> Tiers | None:
