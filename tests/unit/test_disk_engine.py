@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from quire.async_llm import AsyncLLM
 from quire.cache.demotion import Demotion
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
+from quire.engine.moving import Moving
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
@@ -213,6 +215,36 @@ def test_a_prefix_pinned_on_the_disk_outlasts_the_lifetime_of_the_cache(tmp_path
         llm.engine.scheduler.manager.fetching.costs.speed = None
         (output,) = llm.generate(prompt, SamplingParams(max_tokens=1))
         assert output.cached_by_tier == {"disk": 192}
+
+
+class PinTiers:
+    """Tiers that have all chunks from some time on, and refuse pins."""
+
+    def __init__(self) -> None:
+        self.has_all, self.num_asked = True, 0
+
+    def find(self, name: bytes) -> bytes | None:
+        self.num_asked += 1
+        return name if self.has_all else None
+
+    def pin(self, names: list[bytes], until: float) -> bool:
+        return False
+
+
+def pinning(tiers: PinTiers) -> Moving:
+    """The engine's side of tiers, with a prefix of three chunks to be pinned."""
+    moving: Any = Moving(SimpleNamespace(demotion=SimpleNamespace(is_waiting=False)), tiers)  # type: ignore[arg-type]
+    keys = SimpleNamespace(first=lambda count: [bytes([number]) for number in range(count)])
+    assert moving.pin(keys, 200, 60.0) == 192
+    found: Moving = moving
+    return found
+
+
+def test_a_pin_that_is_refused_names_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    moving = pinning(PinTiers())
+    with caplog.at_level("WARNING", "quire"):
+        assert moving.idle() is None
+    assert "over half of this engine's part of tiers.disk would be pinned" in caplog.text
 
 
 def test_a_start_says_how_much_the_disk_may_hold_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,7 +161,7 @@ class Moving:
                 if not tiers.pin(pin.names, pin.until):
                     log.warning(
                         "a prefix of %d tokens is not pinned on the disk: with the pins that are there, over half of"
-                        " tiers.disk would be", len(pin.names) * PAGE_TOKENS,
+                        " this engine's part of tiers.disk would be pinned", len(pin.names) * PAGE_TOKENS,
                     )  # fmt: skip
             elif time.monotonic() < pin.gives_up:
                 left.append(pin)
