@@ -27,7 +27,7 @@ from quire.async_llm import AsyncLLM
 from quire.cache.demotion import Demotion
 from quire.cache.manager import CacheManager
 from quire.engine.engine import Engine
-from quire.engine.moving import Moving
+from quire.engine.moving import LOOK_SECONDS, RETRY_SECONDS, Moving
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.llm import LLM
@@ -245,6 +245,20 @@ def test_a_pin_that_is_refused_names_its_limit(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("WARNING", "quire"):
         assert moving.idle() is None
     assert "over half of this engine's part of tiers.disk would be pinned" in caplog.text
+
+
+def test_a_pin_that_waits_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now, time=time.time, now=100.0)
+    monkeypatch.setattr("quire.engine.moving.time", clock)
+    tiers = PinTiers()
+    tiers.has_all = False
+    moving = pinning(tiers)
+    for _ in range(100):
+        assert moving.idle() == RETRY_SECONDS
+    assert tiers.num_asked == 1
+    clock.now += LOOK_SECONDS
+    tiers.has_all = True
+    assert moving.idle() is None and tiers.num_asked == 4
 
 
 def test_a_start_says_how_much_the_disk_may_hold_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,9 @@ CLOSING_SECONDS = 5.0
 PIN_SECONDS = 60.0
 """Time in which a prefix must reach the disk to be pinned there."""
 
+LOOK_SECONDS = 0.1
+"""Interval at which it is looked whether all chunks of such a prefix are there."""
+
 TYPICAL_TOKENS = 1024
 """Tokens of the prompt whose speed is told in statistics."""
 
@@ -39,11 +42,13 @@ class _Pin:
     names   keys of its chunks
     until   end of the pin, seconds since the epoch
     gives_up  when to give up, monotonic
+    looks     when to look again whether it is there, monotonic
     """
 
     names: list[bytes]
     until: float
     gives_up: float
+    looks: float = 0.0
 
 
 class Moving:
@@ -154,16 +159,20 @@ class Moving:
         return {"tiers": self.tiers.stats(), "moves": counts, "costs": known}
 
     def _settle_pins(self) -> None:
-        tiers, left = self.tiers, []
+        tiers, left, now = self.tiers, [], time.monotonic()
         assert tiers is not None
         for pin in self._pins:
+            if now < pin.looks:
+                left.append(pin)
+                continue
+            pin.looks = now + LOOK_SECONDS
             if all(tiers.find(name) is not None for name in pin.names):
                 if not tiers.pin(pin.names, pin.until):
                     log.warning(
                         "a prefix of %d tokens is not pinned on the disk: with the pins that are there, over half of"
                         " this engine's part of tiers.disk would be pinned", len(pin.names) * PAGE_TOKENS,
                     )  # fmt: skip
-            elif time.monotonic() < pin.gives_up:
+            elif now < pin.gives_up:
                 left.append(pin)
             else:
                 num_tokens = len(pin.names) * PAGE_TOKENS
