@@ -1,5 +1,6 @@
 """/v1/cache/prefixes: what is warmed, listed and dropped, in the arena and on the disk, and by whom."""
 
+import asyncio
 import json
 import math
 import time
@@ -8,8 +9,9 @@ import pytest
 
 from quire.cache.fetching import Fetching
 from quire.engine.known import Held, KnownPrefix
+from quire.server import debug
 from tests.server.fake_engine import FakeEngine
-from tests.server.harness import client, error_of, real_server, socket_server
+from tests.server.harness import application, asgi_client, client, error_of, real_server, socket_server
 
 pytestmark = pytest.mark.anyio
 
@@ -283,6 +285,16 @@ async def test_a_limit_cuts_the_list_and_says_so():
         assert found["data"][0]["tiers"] == {"disk": {"bytes": 10, "last_used": 5.0, "pinned_until": "forever"}}
         assert (await refused(http, "GET", URL + "?limit=0"))[0] == 400
         assert (await refused(http, "GET", URL + "?offset=1"))[0] == 400
+
+
+async def test_the_wait_for_another_listing_has_an_end(monkeypatch):
+    monkeypatch.setattr(debug, "PATIENCE_SECONDS", 0.01)
+    app = application(FakeEngine())
+    async with app.state.service.listing, asgi_client(app) as http:
+        for method, path in (("GET", URL), ("GET", f"{URL}/{'0' * 32}"), ("DELETE", URL)):
+            async with asyncio.timeout(5):
+                status, error = await refused(http, method, path, **({"key": "0" * 32} if method == "DELETE" else {}))
+            assert (status, error["code"]) == (503, "busy")
 
 
 async def test_a_body_may_come_with_delete():

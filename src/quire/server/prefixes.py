@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.engine.known import Held, KnownPrefix
     from quire.engine.outputs import RequestOutput
 
+T = TypeVar("T")
 
 KEY_DIGITS = 2 * KEY_BYTES
 
@@ -74,17 +75,16 @@ async def list_prefixes(service: Service, request: Request) -> Response:
     visible = service.tenants.sees(str(request.state.tenant))
 
     async def listed() -> shapes.ListedPrefixes:
-        async with service.listing:
-            found = await patient(service.engine.known_prefixes(visible))
-            shown = found[:limit]
-            return {
-                "data": await asyncio.to_thread(_listed, shown),
-                "num_prefixes": len(found),
-                "truncated": len(shown) < len(found),
-                "scope": "tenant" if service.tenants.are_apart else "all",
-            }
+        found = await service.engine.known_prefixes(visible)
+        shown = found[:limit]
+        return {
+            "data": await asyncio.to_thread(_listed, shown),
+            "num_prefixes": len(found),
+            "truncated": len(shown) < len(found),
+            "scope": "tenant" if service.tenants.are_apart else "all",
+        }
 
-    found = await unless_disconnected(request.receive, listed())
+    found = await unless_disconnected(request.receive, _alone(service, listed))
     return Response(b"".join(pieces(found)), media_type="application/json")
 
 
@@ -94,12 +94,8 @@ async def show_prefix(service: Service, request: Request, key: str) -> Response:
     service.check_ready()
     _check_key(key)
     visible = service.tenants.sees(str(request.state.tenant))
-
-    async def found() -> KnownPrefix | None:
-        async with service.listing:
-            return await patient(service.engine.find_prefix(key, visible))
-
-    prefix = await unless_disconnected(request.receive, found())
+    found = _alone(service, lambda: service.engine.find_prefix(key, visible))
+    prefix = await unless_disconnected(request.receive, found)
     if prefix is None:
         raise _unknown(key)
     return json_response(_described(prefix))
@@ -116,11 +112,22 @@ async def drop_prefix(service: Service, request: Request) -> Response:
         else:
             key = body.key
             _check_key(key)
-    async with service.listing:
-        dropped = await patient(service.engine.drop_prefix(key, service.tenants.sees(tenant)))
+    dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.sees(tenant)))
     if dropped is None:
         raise _unknown(key)
     return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
+
+
+async def _alone(service: Service, ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer to a question that reads the disk, one at a time. Raises ApiError 503 if it takes too long, with the
+    wait for its turn.
+    """
+
+    async def asked() -> T:
+        async with service.listing:
+            return await ask()
+
+    return await patient(asked())
 
 
 async def _prompt(service: Service, body: Named, tenant: str) -> tuple[list[int], str]:
