@@ -182,6 +182,11 @@ async def test_another_method_is_told_which_the_url_takes():
     assert response.status_code == 405 and response.headers["allow"] == "GET"
     error = error_of(response)
     assert error["code"] == "method_not_allowed" and error["message"] == "/v1/models takes GET, not DELETE"
+    for path, methods in (("/v1/cache/prefixes", "DELETE, GET, POST"), ("/health", "GET, HEAD")):
+        async with client() as http:
+            response = await http.put(path, json={})
+        assert response.status_code == 405 and response.headers["allow"] == methods
+        assert error_of(response)["message"] == f"{path} takes {methods}, not PUT"
 
 
 @pytest.mark.parametrize("name", ["user", "prompt_cache_key", "safety_identifier"])

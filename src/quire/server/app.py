@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server import shapes
@@ -117,10 +118,16 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:
         error = ApiError(404, f"Unknown URL: {request.method} {request.url.path[:200]}", code="unknown_url")
     elif isinstance(error, HTTPException) and error.status_code == 405:
-        assert error.headers is not None
-        message = f"{request.url.path[:200]} takes {error.headers['Allow']}, not {request.method}"
-        error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        allowed = _methods(request)
+        message = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
+        error = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     return api_error(error).response()
+
+
+def _methods(request: Request) -> str:
+    """The methods that a URL takes, by any of its routes: Starlette names those of the first one."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
