@@ -134,7 +134,8 @@ async def test_a_dropped_prefix_is_gone_from_everywhere(folder, disk, by_key):
         body = {"key": key} if by_key else {"prompt": PROMPT}
         assert await ask(http, "DELETE", **body) == {"key": key, "dropped": {"arena": 5, "disk": 5}}
         status, error = await refused(http, "DELETE", **body)
-        assert (status, error["code"], error["param"]) == (404, "prefix_not_found", "key")
+        assert (status, error["code"], error["param"]) == (404, "prefix_not_found", "key" if by_key else "prompt")
+        assert (key in error["message"]) == by_key
         assert (await refused(http, "GET", f"{URL}/{key}"))[0] == 404
         assert await llm.flush(10)
     async with real_server(folder, disk) as (_, _, http):
@@ -250,7 +251,8 @@ REFUSED = [
     ("DELETE", {"key": "0" * 32, "cache_pin": 1}, 400, "cache_pin"),
     ("DELETE", {"key": "0" * 31}, 404, "key"),
     ("DELETE", {"key": "Ü" * 32}, 404, "key"),
-    ("DELETE", {"prompt": "x" * 99}, 404, "key"),
+    ("DELETE", {"prompt": "x" * 99}, 404, "prompt"),
+    ("DELETE", {"messages": [{"role": "user", "content": "x" * 99}]}, 404, "messages"),
 ]
 
 

@@ -158,5 +158,8 @@ def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> No
                 llm.drop_prefix(wrong)
         with pytest.raises(RequestError, match="whole chunks of 64"):
             llm.prefix_key("short")
+        for ids, said in (([], "has no tokens;"), ([5], "has 1 token;"), ([5, 6], "has 2 tokens;")):
+            with pytest.raises(RequestError, match=said):
+                llm.prefix_key(ids)
         with pytest.raises(RequestError, match="63 tokens"):
             key_of(llm.engine.namespace, [1] * 63, "")

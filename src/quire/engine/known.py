@@ -163,9 +163,8 @@ def drop_prefix(
 def key_of(namespace: Namespace, prompt_ids: list[int], salt: str) -> bytes:
     """The key of a prompt's last whole chunk. Raises RequestError for a prompt shorter than a chunk."""
     if len(prompt_ids) < PAGE_TOKENS:
-        raise RequestError(
-            f"the prompt has {len(prompt_ids)} tokens; the cache keeps whole chunks of {PAGE_TOKENS}", "prompt"
-        )
+        count = "1 token" if len(prompt_ids) == 1 else f"{len(prompt_ids) or 'no'} tokens"
+        raise RequestError(f"the prompt has {count}; the cache keeps whole chunks of {PAGE_TOKENS}", "prompt")
     return ChunkKeys(replace(namespace, salt=salt), prompt_ids).first(len(prompt_ids) // PAGE_TOKENS)[-1]
 
 

@@ -114,7 +114,7 @@ async def drop_prefix(service: Service, request: Request) -> Response:
             _check_key(key)
     dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.sees(tenant)))
     if dropped is None:
-        raise _unknown(key)
+        raise _unknown(key) if body.key is not None else _not_cached(body)
     return json_response(shapes.DroppedPrefix(key=key, dropped=dropped))
 
 
@@ -178,6 +178,11 @@ def _check_key(key: str) -> None:
     """Raises ApiError 404 for what is no key."""
     if len(key) != KEY_DIGITS or not set(key) <= set("0123456789abcdef"):
         raise _unknown(key)
+
+
+def _not_cached(body: Named) -> ApiError:
+    param = "prompt" if body.messages is None else "messages"
+    return ApiError(404, f"The prefix of '{param}' is not cached.", param=param, code="prefix_not_found")
 
 
 def _unknown(key: str) -> ApiError:
