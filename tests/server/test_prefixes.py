@@ -287,6 +287,8 @@ async def test_a_limit_cuts_the_list_and_says_so():
         assert found["data"][0]["tiers"] == {"disk": {"bytes": 10, "last_used": 5.0, "pinned_until": "forever"}}
         assert (await refused(http, "GET", URL + "?limit=0"))[0] == 400
         assert (await refused(http, "GET", URL + "?offset=1"))[0] == 400
+        status, error = await refused(http, "GET", URL + "?limit=1&limit=2")
+        assert (status, error["param"]) == (400, "limit") and "more than once" in error["message"]
 
 
 async def test_the_wait_for_another_listing_has_an_end(monkeypatch):

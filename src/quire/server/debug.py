@@ -77,6 +77,8 @@ def limit_of(request: Request) -> int:
     unknown = next((name for name in request.query_params if name != "limit"), None)
     if unknown is not None:
         raise bad_request(f"Unknown parameter: '{unknown[:64]}'.", unknown[:64], "unknown_parameter")
+    if len(request.query_params.getlist("limit")) > 1:
+        raise bad_request("'limit' is given more than once", "limit")
     low, high = LIMIT["minimum"], LIMIT["maximum"]
     text = request.query_params.get("limit", str(LIMIT["default"]))
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and low <= int(text) <= high):
