@@ -127,7 +127,9 @@ DISK = {"tier": "disk"}
         {"cache_pin": {"tier": ["disk"]}},
         {"cache_pin": {**DISK, "until": 5}},
         {"cache_pin": {**DISK, "seconds": -1}},
+        {"cache_pin": {**DISK, "seconds": math.inf}},
         {"cache_pin": {**DISK, "seconds": "60"}},
+        {"cache_pin": math.inf},
         {"cache_pin": {**DISK, "seconds": True}},
         {"cache_pin": {**DISK, "seconds": None}},
         {"cache_pin": DISK, "cache_lifetime": 5},
@@ -145,6 +147,13 @@ def test_wishes_for_the_cache_are_refused_by_name_as_over_http(wrong):
     with pytest.raises(RequestError) as refused:
         CacheHints(**wrong)
     assert refused.value.param == next(iter(wrong))
+
+
+def test_a_refused_pin_is_shown_as_it_was_given_with_all_forms():
+    with pytest.raises(RequestError) as refused:
+        CacheHints(cache_pin={**DISK, "seconds": -1})
+    assert str(refused.value).startswith("cache_pin is {'tier': 'disk', 'seconds': -1}; it must be true, false, a")
+    assert "or an object with 'tier' ('arena' or 'disk') and optionally 'seconds'" in str(refused.value)
 
 
 def test_a_pin_may_name_its_tier():

@@ -165,28 +165,15 @@ class CacheHints:
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_priority", _integer("cache_priority", self.cache_priority, -100, 100))
         if self.cache_lifetime is not None:
-            seconds = _number("cache_lifetime", self.cache_lifetime, 0, MAX_PIN_SECONDS)
-            object.__setattr__(self, "cache_lifetime", seconds)
+            if not _is_seconds(self.cache_lifetime):
+                raise _wrong("cache_lifetime", self.cache_lifetime, SECONDS)
+            object.__setattr__(self, "cache_lifetime", float(self.cache_lifetime))
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_CHARS:
             raise _wrong("cache_salt", self.cache_salt, f"a string of at most {MAX_SALT_CHARS} characters")
         if self.cache_pin is None:
             return
-        if isinstance(self.cache_pin, Mapping):
-            pin, wanted = dict(self.cache_pin), '{"tier": "arena" or "disk"}, and optionally "seconds", a number'
-            is_known = pin.keys() <= {"tier", "seconds"} and pin.get("tier") in PIN_TIERS
-            if not is_known or isinstance(pin.get("seconds", 0), bool | None):
-                raise _wrong("cache_pin", pin, wanted)
-            object.__setattr__(self, "pin_tier", pin["tier"])
-            object.__setattr__(self, "cache_pin", pin.get("seconds", True))
-        if isinstance(self.cache_pin, bool):
-            seconds = math.inf if self.cache_pin else 0.0
-        elif isinstance(self.cache_pin, Real) and math.isinf(self.cache_pin) and self.cache_pin > 0:
-            seconds = math.inf
-        else:
-            wanted = f"true, false or a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}"
-            if not isinstance(self.cache_pin, Real) or not 0 <= self.cache_pin <= MAX_PIN_SECONDS:
-                raise _wrong("cache_pin", self.cache_pin, wanted)
-            seconds = float(self.cache_pin)
+        tier, seconds = _pin(self.cache_pin)
+        object.__setattr__(self, "pin_tier", tier)
         object.__setattr__(self, "cache_pin", seconds)
         if seconds and self.pin_tier == "disk" and self.cache_lifetime is not None:
             raise RequestError("cache_pin names the disk, which chunks with a cache_lifetime never reach", "cache_pin")
@@ -194,6 +181,30 @@ class CacheHints:
 
 MAX_PIN_SECONDS = 366 * 86400.0
 PIN_TIERS = ("arena", "disk")
+SECONDS = f"a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}"
+PIN_FORMS = (
+    f"true, false, {SECONDS}, or an object with 'tier' ({' or '.join(map(repr, PIN_TIERS))}) and optionally 'seconds'"
+)
+
+
+def _pin(given: Any) -> tuple[str, float]:
+    """The tier and the seconds of a pin in any of its forms; infinity: until it is ended."""
+    tier: Any = "arena"
+    seconds, is_known = given, True
+    if isinstance(given, Mapping):
+        tier, seconds = given.get("tier"), given.get("seconds", True)
+        has_flag = isinstance(given.get("seconds"), bool)
+        is_known = given.keys() <= {"tier", "seconds"} and tier in PIN_TIERS and not has_flag
+    if is_known and isinstance(seconds, bool):
+        return tier, math.inf if seconds else 0.0
+    if not is_known or not _is_seconds(seconds):
+        raise _wrong("cache_pin", dict(given) if isinstance(given, Mapping) else given, PIN_FORMS)
+    return tier, float(seconds)
+
+
+def _is_seconds(value: Any) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and bool(0 <= value <= MAX_PIN_SECONDS)
 
 
 def _wrong(name: str, value: object, wanted: str) -> RequestError:

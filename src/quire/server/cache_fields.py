@@ -6,36 +6,26 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from quire.engine.params import MAX_PIN_SECONDS, MAX_SALT_CHARS, PIN_TIERS
+from quire.engine.params import MAX_PIN_SECONDS, MAX_SALT_CHARS, PIN_FORMS, PIN_TIERS, SECONDS, CacheHints
+from quire.errors import RequestError
 
-_PIN_FORMS = (
-    f"Must be true, false, a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}, or an object with 'tier'"
-    f" ({' or '.join(repr(tier) for tier in PIN_TIERS)}) and optionally 'seconds'"
-)
 _SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_PIN_SECONDS}
 
 
-def _is_seconds(value: Any) -> bool:
-    # NaN and infinity are not JSON.
-    return type(value) in (int, float) and 0 <= value <= MAX_PIN_SECONDS
-
-
 def _pin(value: Any) -> bool | float | dict[str, Any] | None:
-    if value is None or isinstance(value, bool) or _is_seconds(value):
-        found: bool | float | None = value
-        return found
-    is_known = isinstance(value, dict) and value.keys() <= {"tier", "seconds"} and value.get("tier") in PIN_TIERS
-    if is_known and _is_seconds(value.get("seconds", 0)):
-        pin: dict[str, Any] = value
-        return pin
-    raise ValueError(_PIN_FORMS)
+    try:
+        CacheHints(cache_pin=value)
+    except RequestError:
+        raise ValueError(f"Must be {PIN_FORMS}") from None
+    found: bool | float | dict[str, Any] | None = value
+    return found
 
 
 def _lifetime(value: Any) -> float | None:
-    if value is None or _is_seconds(value):
-        found: float | None = value
-        return found
-    raise ValueError(f"Must be a number of seconds from 0 to {MAX_PIN_SECONDS:.0f}")
+    try:
+        return CacheHints(cache_lifetime=value).cache_lifetime
+    except RequestError:
+        raise ValueError(f"Must be {SECONDS}") from None
 
 
 Salt = Annotated[
