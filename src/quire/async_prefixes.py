@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from quire.engine.engine import Engine
-from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes
+from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes, read_key
 from quire.engine.prefixes import Prefix
-from quire.llm import DROP_SECONDS, Face, read_key
+from quire.llm import DROP_SECONDS, Face
 
 if TYPE_CHECKING:
     from quire.stores.listing import Stored

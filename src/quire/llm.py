@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from quire.cache.keys import KEY_BYTES
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
-from quire.engine.known import drop_prefix, key_of
+from quire.engine.known import drop_prefix, key_of, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
@@ -79,17 +78,6 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], list[int]]) -> ReadPromp
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", "prompt")
     return ReadPrompt(None, [_token_id(each) for each in prompt], hints)
-
-
-def read_key(key: str) -> bytes:
-    """The key of a chunk in hexadecimal. Raises RequestError for anything else."""
-    try:
-        found = bytes.fromhex(key)
-    except ValueError:
-        found = b""
-    if len(found) != KEY_BYTES:
-        raise RequestError(f"a prefix has a key of {2 * KEY_BYTES} hexadecimal digits, not {key!r:.80}", "key")
-    return found
 
 
 def _unwrapped(value: Any) -> Any:
@@ -311,9 +299,10 @@ class LLM(Face):
         """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from
         it. Returns the number of dropped chunks by tier; None if there is no such prefix.
         """
+        name = read_key(key)
         stored = [run for run in self.stored_prefixes() if run.is_own_namespace]
         with self._turn:
-            dropped = drop_prefix(self._parts.engine, read_key(key), stored, lambda salt: True)
+            dropped = drop_prefix(self._parts.engine, name, stored, lambda salt: True)
             if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
                 tiers.flush(DROP_SECONDS)
         return dropped

@@ -131,7 +131,8 @@ async def test_a_dropped_prefix_is_gone_from_everywhere(folder, disk, by_key):
     async with real_server(folder, disk) as (llm, _, http):
         key = (await ask(http, "POST", prompt=PROMPT, cache_pin={"tier": "disk"}))["key"]
         assert await llm.flush(10)
-        body = {"key": key} if by_key else {"prompt": PROMPT}
+        assert (await ask(http, "GET", f"{URL}/{key.upper()}"))["key"] == key
+        body = {"key": key.upper()} if by_key else {"prompt": PROMPT}
         assert await ask(http, "DELETE", **body) == {"key": key, "dropped": {"arena": 5, "disk": 5}}
         status, error = await refused(http, "DELETE", **body)
         assert (status, error["code"], error["param"]) == (404, "prefix_not_found", "key" if by_key else "prompt")

@@ -153,7 +153,9 @@ def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> No
         assert llm.drop_prefix(llm.prefix_key(prompt)) == {"arena": 3}
         assert llm.prefixes() == []
         assert llm.prefix_key({"prompt": prompt, "cache_salt": "s"}) != llm.prefix_key(prompt)
-        for wrong in ("", "12", "x" * 32, key + "00"):
+        assert llm.drop_prefix(key.upper()) is None
+        wrong: Any
+        for wrong in ("", "12", "x" * 32, key + "00", f" {key[2:]} ", f"{key[:2]} {key[2:]}", 5, None):
             with pytest.raises(RequestError, match="hexadecimal"):
                 llm.drop_prefix(wrong)
         with pytest.raises(RequestError, match="whole chunks of 64"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli import shared
 from quire.config import EngineConfig, RetainConfig, TiersConfig, format_bytes, options_from, parse_bytes
-from quire.errors import ConfigError, ExtentError, QuireError
+from quire.errors import ConfigError, ExtentError, QuireError, RequestError
 from quire.folders import user_path
 
 if TYPE_CHECKING:
@@ -178,11 +178,12 @@ def _export(shelf: Shelf, args: argparse.Namespace) -> int:
 def _holds(args: argparse.Namespace, shelf: Shelf) -> Callable[[Located], bool]:
     """Whether a run is one of those asked for."""
     if args.key is not None:
-        from quire.cache.keys import KEY_BYTES
+        from quire.engine.known import read_key
 
-        if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}", args.key):
-            raise ConfigError(f"--key is {args.key!r}; it must be {2 * KEY_BYTES} hexadecimal digits")
-        key = bytes.fromhex(args.key)
+        try:
+            key = read_key(args.key)
+        except RequestError as error:
+            raise ConfigError(f"--key: {error}") from error
         return lambda located: key in located.head.run.names
     if args.prompt_file is None:
         return lambda located: True

@@ -7,13 +7,14 @@ nothing else goes on from in between.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cache.keys import ChunkKeys
+from quire.cache.keys import KEY_BYTES, ChunkKeys
 from quire.cache.ledger import PAGE_TOKENS
 from quire.cache.namespace import Namespace
 from quire.engine.prefixes import Prefix, find_chunk
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from quire.stores.listing import Stored
 
 ARENA, DISK = "arena", "disk"
+
+_KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,13 @@ def key_of(namespace: Namespace, prompt_ids: list[int], salt: str) -> bytes:
         count = "1 token" if len(prompt_ids) == 1 else f"{len(prompt_ids) or 'no'} tokens"
         raise RequestError(f"the prompt has {count}; the cache keeps whole chunks of {PAGE_TOKENS}", "prompt")
     return ChunkKeys(replace(namespace, salt=salt), prompt_ids).first(len(prompt_ids) // PAGE_TOKENS)[-1]
+
+
+def read_key(text: str) -> bytes:
+    """The key of a chunk from its hexadecimal digits. Raises RequestError for anything else."""
+    if not isinstance(text, str) or not _KEY.fullmatch(text):
+        raise RequestError(f"a prefix has a key of {2 * KEY_BYTES} hexadecimal digits, not {text!r:.80}", "key")
+    return bytes.fromhex(text)
 
 
 def _chains(stored: Iterable[Stored]) -> list[list[Stored]]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.cache.keys import KEY_BYTES
 from quire.cache.ledger import PAGE_TOKENS
+from quire.engine.known import read_key
 from quire.engine.pins import PIN_PARAMS
 from quire.errors import RequestError
 from quire.server import shapes
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
 
 T = TypeVar("T")
-
-KEY_DIGITS = 2 * KEY_BYTES
 
 
 async def warm_prefix(service: Service, request: Request) -> Response:
@@ -92,7 +90,7 @@ async def show_prefix(service: Service, request: Request, key: str) -> Response:
     """One of the caller's prefixes."""
     check_allowed(service)
     service.check_ready()
-    _check_key(key)
+    key = _checked(key)
     visible = service.tenants.sees(str(request.state.tenant))
     found = _alone(service, lambda: service.engine.find_prefix(key, visible))
     prefix = await unless_disconnected(request.receive, found)
@@ -110,8 +108,7 @@ async def drop_prefix(service: Service, request: Request) -> Response:
         if body.key is None:
             _, key = await _prompt(service, body, tenant)
         else:
-            key = body.key
-            _check_key(key)
+            key = _checked(body.key)
     dropped = await _alone(service, lambda: service.engine.drop_prefix(key, service.tenants.sees(tenant)))
     if dropped is None:
         raise _unknown(key) if body.key is not None else _not_cached(body)
@@ -174,10 +171,12 @@ def _held(held: Held) -> shapes.HeldPrefix:
     return {"bytes": held.num_bytes, "last_used": round(held.used, 3), "pinned_until": until}
 
 
-def _check_key(key: str) -> None:
-    """Raises ApiError 404 for what is no key."""
-    if len(key) != KEY_DIGITS or not set(key) <= set("0123456789abcdef"):
-        raise _unknown(key)
+def _checked(key: str) -> str:
+    """A key as listings show it. Raises ApiError 404 for what is no key."""
+    try:
+        return read_key(key).hex()
+    except RequestError:
+        raise _unknown(key) from None
 
 
 def _not_cached(body: Named) -> ApiError:
