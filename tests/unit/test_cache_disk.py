@@ -198,6 +198,9 @@ def test_a_part_of_a_folder_is_exported(folder, tmp_path, capsys, trust):
     assert cache("export", "--disk", here, tmp_path / "second", *by_prompt) == 0
     with Parcel(tmp_path / "second") as parcel:
         assert sum(len(each.head.run.names) for each in parcel.runs) == 7
+    lines.write_text("text")
+    assert cache("export", "--disk", here, tmp_path / "third", *by_prompt) == 2
+    assert f"--prompt-file {lines}, line 1: not JSON" in capsys.readouterr().err
     assert cache("import", "--disk", there, tmp_path / "second", *words) == 0
     assert found(folder, there, PROMPTS[2])[0] == {"disk": 320}
 

@@ -192,7 +192,8 @@ def _holds(args: argparse.Namespace, shelf: Shelf) -> Callable[[Located], bool]:
     from quire.models.resolve import resolve_model
     from quire.models.tokenizer import load_tokenizer
 
-    prompts = [pin.ids for pin in read_pins(args.prompt_file, load_tokenizer(resolve_model(args.model)))]
+    tokenizer = load_tokenizer(resolve_model(args.model))
+    prompts = [pin.ids for pin in read_pins(args.prompt_file, tokenizer, "--prompt-file")]
     namespaces = {dataclasses.replace(space.namespace, salt=salt) for space in shelf.spaces() for salt in space.salts}
     names = {
         name for namespace in namespaces for ids in prompts for name in ChunkKeys(namespace, ids).first(len(ids) // 64)

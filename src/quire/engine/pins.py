@@ -45,16 +45,18 @@ class Pin:
         return {"prompt_token_ids": self.ids, "cache_pin": True, "cache_salt": salt}
 
 
-def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_lines(file: Path, what: str = "cache.pin") -> list[tuple[int, dict[str, Any]]]:
     """(line, content) of every prefix, not tokenized, so that a bad file is refused before a model is loaded. Raises
     ConfigError, naming the line.
+
+    what  the setting or flag that names the file
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read cache.pin: {error}") from error
+        raise ConfigError(f"cannot read {what}: {error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read cache.pin {file}: it is not UTF-8 ({error})") from error
+        raise ConfigError(f"cannot read {what} {file}: it is not UTF-8 ({error})") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -62,30 +64,30 @@ def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             found.append((number, _checked(json.loads(line))))
         except json.JSONDecodeError as error:
-            raise ConfigError(f"cache.pin {file}, line {number}: not JSON: {error}") from error
+            raise ConfigError(f"{what} {file}, line {number}: not JSON: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"cache.pin {file}, line {number}: {error}") from error
+            raise ConfigError(f"{what} {file}, line {number}: {error}") from error
     if not found:
-        raise ConfigError(f"cache.pin {file} holds no prefix")
+        raise ConfigError(f"{what} {file} holds no prefix")
     return found
 
 
-def read_pins(file: Path, tokenizer: Any) -> list[Pin]:
+def read_pins(file: Path, tokenizer: Any, what: str = "cache.pin") -> list[Pin]:
     """The prefixes of the file, cut to whole chunks. Raises ConfigError, naming the line, for a malformed line, a
     conversation that the chat template refuses, and a prefix shorter than a chunk.
     """
     pins = []
-    for number, given in read_lines(file):
+    for number, given in read_lines(file, what):
         try:
             if "prompt" in given:
                 ids = tokenizer.encode(given["prompt"])
             else:
                 ids = tokenizer.encode(tokenizer.chat(given["messages"], False), add_special=False)
         except RequestError as error:
-            raise ConfigError(f"cache.pin {file}, line {number}: {error}") from error
+            raise ConfigError(f"{what} {file}, line {number}: {error}") from error
         if len(ids) < PAGE_TOKENS:
             raise ConfigError(
-                f"cache.pin {file}, line {number}: {len(ids)} tokens; pins keep whole chunks of {PAGE_TOKENS}"
+                f"{what} {file}, line {number}: {len(ids)} tokens; the cache keeps whole chunks of {PAGE_TOKENS}"
             )
         pins.append(Pin(number, ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS]))
     return pins
