@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from quire.engine.engine import Engine
 from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, known_prefixes, read_key
 from quire.engine.prefixes import Prefix
+from quire.engine.stock import Stock
 from quire.llm import DROP_SECONDS, Face
-
-if TYPE_CHECKING:
-    from quire.stores.listing import Stored
 
 Answer = TypeVar("Answer")
 
@@ -36,26 +34,21 @@ class AsyncPrefixes(Face):
         """The cached prefixes with a visible salt, parents first; see `LLM.prefixes`."""
         return await self._ask(lambda engine: engine.prefixes(visible))
 
-    async def stored_prefixes(self, visible: Callable[[str], bool] = _all) -> list[Stored]:
-        """The runs of chunks on the disk of tiers.disk with a visible salt; see `LLM.stored_prefixes`."""
-        tiers = self._parts.engine.moving.tiers
-        return [] if tiers is None else await asyncio.to_thread(tiers.stored, visible)
-
     async def known_prefixes(self, visible: Callable[[str], bool] = _all) -> list[KnownPrefix]:
-        """The prefixes with a visible salt that the engine finds in the arena or on the disk, those used last first."""
+        """As `LLM.known_prefixes`, of prefixes with a visible salt."""
         arena = await self.prefixes(visible)
-        stored = await self._own(visible)
-        return await asyncio.to_thread(known_prefixes, arena, stored)
+        stock = await self._stock(visible)
+        return await asyncio.to_thread(known_prefixes, arena, stock)
 
     async def find_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> KnownPrefix | None:
-        """The prefix with this key; see `prefix_key`. None if there is none with a visible salt."""
-        name, stored = read_key(key), await self._own(visible)
-        return await self._ask(lambda engine: find_prefix(engine, name, stored, visible))
+        """As `LLM.find_prefix`, of a prefix with a visible salt."""
+        name, stock = read_key(key), await self._stock(visible)
+        return await self._ask(lambda engine: find_prefix(engine, name, stock, visible))
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = _all) -> dict[str, int] | None:
         """As `LLM.drop_prefix`, of a prefix with a visible salt."""
-        name, stored = read_key(key), await self._own(visible)
-        dropped = await self._ask(lambda engine: drop_prefix(engine, name, stored, visible))
+        name, stock = read_key(key), await self._stock(visible)
+        dropped = await self._ask(lambda engine: drop_prefix(engine, name, stock, visible))
         if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
             await asyncio.to_thread(tiers.flush, DROP_SECONDS)
         return dropped
@@ -70,5 +63,5 @@ class AsyncPrefixes(Face):
             await asyncio.sleep(wait)
         return tiers is None or await asyncio.to_thread(tiers.flush, max(0.0, end - loop.time()))
 
-    async def _own(self, visible: Callable[[str], bool]) -> list[Stored]:
-        return [run for run in await self.stored_prefixes(visible) if run.is_own_namespace]
+    async def _stock(self, visible: Callable[[str], bool]) -> Stock:
+        return await asyncio.to_thread(self._read_stock, visible)

@@ -27,6 +27,7 @@ from quire.engine.prefixes import Prefix
 from quire.engine.request import NO_HINTS
 from quire.engine.retention_report import RetentionReport, report_of
 from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from quire.engine.stock import Stock
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
 
@@ -45,6 +46,10 @@ DROP_SECONDS = 5.0
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _HINT_KEYS = {field.name for field in fields(CacheHints) if field.init}
+
+
+def _all(salt: str) -> bool:
+    return True
 
 
 class ReadPrompt(NamedTuple):
@@ -141,6 +146,12 @@ class Face(ABC):
         """
         read = read_prompt(prompt, self.tokenizer.encode)
         return key_of(self._parts.engine.namespace, read.ids, read.hints.cache_salt).hex()
+
+    def _read_stock(self, visible: Callable[[str], bool]) -> Stock:
+        """What the disk has for this engine, where the salt is visible. Reads the disk."""
+        tiers = self._parts.engine.moving.tiers
+        stored = [] if tiers is None else tiers.stored(visible)
+        return Stock([run for run in stored if run.is_own_namespace])
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -285,7 +296,7 @@ class LLM(Face):
         return is_done
 
     def prefixes(self) -> list[Prefix]:
-        """The cached prefixes, parents first: tokens, sharers, hits, bytes, last use."""
+        """The cached prefixes in the arena, parents first: tokens, sharers, hits, bytes, last use."""
         with self._turn:
             found: list[Prefix] = self._parts.engine.prefixes()
         return found
@@ -299,10 +310,9 @@ class LLM(Face):
         """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from
         it. Returns the number of dropped chunks by tier; None if there is no such prefix.
         """
-        name = read_key(key)
-        stored = [run for run in self.stored_prefixes() if run.is_own_namespace]
+        name, stock = read_key(key), self._read_stock(_all)
         with self._turn:
-            dropped = drop_prefix(self._parts.engine, name, stored, lambda salt: True)
+            dropped = drop_prefix(self._parts.engine, name, stock, _all)
             if dropped is not None and (tiers := self._parts.engine.moving.tiers) is not None:
                 tiers.flush(DROP_SECONDS)
         return dropped

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from quire.engine.known import Held, KnownPrefix
+from quire.engine.known import KnownPrefix
+from quire.engine.stock import Held
 from quire.server import shapes
 from quire.server.openapi import ANSWERS
 from tests.server.fake_engine import MOVED, FakeEngine

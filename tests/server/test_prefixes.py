@@ -8,7 +8,8 @@ import time
 import pytest
 
 from quire.cache.fetching import Fetching
-from quire.engine.known import Held, KnownPrefix
+from quire.engine.known import KnownPrefix
+from quire.engine.stock import Held
 from quire.server import debug
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import application, asgi_client, client, error_of, real_server, socket_server

@@ -12,6 +12,7 @@ import pytest
 from quire.engine.known import branch_of, find_prefix, key_of, known_prefixes
 from quire.engine.params import SamplingParams
 from quire.engine.prefixes import Prefix
+from quire.engine.stock import Stock
 from quire.errors import RequestError
 from quire.llm import LLM
 from quire.stores.listing import Stored
@@ -51,7 +52,7 @@ def told(arena: list[Prefix], stored: list[Stored]) -> dict[str, tuple[str | Non
             each.num_tokens // 64,
             {tier: held.num_bytes for tier, held in each.tiers.items()},
         )
-        for each in known_prefixes(arena, stored, NOW)
+        for each in known_prefixes(arena, Stock(stored), NOW)
     }
 
 
@@ -97,7 +98,8 @@ def test_what_ends_with_the_same_chunk_is_one_prefix() -> None:
 
 def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
     arena = [segment("a", idle=50, pinned=10.0), segment("b", idle=5, pinned=math.inf)]
-    found = known_prefixes(arena, [run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)], NOW)
+    stock = Stock([run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)])
+    found = known_prefixes(arena, stock, NOW)
     assert [each.key for each in found] == [name("c"), name("b"), name("a")]
     tiers = found[2].tiers
     assert (tiers["arena"].used, tiers["arena"].pinned_until) == (950.0, 1010.0)
@@ -106,24 +108,41 @@ def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
 
 
 def test_the_branch_of_a_chunk_is_found_over_runs() -> None:
-    stored = [run("abcd"), run("abxyz", 2), run("abxyzpq", 5), run("abxyk", 4)]
+    stored = Stock([run("abcd"), run("abxyz", 2), run("abxyzpq", 5), run("abxyk", 4)])
     found = branch_of(engine(), name("abxyz"), stored, visible)
     assert found is not None
     assert found.names == [name("abxyz"[: count + 1]) for count in range(5)]
     assert sorted(found.below) == sorted([name("abxyzp"), name("abxyzpq")])
     # abxyk goes on from abxy, so the chunks up to there stay.
     assert found.kept == {name("a"), name("ab"), name("abx"), name("abxy")}
-    (alone,) = [branch_of(engine(), name("abcd"), [run("abcd")], visible)]
+    (alone,) = [branch_of(engine(), name("abcd"), Stock([run("abcd")]), visible)]
     assert alone is not None and alone.kept == set() and alone.below == []
     inner = branch_of(engine(), name("ab"), stored, visible)
     assert inner is not None and len(inner.below) == 8 and inner.kept == set()
     assert branch_of(engine(), name("q"), stored, visible) is None
 
 
+def test_the_bytes_of_a_prefix_are_those_of_all_its_runs() -> None:
+    """As after a restart, when the arena has in one segment what the disk has in several runs."""
+    stored = [run("abcdef", 4), run("abcd"), run("abx", 2)]
+    stock = Stock(stored)
+    assert told([segment("abcdef")], stored) == {
+        "abcdef": (None, 6, {"arena": 42, "disk": 600}),
+        "abx": ("ab", 3, {"disk": 100}),
+    }
+    assert told([segment("abcdef", 3)], stored)["abcdef"][2] == {"arena": 21, "disk": 300}
+    for key, num_bytes in (("abcdef", 600), ("abcde", 500), ("abc", 300), ("a", 100)):
+        found = find_prefix(engine(), name(key), stock, visible)
+        assert found is not None and (found.parent, found.num_tokens) == (None, 64 * len(key))
+        assert found.tiers["disk"].num_bytes == num_bytes
+    fork = find_prefix(engine(), name("abx"), stock, visible)
+    assert fork is not None and (fork.parent, fork.tiers["disk"].num_bytes) == (name("ab"), 100)
+
+
 def test_a_branch_whose_beginning_is_lost_is_what_is_left() -> None:
-    found = branch_of(engine(), name("abcd"), [run("abcd", 2)], visible)
+    found = branch_of(engine(), name("abcd"), Stock([run("abcd", 2)]), visible)
     assert found is not None and found.names == [name("abc"), name("abcd")]
-    prefix = find_prefix(engine(), name("abc"), [run("abcd", 2)], visible)
+    prefix = find_prefix(engine(), name("abc"), Stock([run("abcd", 2)]), visible)
     assert prefix is not None and (prefix.parent, prefix.num_tokens) == (name("ab"), 192)
     assert prefix.tiers["disk"].num_bytes == 100
 

@@ -29,8 +29,9 @@ from quire.server.service import Job, Service, Usage
 from quire.server.wire import unless_disconnected
 
 if TYPE_CHECKING:
-    from quire.engine.known import Held, KnownPrefix
+    from quire.engine.known import KnownPrefix
     from quire.engine.outputs import RequestOutput
+    from quire.engine.stock import Held
 
 T = TypeVar("T")
 
