@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from quire.cache.retention.retainer import Retainer
 from quire.config import EngineConfig
-from quire.engine.known import drop_prefix, key_of, read_key
+from quire.engine.known import KnownPrefix, drop_prefix, find_prefix, key_of, known_prefixes, read_key
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.engine.params import CacheHints, SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
@@ -30,9 +30,6 @@ from quire.engine.sampling_defaults import SamplingDefaults, read_sampling_defau
 from quire.engine.stock import Stock
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.load import Loaded, load_engine
-
-if TYPE_CHECKING:
-    from quire.stores.listing import Stored
 
 log = logging.getLogger("quire")
 
@@ -301,10 +298,18 @@ class LLM(Face):
             found: list[Prefix] = self._parts.engine.prefixes()
         return found
 
-    def stored_prefixes(self) -> list[Stored]:
-        """The runs of chunks that are on the disk of tiers.disk, those used last first; those of other models too."""
-        tiers = self._parts.engine.moving.tiers
-        return [] if tiers is None else tiers.stored()
+    def known_prefixes(self) -> list[KnownPrefix]:
+        """The prefixes of this model and its settings in the arena and on the disk of tiers.disk, those used last
+        first: keys, tokens, and by tier bytes, last use and pin. Lists what `GET /v1/cache/prefixes` lists.
+        """
+        stock = self._read_stock(_all)
+        return known_prefixes(self.prefixes(), stock)
+
+    def find_prefix(self, key: str) -> KnownPrefix | None:
+        """The prefix with this key; see `prefix_key`. None if there is none."""
+        name, stock = read_key(key), self._read_stock(_all)
+        with self._turn:
+            return find_prefix(self._parts.engine, name, stock, _all)
 
     def drop_prefix(self, key: str) -> dict[str, int] | None:
         """Drops the prefix with this key (see `prefix_key`) from the cache and its tiers, with all that goes on from

@@ -253,12 +253,12 @@ class FakeEngine:
         return [prefix for salt, prefix in self.known if visible(salt)]
 
     async def find_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> KnownPrefix | None:
-        return next((prefix for prefix in await self.known_prefixes(visible) if prefix.key.hex() == key), None)
+        return next((prefix for prefix in await self.known_prefixes(visible) if prefix.key == key), None)
 
     async def drop_prefix(self, key: str, visible: Callable[[str], bool] = lambda salt: True) -> dict[str, int] | None:
         if await self.find_prefix(key, visible) is None:
             return None
-        self.known = [(salt, prefix) for salt, prefix in self.known if prefix.key.hex() != key]
+        self.known = [(salt, prefix) for salt, prefix in self.known if prefix.key != key]
         return {"arena": 1, "disk": 2}
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:

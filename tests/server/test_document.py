@@ -49,7 +49,8 @@ def full_engine() -> FakeEngine:
     engine.kept_fraction = 0.5
     engine.moved = MOVED
     held = {"arena": Held(5, 1.0, math.inf), "disk": Held(6, 2.0, 3.0)}
-    engine.known = [("", KnownPrefix(b"k" * 16, None, 64, held)), ("", KnownPrefix(b"l" * 16, b"k" * 16, 128, held))]
+    first, second = (b"k" * 16).hex(), (b"l" * 16).hex()
+    engine.known = [("", KnownPrefix(first, None, 64, held)), ("", KnownPrefix(second, first, 128, held))]
     engine.cached = [("", prefix(0)), ("", prefix(1, 0, pinned_seconds=math.inf)), ("", prefix(2, 1, pinned_seconds=3))]
     return engine
 

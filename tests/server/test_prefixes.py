@@ -282,7 +282,7 @@ async def test_a_public_server_without_keys_lists_and_drops_nothing():
 async def test_a_limit_cuts_the_list_and_says_so():
     engine = FakeEngine()
     held = Held(10, 5.0, math.inf)
-    engine.known = [("", KnownPrefix(bytes([number] * 16), None, 64, {"disk": held})) for number in range(3)]
+    engine.known = [("", KnownPrefix(bytes([number] * 16).hex(), None, 64, {"disk": held})) for number in range(3)]
     async with client(engine) as http:
         found = await ask(http, "GET", URL + "?limit=2")
         assert [len(found["data"]), found["num_prefixes"], found["truncated"]] == [2, 3, True]
@@ -305,7 +305,7 @@ async def test_the_wait_for_another_listing_has_an_end(monkeypatch):
 
 async def test_a_body_may_come_with_delete():
     engine = FakeEngine()
-    engine.known = [("", KnownPrefix(b"k" * 16, None, 64, {"disk": Held(10, 5.0, 0.0)}))]
+    engine.known = [("", KnownPrefix((b"k" * 16).hex(), None, 64, {"disk": Held(10, 5.0, 0.0)}))]
     body = json.dumps({"key": (b"k" * 16).hex()})
     head = f"DELETE {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     async with socket_server(engine) as server:

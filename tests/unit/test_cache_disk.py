@@ -212,7 +212,7 @@ def test_a_run_without_its_beginning_is_left_out(folder, tmp_path, capsys):
             llm.generate([prompt], GREEDY)
             assert llm.flush()
         store = llm.engine.moving.tiers.tiers[0]
-        first = next(run for run in llm.stored_prefixes() if run.start == 0)
+        first = next(run for run in store.stored() if run.start == 0)
         store.drop(first.names)
         assert store.flush(5)
     assert cache("export", "--disk", here, file) == 2

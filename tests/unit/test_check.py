@@ -119,7 +119,7 @@ def test_what_changes_pages_or_kernels_is_checked_again(biased: Path, tmp_path: 
 def test_a_disk_tier_has_no_part_in_the_check(biased: Path, tmp_path: Path, measured: list[str]) -> None:
     """Which once refused to start: the check shares nothing, and tiers need sharing."""
     with LLM(str(biased), OPTIONS | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}) as llm:
-        assert llm.stored_prefixes() == []
+        assert llm.known_prefixes() == []
     assert len(measured) == 1
 
 

@@ -44,11 +44,15 @@ def segment(letters: str, start: int = 0, idle: float = 0.0, pinned: float | Non
     return Prefix(name(letters).hex(), "", parent, 64 * start, 64 * count, [], 0, 0, 0, 1, 0.0, 7 * count, idle, pinned)
 
 
+def letters(key: str) -> str:
+    return bytes.fromhex(key).decode().rstrip(".")
+
+
 def told(arena: list[Prefix], stored: list[Stored]) -> dict[str, tuple[str | None, int, dict[str, int]]]:
     """By key: parent, tokens, and bytes by tier."""
     return {
-        each.key.decode().rstrip("."): (
-            None if each.parent is None else each.parent.decode().rstrip("."),
+        letters(each.key): (
+            None if each.parent is None else letters(each.parent),
             each.num_tokens // 64,
             {tier: held.num_bytes for tier, held in each.tiers.items()},
         )
@@ -100,7 +104,7 @@ def test_times_are_since_the_epoch_and_the_last_used_come_first() -> None:
     arena = [segment("a", idle=50, pinned=10.0), segment("b", idle=5, pinned=math.inf)]
     stock = Stock([run("a", used=990.0, pinned_until=2000.0), run("c", used=999.0)])
     found = known_prefixes(arena, stock, NOW)
-    assert [each.key for each in found] == [name("c"), name("b"), name("a")]
+    assert [letters(each.key) for each in found] == ["c", "b", "a"]
     tiers = found[2].tiers
     assert (tiers["arena"].used, tiers["arena"].pinned_until) == (950.0, 1010.0)
     assert (tiers["disk"].used, tiers["disk"].pinned_until, found[2].used) == (990.0, 2000.0, 990.0)
@@ -136,14 +140,14 @@ def test_the_bytes_of_a_prefix_are_those_of_all_its_runs() -> None:
         assert found is not None and (found.parent, found.num_tokens) == (None, 64 * len(key))
         assert found.tiers["disk"].num_bytes == num_bytes
     fork = find_prefix(engine(), name("abx"), stock, visible)
-    assert fork is not None and (fork.parent, fork.tiers["disk"].num_bytes) == (name("ab"), 100)
+    assert fork is not None and (fork.parent, fork.tiers["disk"].num_bytes) == (name("ab").hex(), 100)
 
 
 def test_a_branch_whose_beginning_is_lost_is_what_is_left() -> None:
     found = branch_of(engine(), name("abcd"), Stock([run("abcd", 2)]), visible)
     assert found is not None and found.names == [name("abc"), name("abcd")]
     prefix = find_prefix(engine(), name("abc"), Stock([run("abcd", 2)]), visible)
-    assert prefix is not None and (prefix.parent, prefix.num_tokens) == (name("ab"), 192)
+    assert prefix is not None and (prefix.parent, prefix.num_tokens) == (name("ab").hex(), 192)
     assert prefix.tiers["disk"].num_bytes == 100
 
 
@@ -157,17 +161,26 @@ def test_the_library_lists_and_drops_prefixes(folder: str, tmp_path: Path) -> No
     prompt = "a few words that are said again and again, " * 5
     with LLM(folder, options) as llm:
         key = llm.prefix_key(prompt)
-        assert llm.drop_prefix(key) is None and llm.stored_prefixes() == []
+        assert llm.drop_prefix(key) is None and llm.known_prefixes() == [] and llm.find_prefix(key) is None
         llm.generate([prompt], GREEDY)
         assert llm.flush()
-        (stored,) = llm.stored_prefixes()
-        assert stored.names[-1].hex() == key and stored.num_tokens == 192
+        (known,) = llm.known_prefixes()
+        assert (known.key, known.parent, known.num_tokens) == (key, None, 192)
+        assert set(known.tiers) == {"arena", "disk"} and all(held.num_bytes for held in known.tiers.values())
+        found = llm.find_prefix(key)
+        assert found is not None and found.tiers["disk"] == known.tiers["disk"]
+        (prefix,) = llm.prefixes()
+        assert prefix.id == key
+    other = str(save_tiny(tmp_path / "other", seed=1))
+    with LLM(other, options) as llm:
+        assert llm.known_prefixes() == [], "the prefixes of another model"
     with LLM(folder, options) as llm:
+        assert [list(each.tiers) for each in llm.known_prefixes()] == [["disk"]]
         assert llm.drop_prefix(key) == {"arena": 0, "disk": 3}
-        assert llm.stored_prefixes() == [] and llm.drop_prefix(key) is None
+        assert llm.known_prefixes() == [] and llm.drop_prefix(key) is None
         llm.engine.check()
     with LLM(folder, OPTIONS) as llm:
-        assert llm.stored_prefixes() == [] and llm.flush()
+        assert llm.known_prefixes() == [] and llm.flush()
         llm.generate([prompt], GREEDY)
         assert llm.drop_prefix(llm.prefix_key(prompt)) == {"arena": 3}
         assert llm.prefixes() == []

@@ -32,14 +32,14 @@ _KEY = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 class KnownPrefix:
     """A prefix and where it is.
 
-    key         key of its last chunk
-    parent      key of the prefix that it goes on from; None: it is a first one
+    key         key of its last chunk, in hexadecimal
+    parent      key of the prefix that it goes on from, likewise; None: it is a first one
     num_tokens  tokens from the first one of the prompt up to its end
     tiers       by name of a tier
     """
 
-    key: bytes
-    parent: bytes | None
+    key: str
+    parent: str | None
     num_tokens: int
     tiers: dict[str, Held]
 
@@ -67,15 +67,13 @@ def known_prefixes(arena: Sequence[Prefix], stock: Stock, now: float | None = No
     now = time.time() if now is None else now
     found: list[KnownPrefix] = []
     for prefix in arena:
-        key = bytes.fromhex(prefix.id)
         tiers = {ARENA: _in_arena(prefix, now)}
-        if (held := stock.held(key, prefix.num_tokens)) is not None:
+        if (held := stock.held(bytes.fromhex(prefix.id), prefix.num_tokens)) is not None:
             tiers[DISK] = held
-        parent = None if prefix.parent is None else bytes.fromhex(prefix.parent)
-        found.append(KnownPrefix(key, parent, prefix.start + prefix.num_tokens, tiers))
+        found.append(KnownPrefix(prefix.id, prefix.parent, prefix.start + prefix.num_tokens, tiers))
     in_arena = {prefix.key for prefix in found}
     ends = (chain[-1].names[-1] for chain in stock.chains)
-    found += [known for key in ends if key not in in_arena and (known := _stored(stock, key)) is not None]
+    found += [known for key in ends if key.hex() not in in_arena and (known := _stored(stock, key)) is not None]
     return sorted(found, key=lambda prefix: (-prefix.used, prefix.num_tokens))
 
 
@@ -86,14 +84,14 @@ def find_prefix(engine: Engine, key: bytes, stock: Stock, visible: Callable[[str
         return _stored(stock, key)
     segment, count = place
     assert segment.parent is not None
-    parent, num_tokens = segment.parent.keys[-1] if segment.start else None, (segment.start + count) * PAGE_TOKENS
+    parent = segment.parent.keys[-1].hex() if segment.start else None
     idle = 0.0 if segment.most_locks else max(0.0, tree.now - segment.used_at)
     until = now + segment.pinned_until - tree.now if segment.pinned_until else 0.0
     num_bytes = count * engine.scheduler.manager.statistics.chunk_bytes
     tiers = {ARENA: Held(num_bytes, now - idle, until if count == len(segment.keys) else 0.0)}
     if (held := stock.held(key, count * PAGE_TOKENS)) is not None:
         tiers[DISK] = held
-    return KnownPrefix(key, parent, num_tokens, tiers)
+    return KnownPrefix(key.hex(), parent, (segment.start + count) * PAGE_TOKENS, tiers)
 
 
 def branch_of(engine: Engine, key: bytes, stock: Stock, visible: Callable[[str], bool]) -> Branch | None:
@@ -161,4 +159,4 @@ def _stored(stock: Stock, key: bytes) -> KnownPrefix | None:
     num_tokens = stock.end_of(key)
     held = stock.held(key, num_tokens - first.start * PAGE_TOKENS)
     assert held is not None, "a stored chunk without bytes"
-    return KnownPrefix(key, first.parent if first.start else None, num_tokens, {DISK: held})
+    return KnownPrefix(key.hex(), first.parent.hex() if first.start else None, num_tokens, {DISK: held})

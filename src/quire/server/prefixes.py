@@ -157,8 +157,8 @@ def _listed(prefixes: Sequence[KnownPrefix]) -> shapes.Items[shapes.ListedPrefix
 
 def _described(prefix: KnownPrefix) -> shapes.ListedPrefix:
     return {
-        "key": prefix.key.hex(),
-        "parent": None if prefix.parent is None else prefix.parent.hex(),
+        "key": prefix.key,
+        "parent": prefix.parent,
         "tokens": prefix.num_tokens,
         "last_used": round(prefix.used, 3),
         "tiers": {name: _held(held) for name, held in prefix.tiers.items()},
