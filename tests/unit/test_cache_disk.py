@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +16,12 @@ import torch
 
 from quire import importing
 from quire.cli import main
-from quire.cli.cache_disk import _folder
+from quire.cli.cache_disk import _folder, _names
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError, ExtentError
 from quire.llm import LLM
+from quire.models.digest import combined
+from quire.models.embedded import EMBEDDED, SMOLLM2
 from quire.stores.admin import Shelf
 from quire.stores.disk import DiskStore
 from quire.stores.heads import Head, encode_head
@@ -100,6 +106,26 @@ def test_a_folder_is_listed_while_engines_write_to_it(folder, other, tmp_path, c
     ]
     assert "engines that write to it now: 1" in table and "64MiB" in table
     assert all(each["model"][:12] in table for each in facts["namespaces"])
+
+
+def test_a_model_is_listed_by_its_name_where_it_is_known_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk, model = tmp_path / "kv", save_tiny(tmp_path / "tiny")
+    for path in model.iterdir():
+        os.utime(path, (1e9, 1e9))  # the hash of a file that has just changed is not remembered
+    filled(str(model), disk, PROMPTS[:1])
+    assert listed(capsys, disk)["namespaces"][0]["name"] is None
+    image = SimpleNamespace(origin=SimpleNamespace(model="my-model", path=str(model)))
+    monkeypatch.setattr("quire.models.image_folder.list_images", lambda: [image])
+    assert listed(capsys, disk)["namespaces"][0]["name"] == "my-model"
+    assert cache("ls", "--disk", disk) == 0
+    assert "my-model" in capsys.readouterr().out
+    digest = listed(capsys, disk)["namespaces"][0]["model"]
+    shutil.rmtree(tmp_path / "cache")
+    assert listed(capsys, disk)["namespaces"][0]["name"] is None, "nothing is hashed for a name"
+    embedded = dataclasses.replace(SMOLLM2, sha256="ab" * 32)
+    monkeypatch.setitem(EMBEDDED, "smollm2", embedded)
+    assert combined([embedded.sha256]) in _names({digest})
 
 
 def test_what_is_unreadable_or_foreign_is_named(folder, tmp_path, capsys):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.cli import shared
 from quire.config import EngineConfig, RetainConfig, TiersConfig, format_bytes, options_from, parse_bytes
-from quire.errors import ConfigError, ExtentError, QuireError, RequestError
+from quire.errors import ConfigError, ExtentError, ModelError, QuireError, RequestError
 from quire.folders import user_path
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def _show(shelf: Shelf, *, as_json: bool) -> int:
     spaces, places = shelf.spaces(), shelf.places()
     shelf.note_foreign()
     cap, num_bytes = shelf.cap, shelf.num_bytes
+    names = _names({space.namespace.model for space in spaces})
     if as_json:
         facts = {
             "folder": str(shelf.path),
@@ -68,15 +69,27 @@ def _show(shelf: Shelf, *, as_json: bool) -> int:
             "writers": [
                 {"path": str(each.path), "num_bytes": each.num_bytes, "is_live": each.is_live} for each in places
             ],
-            "namespaces": [_facts(space) for space in spaces],
+            "namespaces": [_facts(space, names) for space in spaces],
             "problems": shelf.problems,
         }
         print(json.dumps(facts, indent=2))
         return 0
     if spaces:
-        columns = ("model", "codec", "weights", "dtype", "format", "size", "chunks", "tokens", "salts", "last used")
-        rows = [_row(space) for space in spaces]
-        shared.print_table(columns, rows, ("codec", "weights", "dtype"))
+        columns = (
+            "model",
+            "name",
+            "codec",
+            "weights",
+            "dtype",
+            "format",
+            "size",
+            "chunks",
+            "tokens",
+            "salts",
+            "last used",
+        )
+        rows = [_row(space, names) for space in spaces]
+        shared.print_table(columns, rows, ("name", "codec", "weights", "dtype"))
     num_live = sum(each.is_live for each in places)
     limit = f" of at most {format_bytes(cap)}" if cap else ""
     print(f"{format_bytes(num_bytes)}{limit} in {shelf.path}; engines that write to it now: {num_live}")
@@ -84,10 +97,29 @@ def _show(shelf: Shelf, *, as_json: bool) -> int:
     return 0
 
 
-def _row(space: Space) -> tuple[str, ...]:
+def _names(digests: set[str]) -> dict[str, str]:
+    """The names of the models that this machine knows without hashing: embedded ones, and those with packed layers."""
+    from quire.models.digest import combined, remembered_digest
+    from quire.models.embedded import EMBEDDED
+    from quire.models.image_folder import ImageError, list_images
+
+    found = {combined([model.sha256]): name for name, model in EMBEDDED.items()}
+    if digests <= found.keys():
+        return found
+    from quire.models.weights import open_model
+
+    with contextlib.suppress(ImageError, OSError):
+        for image in list_images():
+            with contextlib.suppress(ModelError, OSError), open_model(image.origin.path) as checkpoint:
+                found.setdefault(remembered_digest(checkpoint) or "", image.origin.model)
+    return found
+
+
+def _row(space: Space, names: dict[str, str]) -> tuple[str, ...]:
     named = space.namespace
     return (
         named.model[:SHOWN_DIGEST],
+        names.get(named.model, ""),
         named.codec,
         named.weights,
         named.dtype,
@@ -100,10 +132,11 @@ def _row(space: Space) -> tuple[str, ...]:
     )
 
 
-def _facts(space: Space) -> dict[str, object]:
+def _facts(space: Space, names: dict[str, str]) -> dict[str, object]:
     named = dataclasses.asdict(space.namespace)
     del named["salt"]
     return named | {
+        "name": names.get(space.namespace.model),
         "num_bytes": space.num_bytes,
         "num_chunks": space.num_chunks,
         "num_runs": space.num_runs,

@@ -110,9 +110,21 @@ def digest_of(checkpoint: Checkpoint, report: Report = lambda done, total: None)
 
     for path in missing:
         found[path] = _hash(path, count)
-    whole = {"config": config, "files": [found[path] for path in checkpoint.files], "version": VERSION}
+    whole = combined([found[path] for path in checkpoint.files], config)
+    return Digest(whole, sum(sizes.values()), total, time.perf_counter() - begun)
+
+
+def combined(hashes: list[str], config: dict[str, Any] | None = None) -> str:
+    """The digest of a checkpoint whose files have these SHA-256."""
+    whole = {"config": config or {}, "files": hashes, "version": VERSION}
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
-    return Digest(hashlib.sha256(text.encode()).hexdigest(), sum(sizes.values()), total, time.perf_counter() - begun)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remembered_digest(checkpoint: Checkpoint) -> str | None:
+    """The digest, if the hashes of all files are remembered. Raises ModelError and OSError."""
+    hashes = [_recall(_File.of(path.stat())) for path in checkpoint.files]
+    return None if None in hashes else digest_of(checkpoint).digest
 
 
 def _hash(path: Path, count: Callable[[int], None]) -> str:
