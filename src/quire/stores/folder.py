@@ -83,7 +83,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Creates what is missing. Raises ConfigError for a folder that is not safe, and OSError."""
         try:
-            _claim(path)
+            claim(path)
             self.path = path.resolve()
             self.root = self.path / VERSION
             self.root.mkdir(mode=0o700, exist_ok=True)
@@ -237,7 +237,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _claim(path: Path) -> None:
+def claim(path: Path) -> None:
     """Makes the folder, or checks the existing one."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)

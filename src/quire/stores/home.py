@@ -79,7 +79,10 @@ class Home:
             self.is_direct = allows_direct(self.place)
             self._load()
         except BaseException:
-            self.quotas.leave()
+            try:
+                self._give_up()
+            finally:
+                self.quotas.leave()
             raise
 
     def _load(self) -> None:

@@ -14,11 +14,11 @@ from quire.stores.tiers import Tier, Tiers
 
 def check_disk(config: TiersConfig) -> Path:
     """The folder of tiers.disk. Raises ConfigError and OSError if it is there and `open_tiers` would refuse it."""
-    from quire.stores.folder import _claim
+    from quire.stores.folder import claim
 
     folder = user_path(config.disk_folder)
     if folder.exists():
-        _claim(folder)
+        claim(folder)
     return folder
 
 
