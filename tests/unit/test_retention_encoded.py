@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from quire.attention.reference import ReferencePlan
+from quire.cache.table import ALL_SLOTS
 from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
@@ -126,3 +129,19 @@ def test_settings_that_a_budget_would_ignore_are_refused() -> None:
     for name, value in (("frequent", 0.2), ("local", 0.1), ("chain", "special,local")):
         with pytest.raises(ConfigError, match=f"retain.{name} belongs to retain.threshold, but retain.budget is given"):
             make_engine("g4", **{"retain.threshold": "off", "retain.budget": 0.5, f"retain.{name}": value})
+
+
+def test_the_reference_does_not_decode_what_a_head_gave_back() -> None:
+    """The page may be anything by now, and other formats have bytes that are no channels."""
+    engine = make_engine("nuq3", **{"attention.backend": "reference"})
+    table = engine.scheduler.manager.table
+    masks = np.full(table.shape, ALL_SLOTS, np.uint64)
+    row = table.take_part(table.sealed_codec.kernel_id, masks, np.zeros(table.shape, bool), False)
+    table.arena.data.fill_(0xCD)
+    plan = object.__new__(ReferencePlan)  # without rows
+    plan.spec, plan._staged = engine.runner.attention.spec, {}
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        plan._keys_values(row, 0)
+    table.masks[row] = 0
+    keys, values = plan._keys_values(row, 0)
+    assert keys.shape == values.shape and not keys.any() and not values.any()

@@ -249,17 +249,22 @@ class ReferencePlan:
         return torch.from_numpy(np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")).bool()
 
     def _keys_values(self, chunk: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that nobody wrote."""
+        """The keys and values of a chunk in one layer, [H, P, D] each; zeros for a staged chunk that nobody wrote, and
+        for heads that keep nothing of the chunk: others may have their pages.
+        """
         spec, table = self.spec, self.spec.table
+        shape, device = (spec.num_kv_heads, PAGE_TOKENS, spec.head_dim), table.arena.device
         if chunk < 0:
-            empty = torch.zeros(
-                spec.num_kv_heads, PAGE_TOKENS, spec.head_dim, dtype=spec.dtype, device=table.arena.device
-            )
+            empty = torch.zeros(shape, dtype=spec.dtype, device=device)
             return self._staged.get(chunk) or (empty, empty.clone())
         codec = table.codecs[int(table.kinds[chunk])]
         assert isinstance(codec, Codec), f"chunk {chunk} has pages of {codec.name}, with no keys and values"
         keys, values = [], []
         for head in range(spec.num_kv_heads):
+            if not table.masks[chunk, layer, head]:
+                keys.append(torch.zeros((1, *shape[1:]), device=device))
+                values.append(keys[-1].clone())
+                continue
             ids = table.pages[chunk, layer, head : head + 1]
             k, v = codec.decode(layer, head, table.arena.load(ids, int(table.page_sizes(codec)[layer, head])))
             keys.append(k)
