@@ -61,7 +61,7 @@ class Demotion:
         """A sequence reads these chunks of the tree, up to the end of a segment. The store counts that as a use, so
         that it does not take what is always near for unused, and is offered again what it has lost.
         """
-        if self.is_on and names and any(self.store.wants(names)):
+        if any(self.store.wants(names)):
             self.note(tip)
 
     def tick(self, now: float) -> None:

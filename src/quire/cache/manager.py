@@ -92,7 +92,8 @@ class CacheManager(Paths):
         self.room.promise(holder)
         self.match(holder)
         self.fetching.bring(holder)
-        self.demotion.use(holder.keys.first(holder.path.num_shared), holder.path.tip)
+        if self.demotion.is_on and holder.path.num_shared:
+            self.demotion.use(holder.keys.first(holder.path.num_shared), holder.path.tip)
         return True
 
     def refuses(self, holder: Holder) -> bool:
