@@ -43,7 +43,7 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 @dataclass(frozen=True)
 class Imported:
-    """What is in a store of a parcel that was put there."""
+    """What a store has of a parcel."""
 
     num_runs: int
     num_tokens: int

@@ -29,7 +29,7 @@ PIN_SECONDS = 60.0
 """Time in which a prefix must reach the disk to be pinned there."""
 
 LOOK_SECONDS = 0.1
-"""Interval at which it is looked whether all chunks of such a prefix are there."""
+"""Time from one look at whether all its chunks are there to the next."""
 
 TYPICAL_TOKENS = 1024
 """Tokens of the prompt whose speed is told in statistics."""

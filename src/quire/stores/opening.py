@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quire.cache.namespace import Namespace
 from quire.config import TiersConfig
 from quire.errors import ConfigError
@@ -12,14 +10,13 @@ from quire.stores.memory import MemoryStore
 from quire.stores.tiers import Tier, Tiers
 
 
-def check_disk(config: TiersConfig) -> Path:
-    """The folder of tiers.disk. Raises ConfigError and OSError if it is there and `open_tiers` would refuse it."""
+def check_disk(config: TiersConfig) -> None:
+    """Raises ConfigError or OSError if the folder of tiers.disk is there and `open_tiers` would refuse it."""
     from quire.stores.folder import claim
 
     folder = user_path(config.disk_folder)
     if folder.exists():
         claim(folder)
-    return folder
 
 
 def open_tiers(config: TiersConfig, namespace: Namespace, lifetime: float | None = None) -> Tiers | None:
