@@ -181,7 +181,7 @@ def test_a_run_with_an_attachment_takes_the_place_of_one_without(make: Make) -> 
         store.close()
         store = make()
     put(store, better, plain)
-    assert store.find(plain.names[2]) is found[2] or store.stats()["num_put"] == 0
+    assert store.stats()["num_put"] == 0
     store.drop([end.names[0]])
     assert not any(store.find(name) for name in plain.names), "with all copies"
     assert store.flush(5)

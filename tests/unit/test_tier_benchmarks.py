@@ -347,8 +347,11 @@ def test_visitors_fetch_where_the_arena_is_small(model: str, tmp_path: Path, mon
     # A tiny model computes faster than a disk reads.
     monkeypatch.setattr(Costs, "fetch", lambda costs, num_bytes: 0.0)
     given = busy.arguments([*QUICK, model, "--folder", str(tmp_path), "--prompts", "40"])  # arenas are whole MiB
-    moving = asyncio.run(busy.run(given, "moving", 0))
-    assert moving["visitors"] > 3
+    for attempt in range(5):  # on a busy machine the disk may write after the last token
+        moving = asyncio.run(busy.run(given, "moving", attempt))
+        if moving["bytes_written"]:
+            break
+    assert moving["visitors"] > 3 and moving["bytes_written"] > 0
     assert 0 < moving["fetched"] <= moving["cached"]
 
 
