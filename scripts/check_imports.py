@@ -19,8 +19,8 @@ from pathlib import Path
 # layer, without what lies below it: the registry of codecs is read by the configuration.
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
-    "config", "kernels", "models", "cache", "stores", "attention", "engine", "planning", "calibrate", "check",
-    "load", "importing", "llm", "async_prefixes", "async_llm", "evaluation", "server", "cli", "__main__",
+    "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "planning", "calibrate",
+    "check", "load", "importing", "llm", "async_prefixes", "async_llm", "evaluation", "server", "cli", "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.

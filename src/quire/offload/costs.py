@@ -1,0 +1,420 @@
+"""The cost model of offloaded generation: seconds and bytes as linear expressions in a placement.
+
+A block of sequences is generated at once: `num_batches` micro-batches of `micro_batch` sequences. The layers are
+visited in order, and within a layer the micro-batches, so that a layer's weights are loaded once a step for the whole
+block. Shares of the tiers, fastest first, decide where weights, cache and activations (hidden) have their homes. The
+first tier computes. Link i carries what crosses between tiers i and i + 1, in both directions.
+
+A `Linear` is an array of coefficients: one per kind and tier, then one of `attended`, the share of the cache whose
+attention is computed on the second tier instead of the first, and last a constant.
+
+Source: FlexGen, arXiv 2303.06865, Appendix A.3. Ours differs: any number of tiers; bytes and operations come from the
+model and the codec instead of 8 h1^2 + 4 h1 h2 and 4 h1; retention and shared prefixes count; attention on the second
+tier is a variable; and the output head costs something. `quire.offload.paper` has the paper's own numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.offload.units import ALL, NONE, Share, Split
+
+Linear = NDArray[np.float64]
+
+
+class Kind(IntEnum):
+    """What is placed."""
+
+    WEIGHTS = 0
+    CACHE = 1
+    HIDDEN = 2
+
+
+class Form(StrEnum):
+    """How the times of a layer's stages combine.
+
+    MAX   all stages overlap: the slowest counts (the paper)
+    SUMS  loads on all links add up, and so do stores; while decoding, loads to the first tier overlap with nothing (the
+          public code)
+    """
+
+    MAX = "max"
+    SUMS = "sums"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests of a block, all alike.
+
+    prompt_tokens  tokens of a prompt, s
+    output_tokens  tokens that are generated, n
+    shared_tokens  first tokens of a prompt that other prompts of the block share
+    num_prefixes   number of different shared beginnings in a block
+    kept           share of a prompt's tokens that retention keeps, averaged over layers and heads
+    growth         cached tokens per generated token, likewise
+    """
+
+    prompt_tokens: float
+    output_tokens: float
+    shared_tokens: float = 0.0
+    num_prefixes: float = 0.0
+    kept: Share = ALL
+    growth: Share = ALL
+
+    def computed_tokens(self, sequences: float) -> float:
+        """Prompt tokens that a block computes: a shared beginning once."""
+        own = self.prompt_tokens - self.shared_tokens
+        return sequences * own + min(self.num_prefixes, sequences) * self.shared_tokens
+
+    def pairs(self, sequences: float) -> float:
+        """Pairs of query and key of a block's prompts. As in the paper, causal masks halve nothing."""
+        skipped = self.shared_tokens * self.shared_tokens * (sequences - min(self.num_prefixes, sequences))
+        return sequences * self.prompt_tokens**2 - skipped * bool(self.shared_tokens)
+
+    def cached_tokens(self, sequences: float, generated: float) -> float:
+        """Tokens in the cache of a block after so many generated tokens: a shared beginning once."""
+        own = self.kept * (self.prompt_tokens - self.shared_tokens) + self.growth * generated
+        return sequences * own + min(self.num_prefixes, sequences) * self.kept * self.shared_tokens
+
+    def attended_tokens(self, sequences: float, generated: float) -> float:
+        """Tokens that a block's queries of one step attend to, shared ones once per query."""
+        return sequences * (self.kept * self.prompt_tokens + self.growth * generated)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Working memory of a stage of a layer, in bytes per sequence of a micro-batch.
+
+    num_bytes  of any placement
+    of_cache   times the share of the cache that has its home on the first tier
+    """
+
+    num_bytes: float
+    of_cache: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model and its cache in numbers.
+
+    num_layers    number of layers, l
+    layer_bytes   bytes of a layer's weights as they are stored
+    cache_bytes   bytes of a cached token in one layer, as the codec stores them
+    hidden_bytes  bytes of a token's activations between two layers
+    layer_flops   operations of a layer's products per token
+    pair_flops    operations of attention per pair of query and key in one layer
+    score_bytes   bytes of the scores of one query with one key, where attention is computed on the second tier
+    prefill       scratch of the stages of a layer while prompts are computed
+    decode        the same while tokens are generated
+    head_flops    operations of the output head per sequence and step
+    fixed_bytes   bytes on the first tier in any placement: embedding, head, norms, the program itself
+    """
+
+    num_layers: int
+    layer_bytes: float
+    cache_bytes: float
+    hidden_bytes: float
+    layer_flops: float
+    pair_flops: float
+    score_bytes: float = 0.0
+    prefill: tuple[Scratch, ...] = ()
+    decode: tuple[Scratch, ...] = ()
+    head_flops: float = 0.0
+    fixed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per second of one direction of a link, by kind; infinity where nothing limits."""
+
+    weights: float
+    cache: float
+    hidden: float
+
+    @staticmethod
+    def alike(rate: float) -> Traffic:
+        """The same for every kind."""
+        return Traffic(rate, rate, rate)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two neighbouring tiers in one phase; up is towards the faster one."""
+
+    up: Traffic
+    down: Traffic
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of a machine for one micro-batch size and one phase; constant within a linear program.
+
+    links             from the first tier outwards
+    product_flops     operations per second of matrix products on the first tier
+    attention_flops   the same of attention on the first tier
+    far_flops         the same of attention on the second tier, where its bytes are; 0: it cannot be computed there
+    """
+
+    links: tuple[Link, ...]
+    product_flops: float
+    attention_flops: float
+    far_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Tiers and speeds.
+
+    tiers       names, fastest first
+    capacities  bytes of each tier
+    prefill     speeds while prompts are computed
+    decode      speeds while tokens are generated
+    """
+
+    tiers: tuple[str, ...]
+    capacities: tuple[float, ...]
+    prefill: Rates
+    decode: Rates
+
+    def __post_init__(self) -> None:
+        counts = len(self.capacities), len(self.prefill.links) + 1, len(self.decode.links) + 1
+        assert set(counts) == {len(self.tiers)}, f"{len(self.tiers)} tiers, but {counts}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of the model itself.
+
+    form               how stages combine
+    slack              share of each tier's capacity that may be used
+    working_sum        whether the scratch of all stages is held at once (the public code) instead of the largest
+    early_cpu_cache    whether the second tier needs room for the whole cache already while prompts are computed
+    hidden_on_last     whether activations may have homes on the last tier
+    """
+
+    form: Form = Form.MAX
+    slack: tuple[float, ...] = (1.0, 1.0, 1.0)
+    working_sum: bool = False
+    early_cpu_cache: bool = True
+    hidden_on_last: bool = True
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A placement and a block: what is run.
+
+    micro_batch  sequences of a micro-batch
+    num_batches  micro-batches of a block
+    attended     share of the cache whose attention is computed on the second tier
+    """
+
+    micro_batch: int
+    num_batches: int
+    weights: Split
+    cache: Split
+    hidden: Split
+    attended: Share = NONE
+
+    @property
+    def block(self) -> int:
+        """Sequences of a block."""
+        return self.micro_batch * self.num_batches
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The linear expressions of one block size."""
+
+    sizes: Sizes
+    workload: Workload
+    machine: Machine
+    micro_batch: int
+    num_batches: int
+    options: Options = field(default_factory=Options)
+
+    @property
+    def num_tiers(self) -> int:
+        """Number of tiers."""
+        return len(self.machine.tiers)
+
+    @property
+    def num_variables(self) -> int:
+        """Shares of three kinds, and `attended`."""
+        return 3 * self.num_tiers + 1
+
+    @property
+    def block(self) -> int:
+        """Sequences of a block."""
+        return self.micro_batch * self.num_batches
+
+    def constant(self, value: float) -> Linear:
+        """A number, as a Linear."""
+        found = np.zeros(self.num_variables + 1)
+        found[-1] = value
+        return found
+
+    def share(self, kind: Kind, tiers: Sequence[int]) -> Linear:
+        """The share of a kind on some tiers."""
+        found = np.zeros(self.num_variables + 1)
+        found[[kind * self.num_tiers + tier for tier in tiers]] = 1
+        return found
+
+    def beyond(self, kind: Kind, tier: int) -> Linear:
+        """The share of a kind on slower tiers."""
+        return self.share(kind, range(tier + 1, self.num_tiers))
+
+    @property
+    def attended(self) -> Linear:
+        """The share of the cache whose attention is computed on the second tier."""
+        found = np.zeros(self.num_variables + 1)
+        found[-2] = 1
+        return found
+
+    def vector(self, policy: Policy) -> Linear:
+        """A policy as the values of the variables, and 1 for the constant."""
+        shares = (*policy.weights.shares, *policy.cache.shares, *policy.hidden.shares)
+        return np.array([*shares, policy.attended, 1.0])
+
+    # Seconds of a layer.
+
+    def prefill_stages(self) -> dict[str, Linear]:
+        """Seconds of each stage of a layer while prompts are computed."""
+        sizes, work, rates = self.sizes, self.workload, self.machine.prefill
+        hidden = sizes.hidden_bytes * work.computed_tokens(self.block)
+        # As in the paper, the first generated token's keys and values are stored too.
+        stored = sizes.cache_bytes * work.cached_tokens(self.block, 1)
+        found: dict[str, Linear] = {}
+        for index, link in enumerate(rates.links):
+            up, down = self._link_names(index)
+            weights, activations = self.beyond(Kind.WEIGHTS, index), self.beyond(Kind.HIDDEN, index) * hidden
+            found[up] = weights * (sizes.layer_bytes / link.up.weights) + activations / link.up.hidden
+            found[down] = self.beyond(Kind.CACHE, index) * (stored / link.down.cache) + activations / link.down.hidden
+        products = work.computed_tokens(self.block) * sizes.layer_flops / rates.product_flops
+        attention = work.pairs(self.block) * sizes.pair_flops / rates.attention_flops
+        found["compute"] = self.constant(products + attention)
+        return found
+
+    def decode_stages(self) -> dict[str, Linear]:
+        """Seconds of each stage of a layer in the middle of generation."""
+        sizes, work, rates = self.sizes, self.workload, self.machine.decode
+        hidden, middle = sizes.hidden_bytes * self.block, work.output_tokens / 2
+        read = sizes.cache_bytes * work.cached_tokens(self.block, middle)
+        stored = sizes.cache_bytes * work.growth * self.block
+        found: dict[str, Linear] = {}
+        for index, link in enumerate(rates.links):
+            up, down = self._link_names(index)
+            activations = self.beyond(Kind.HIDDEN, index) * hidden
+            loaded = self.beyond(Kind.CACHE, index)
+            if index == 0:
+                loaded = loaded - self.attended
+            found[up] = (
+                self.beyond(Kind.WEIGHTS, index) * (sizes.layer_bytes / link.up.weights)
+                + loaded * (read / link.up.cache)
+                + activations / link.up.hidden
+            )
+            written = self.beyond(Kind.CACHE, index)
+            if index == 0:
+                written = written - self.attended  # their keys and values are small beside the queries
+            found[down] = written * (stored / link.down.cache) + activations / link.down.hidden
+        pairs = work.attended_tokens(self.block, middle) * sizes.pair_flops
+        compute = self.constant(self.block * sizes.layer_flops / rates.product_flops + pairs / rates.attention_flops)
+        if rates.far_flops:
+            compute = compute + self.attended * (pairs / rates.far_flops - pairs / rates.attention_flops)
+        found["compute"] = compute
+        return found
+
+    def prefill_bounds(self) -> dict[str, Linear]:
+        """Lower bounds of a layer's seconds while prompts are computed; the largest is the time."""
+        stages = self.prefill_stages()
+        if self.options.form is Form.MAX:
+            return stages
+        ups, downs = zip(*(self._link_names(index) for index in range(self.num_tiers - 1)), strict=True)
+        return {
+            " + ".join(ups): sum((stages[name] for name in ups), self.constant(0)),
+            " + ".join(downs): sum((stages[name] for name in downs), self.constant(0)),
+            "compute": stages["compute"],
+        }
+
+    def decode_bounds(self) -> dict[str, Linear]:
+        """The same while tokens are generated."""
+        stages = self.decode_stages()
+        if self.options.form is Form.MAX:
+            return stages
+        first, _ = self._link_names(0)
+        return {f"{first} + {name}": stages[first] + stages[name] for name in stages if name != first}
+
+    def head_seconds(self) -> float:
+        """Seconds of the output head in one step of a block."""
+        return self.block * self.sizes.head_flops / self.machine.decode.product_flops
+
+    def _link_names(self, index: int) -> tuple[str, str]:
+        near, far = self.machine.tiers[index], self.machine.tiers[index + 1]
+        return f"{far} to {near}", f"{near} to {far}"
+
+    # Bytes of each tier.
+
+    def memory(self) -> dict[str, list[Linear]]:
+        """Bytes that each tier needs at its peaks, by its name."""
+        found = {self.machine.tiers[0]: self._first_tier()}
+        last = self.num_tiers - 1
+        for tier in range(1, last):
+            found[self.machine.tiers[tier]] = self._middle_tier(tier)
+        if last:
+            found[self.machine.tiers[last]] = [self._homes(last, self.workload.prompt_tokens, peak=True)]
+        return found
+
+    def _homes(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:
+        """Bytes of what has its home on a tier; peak: with the cache of all tokens to be generated."""
+        sizes, work = self.sizes, self.workload
+        cached = work.cached_tokens(self.block, work.output_tokens if peak else 0)
+        return (
+            self.share(Kind.WEIGHTS, [tier]) * (sizes.layer_bytes * sizes.num_layers)
+            + self.share(Kind.HIDDEN, [tier]) * (sizes.hidden_bytes * hidden_tokens * self.block)
+            + self.share(Kind.CACHE, [tier]) * (sizes.cache_bytes * cached * sizes.num_layers)
+        )
+
+    def _first_tier(self) -> list[Linear]:
+        """Homes; two layers' loaded weights; a micro-batch's activations and loaded cache; scratch."""
+        sizes, work, batch = self.sizes, self.workload, self.micro_batch
+        weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
+        loaded = sizes.cache_bytes * work.cached_tokens(batch, work.output_tokens)
+        cache = (self.beyond(Kind.CACHE, 0) - self.attended) * (2 * loaded)
+        found = []
+        for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
+            hidden = self.beyond(Kind.HIDDEN, 0) * (sizes.hidden_bytes * tokens * batch)
+            base = self._homes(0, tokens, peak=True) + weights + hidden
+            if stages is sizes.decode:
+                base = base + cache
+            found += [base + scratch * batch for scratch in self._scratch(stages)]
+        return found
+
+    def _scratch(self, stages: tuple[Scratch, ...]) -> list[Linear]:
+        """Scratch per sequence: of each stage, or their sum."""
+        near = self.share(Kind.CACHE, [0])
+        each = [self.constant(stage.num_bytes) + near * stage.of_cache for stage in stages] or [self.constant(0)]
+        return [sum(each[1:], each[0])] if self.options.working_sum else each
+
+    def _middle_tier(self, tier: int) -> list[Linear]:
+        """Homes, and what passes through."""
+        sizes, work, batch = self.sizes, self.workload, self.micro_batch
+        prompt_hidden = sizes.hidden_bytes * work.prompt_tokens * batch
+        prefill = (
+            self._homes(tier, work.prompt_tokens, peak=self.options.early_cpu_cache)
+            + self.beyond(Kind.WEIGHTS, tier - 1) * sizes.layer_bytes
+            + self.beyond(Kind.HIDDEN, tier - 1) * prompt_hidden
+        )
+        cached = work.cached_tokens(batch, work.output_tokens)
+        decode = (
+            self._homes(tier, 1, peak=True)
+            + self.beyond(Kind.WEIGHTS, tier) * sizes.layer_bytes
+            + self.beyond(Kind.HIDDEN, tier) * (2 * sizes.hidden_bytes * batch)
+            + self.beyond(Kind.CACHE, tier) * (2 * sizes.cache_bytes * cached)
+        )
+        if tier == 1:
+            decode = decode + self.constant(sizes.score_bytes * cached + sizes.hidden_bytes * batch)
+        return [prefill, decode]

@@ -1,0 +1,266 @@
+"""Finds the placement with the highest throughput: a linear program for each block size, and a search over these.
+
+The program minimises the seconds of a block over the shares of weights, cache and activations on each tier, with the
+memory of every tier as a constraint. Micro-batch and block size are enumerated: throughput has several maxima in them,
+so the search does not stop at the first. HiGHS needs about 2 ms for a program.
+
+Source: FlexGen, arXiv 2303.06865, section 4.3. Ours differs: the program also decides how much of the cache is attended
+to on the second tier; and without a solution it says which tier lacks memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.errors import QuireError
+from quire.offload.costs import CostModel, Kind, Linear, Policy
+from quire.offload.units import Share, Split
+from quire.options import format_bytes
+
+OPTIMAL, INFEASIBLE = 0, 2
+"""HiGHS's status numbers, as scipy has them."""
+
+BATCHES = range(1, 21)
+"""Numbers of micro-batches that are tried; the paper has fewer than 20."""
+
+BINDING = 1e-3
+"""Largest relative distance at which a limit counts as reached."""
+
+
+class PlanError(QuireError):
+    """No policy can be found. The message says why, and what would help."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a policy.
+
+    throughput       generated tokens per second
+    prefill_seconds  of a block
+    decode_seconds   of a block, all steps together
+    stages           seconds of each stage of a layer, by phase and name
+    memory           bytes at the peak of each tier, by its name
+    binding          names of what limits: the slowest stage of each phase, and the tiers that are full
+    """
+
+    throughput: float
+    prefill_seconds: float
+    decode_seconds: float
+    stages: dict[str, dict[str, float]]
+    memory: dict[str, float]
+    binding: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a block."""
+        return self.prefill_seconds + self.decode_seconds
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What a policy needs beyond the machine.
+
+    num_bytes  bytes that are missing, by tier
+    """
+
+    num_bytes: dict[str, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{tier} lacks {format_bytes(int(size) + 1)}" for tier, size in self.num_bytes.items())
+
+
+def predict(model: CostModel, policy: Policy) -> Prediction:
+    """The times and bytes of a policy, whether it fits or not."""
+    assert policy.block == model.block, f"a policy for {policy.block} sequences, a model of {model.block}"
+    values = model.vector(policy)
+
+    def slowest(bounds: dict[str, Linear]) -> tuple[str, float]:
+        seconds = {name: float(bound @ values) for name, bound in bounds.items()}
+        name = max(seconds, key=lambda each: seconds[each])
+        return name, seconds[name]
+
+    steps = max(0.0, model.workload.output_tokens - 1)
+    prefill_name, prefill = slowest(model.prefill_bounds())
+    decode_name, decode = slowest(model.decode_bounds())
+    memory = {tier: max(float(row @ values) for row in rows) for tier, rows in model.memory().items()}
+    limits = _limits(model)
+    full = [tier for tier, size in memory.items() if size >= limits[tier] * (1 - BINDING)]
+    head = model.head_seconds()
+    prefill_seconds = model.sizes.num_layers * prefill + head
+    decode_seconds = steps * (model.sizes.num_layers * decode + head)
+    return Prediction(
+        throughput=model.block * model.workload.output_tokens / (prefill_seconds + decode_seconds),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        stages={
+            "prefill": {name: float(stage @ values) for name, stage in model.prefill_stages().items()},
+            "decode": {name: float(stage @ values) for name, stage in model.decode_stages().items()},
+        },
+        memory=memory,
+        binding=(f"prefill: {prefill_name}", f"decode: {decode_name}", *(f"memory: {tier}" for tier in full)),
+    )
+
+
+def lacking(model: CostModel, policy: Policy) -> Lack:
+    """The bytes that a policy needs beyond the machine; empty if it fits."""
+    values, limits = model.vector(policy), _limits(model)
+    needs = {tier: max(float(row @ values) for row in rows) for tier, rows in model.memory().items()}
+    return Lack({tier: need - limits[tier] for tier, need in needs.items() if need > limits[tier] * (1 + 1e-9)})
+
+
+def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy | None:
+    """The placement with the least seconds of one block size; None if none fits.
+
+    attended  True: all of the cache beyond the first tier is attended to on the second (the paper); False: nothing is;
+              None: the program decides
+    Raises PlanError if the solver gives up.
+    """
+    found = _solve(model, attended)
+    if found is None:
+        return None
+    tiers = model.num_tiers
+    shares = [Share(min(1.0, max(0.0, float(value)))) for value in found]
+    weights, cache, hidden = (_split(shares[kind * tiers : (kind + 1) * tiers]) for kind in Kind)
+    return Policy(model.micro_batch, model.num_batches, weights, cache, hidden, shares[3 * tiers])
+
+
+def _split(shares: Sequence[Share]) -> Split:
+    """Removes the solver's rounding: a share of 1e-9 is no tensor, and all add up to 1."""
+    kept = [share if share > 1e-7 else 0.0 for share in shares]
+    total = sum(kept)
+    return Split(tuple(Share(share / total) for share in kept))
+
+
+def lacks_of(model: CostModel) -> Lack:
+    """The fewest bytes with which a block would fit: on one tier, if that can be; empty if it fits already."""
+    last = model.num_tiers + 1
+    tries = [[tier] for tier in range(model.num_tiers)] + [list(range(model.num_tiers))]
+    found: list[tuple[float, Lack]] = []
+    for number, open_tiers in enumerate(tries):
+        if number == len(tries) - 1 and found:
+            break
+        extra = _solve(model, None, open_tiers)
+        if extra is None:
+            continue
+        sizes = dict(zip(model.machine.tiers, extra[-last:-1], strict=True))
+        lack = Lack({tier: size for tier, size in sizes.items() if size > 0.5})
+        found.append((sum(lack.num_bytes.values()), lack))
+    if not found:
+        raise PlanError("no memory on any tier would make this block fit")
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _limits(model: CostModel) -> dict[str, float]:
+    slack = model.options.slack
+    return {
+        tier: capacity * slack[index]
+        for index, (tier, capacity) in enumerate(zip(model.machine.tiers, model.machine.capacities, strict=True))
+    }
+
+
+def _solve(model: CostModel, attended: bool | None, open_tiers: Sequence[int] | None = None) -> Linear | None:
+    """The values of the variables; None if the constraints cannot be met.
+
+    open_tiers  with tiers: the least bytes are sought that make the block fit if these tiers may grow. The values then
+                end with the bytes of each tier, and one more number
+    Raises PlanError for any other answer of the solver.
+    """
+    from scipy.optimize import linprog
+
+    variables, tiers = model.num_variables, model.num_tiers
+    further = 2 if open_tiers is None else tiers + 1
+    rows, bounds_above = [], []
+
+    def at_most(expression: Linear, beyond: dict[int, float], scale: float = 1.0) -> None:
+        """Adds expression + beyond <= 0. Rows are scaled, because bytes and seconds differ by twelve digits."""
+        row = np.zeros(variables + further)
+        row[:variables] = expression[:-1] / scale
+        for index, factor in beyond.items():
+            row[variables + index] += factor
+        rows.append(row)
+        bounds_above.append(-expression[-1] / scale)
+
+    objective = np.zeros(variables + further)
+    if open_tiers is None:
+        for index, stages in enumerate((model.prefill_bounds(), model.decode_bounds())):
+            for stage in stages.values():
+                at_most(stage, {index: -1.0})
+        steps = max(0.0, model.workload.output_tokens - 1)
+        objective[variables], objective[variables + 1] = 1.0, steps
+    limits = _limits(model)
+    for tier, (name, needs) in enumerate(model.memory().items()):
+        scale = max(limits[name], 1.0)
+        for need in needs:
+            at_most(need - model.constant(limits[name]), {} if open_tiers is None else {tier: -1.0}, scale)
+        if open_tiers is not None:
+            objective[variables + tier] = scale
+    far = model.attended - model.beyond(Kind.CACHE, 0)
+    at_most(far, {})
+    if attended:
+        at_most(-far, {})
+    equal = np.zeros((3, variables + further))
+    for kind in Kind:
+        equal[kind, :variables] = model.share(kind, range(tiers))[:-1]
+    within: list[tuple[float, float | None]] = [(0.0, 1.0)] * variables
+    if not model.options.hidden_on_last and tiers > 1:
+        within[3 * tiers - 1] = (0.0, 0.0)
+    if attended is False or not model.machine.decode.far_flops or tiers < 3:
+        within[3 * tiers] = (0.0, 0.0)
+    if open_tiers is None:
+        within += [(0.0, None)] * 2
+    else:
+        within += [(0.0, None if tier in open_tiers else 0.0) for tier in range(tiers)] + [(0.0, 0.0)]
+    # HiGHS gives up on coefficients of 1e9 in the objective, and now and then in its presolve.
+    objective /= objective.max()
+    for presolve in (True, False):
+        answer = linprog(
+            objective,
+            A_ub=np.array(rows),
+            b_ub=np.array(bounds_above),
+            A_eq=equal,
+            b_eq=np.ones(3),
+            bounds=within,
+            options={"presolve": presolve},
+        )
+        if answer.status in (OPTIMAL, INFEASIBLE):
+            break
+    if answer.status == INFEASIBLE:
+        return None
+    if answer.status != OPTIMAL:
+        raise PlanError(f"the linear program was not solved: {answer.message}")
+    found: Linear = np.asarray(answer.x)
+    if open_tiers is not None:
+        for tier, name in enumerate(model.machine.tiers):
+            found[variables + tier] *= max(limits[name], 1.0)
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A policy of the search, and its prediction."""
+
+    policy: Policy
+    prediction: Prediction
+
+
+def search(model_of: Callable[[int, int], CostModel], batches: Iterable[tuple[int, int]]) -> list[Found]:
+    """The best placement of every block size that fits, in the order of the sizes.
+
+    model_of  (sequences of a micro-batch, number of micro-batches) -> its cost model
+    batches   the sizes to try
+    """
+    found = []
+    for micro_batch, num_batches in batches:
+        model = model_of(micro_batch, num_batches)
+        policy = best_placement(model)
+        if policy is not None:
+            found.append(Found(policy, predict(model, policy)))
+    return found
+
+
+def best(found: Sequence[Found]) -> Found | None:
+    """The one with the highest throughput; of equal ones the smallest block, which answers sooner."""
+    return max(found, key=lambda each: (each.prediction.throughput, -each.policy.block), default=None)

@@ -1,0 +1,299 @@
+"""The linear program of offloading against published numbers, and against a grid of all placements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from quire.errors import ConfigError
+from quire.offload.costs import (
+    CostModel,
+    Form,
+    Kind,
+    Link,
+    Machine,
+    Options,
+    Policy,
+    Rates,
+    Scratch,
+    Sizes,
+    Traffic,
+    Workload,
+)
+from quire.offload.paper import GIB, OPT_30B, OPT_175B, PAPER, REPOSITORY, cost_model
+from quire.offload.policy import best, best_placement, lacking, lacks_of, predict, search
+from quire.offload.units import TIERS, Share, Split, percent
+from tests.effort import full_only, tries
+
+WORK = Workload(prompt_tokens=512, output_tokens=32)
+ROOM = (16 * GIB, 200 * GIB, 1500 * GIB)
+GIVEN = Policy(
+    48, 3, Split.of_percent(20, 80, 0), Split.of_percent(0, 100, 0), Split.of_percent(0, 100, 0), attended=Share(1.0)
+)
+"""The paper's policy for OPT-30B."""
+
+
+def loose(slack: float, options: Options = REPOSITORY) -> Options:
+    return dataclasses.replace(options, slack=(slack,) * 3)
+
+
+def test_the_paper_s_policy_has_the_published_times() -> None:
+    sums = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY), GIVEN)
+    assert sums.prefill_seconds / 48 == pytest.approx(4.389, rel=1e-3)
+    assert sums.decode_seconds / 48 / 31 == pytest.approx(0.2924, rel=1e-3)
+    assert sums.throughput == pytest.approx(7.136, rel=1e-3)
+    most = predict(cost_model(OPT_30B, WORK, 48, 3, ROOM, PAPER), GIVEN)
+    assert most.decode_seconds / 48 / 31 == pytest.approx(0.221, rel=1e-2)
+    assert most.throughput == pytest.approx(8.54, rel=1e-3)
+
+
+@pytest.mark.parametrize(("slack", "weights", "throughput"), [(0.8, 0.087, 6.974), (1.0, 0.1476, 7.060)])
+@pytest.mark.parametrize("attended", [True, None])
+def test_the_program_finds_the_golden_placement(
+    slack: float, weights: float, throughput: float, attended: bool | None
+) -> None:
+    model = cost_model(OPT_30B, WORK, 48, 3, ROOM, loose(slack))
+    policy = best_placement(model, attended=attended)
+    assert policy is not None
+    assert policy.weights.shares[0] == pytest.approx(weights, rel=1e-2)
+    assert policy.cache.shares == pytest.approx((0, 1, 0), abs=1e-6)
+    assert policy.attended == pytest.approx(1)
+    assert predict(model, policy).throughput == pytest.approx(throughput, rel=1e-3)
+
+
+def test_opt_175b_becomes_feasible_with_4_bits() -> None:
+    model = cost_model(OPT_175B, WORK, 32, 8, ROOM, REPOSITORY)
+    given = Policy(
+        32, 8, Split.of_percent(0, 50, 50), Split.of_percent(0, 0, 100), Split.of_percent(0, 100, 0), Share(1.0)
+    )
+    assert predict(model, given).throughput == pytest.approx(0.154, rel=1e-2)
+    assert best_placement(model, attended=True) is None
+    four_bits = 4.5 / 16
+    sizes = dataclasses.replace(
+        model.sizes,
+        layer_bytes=model.sizes.layer_bytes * four_bits,
+        cache_bytes=model.sizes.cache_bytes * four_bits,
+    )
+    packed = dataclasses.replace(model, sizes=sizes)
+    policy = best_placement(packed, attended=True)
+    assert policy is not None
+    assert predict(packed, policy).throughput == pytest.approx(0.941, rel=1e-2)
+
+
+def test_without_a_placement_the_lack_is_named_and_filling_it_helps() -> None:
+    model = cost_model(OPT_175B, WORK, 32, 8, ROOM, REPOSITORY)
+    lack = lacks_of(model)
+    assert list(lack.num_bytes) == ["gpu"] and str(lack).startswith("gpu lacks ")
+    scale = REPOSITORY.slack[0]
+    more = ROOM[0] + lack.num_bytes["gpu"] / scale
+    machine = dataclasses.replace(model.machine, capacities=(more * (1 + 1e-6), *ROOM[1:]))
+    assert best_placement(dataclasses.replace(model, machine=machine)) is not None
+    machine = dataclasses.replace(model.machine, capacities=(more * (1 - 1e-4), *ROOM[1:]))
+    assert best_placement(dataclasses.replace(model, machine=machine)) is None
+
+
+def test_a_disk_that_is_too_small_is_named_if_it_is_the_smallest_change() -> None:
+    model = cost_model(OPT_30B, WORK, 48, 3, (16 * GIB, 20 * GIB, 10 * GIB), REPOSITORY)
+    lack = lacks_of(model)
+    assert set(lack.num_bytes) <= {"gpu", "cpu", "disk"} and sum(lack.num_bytes.values()) > 20 * GIB
+    fits = cost_model(OPT_30B, WORK, 48, 3, ROOM, REPOSITORY)
+    assert lacks_of(fits).num_bytes == {}
+
+
+def test_gpu_bytes_go_to_weights_before_the_cache_where_the_closed_form_says_so() -> None:
+    """With nothing on disk: iff 1 / link > ((s + n/2) / (s + n)) * (1/cpu - 1/attention)."""
+    for cpu_factor, weights_first in ((1.0, True), (0.5, False)):
+        model = cost_model(OPT_30B, WORK, 48, 3, ROOM, loose(1.0))
+        rates = model.machine.decode
+        far = rates.far_flops * cpu_factor
+        machine = dataclasses.replace(model.machine, decode=dataclasses.replace(rates, far_flops=far))
+        gain = (512 + 16) / (512 + 32) * (1 / far - 1 / rates.attention_flops)
+        assert (1 / rates.links[0].up.weights > gain) is weights_first
+        policy = best_placement(dataclasses.replace(model, machine=machine), attended=True)
+        assert policy is not None
+        assert (policy.weights.shares[0] > 0.01) is weights_first
+        assert (policy.cache.shares[0] > 0.01) is not weights_first
+
+
+def random_model(rng: np.random.Generator) -> CostModel:
+    """Any model on any machine of three tiers."""
+
+    def rate(low: float, high: float) -> float:
+        return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    def traffic(low: float, high: float) -> Traffic:
+        return Traffic(rate(low, high), rate(low, high), rate(low, high))
+
+    def rates() -> Rates:
+        links = Link(traffic(1e9, 6e10), traffic(1e9, 6e10)), Link(traffic(1e8, 5e9), traffic(1e8, 5e9))
+        attention = rate(1e11, 1e13)
+        return Rates(links, rate(1e12, 1e14), attention, rate(attention / 1000, attention))
+
+    width, inner, layers = int(rng.integers(8, 65)) * 128, int(rng.integers(8, 257)) * 128, int(rng.integers(4, 97))
+    layer_bytes = (8.0 * width**2 + 4.0 * width * inner) * rng.choice([1, 0.28125])
+    cache = 4.0 * width * rng.choice([1, 0.25, 0.208])
+    sizes = Sizes(
+        layers, layer_bytes, cache, 2.0 * width, 8.0 * width**2, 4.0 * width, score_bytes=64.0,
+        prefill=(Scratch(4096.0 * width), Scratch(0.0, 512.0 * width)), decode=(Scratch(8.0 * width, 64.0 * width),),
+        head_flops=2e5 * width,
+    )  # fmt: skip
+    work = Workload(
+        float(rng.integers(16, 2049)), float(rng.integers(2, 257)), *[(0.0, 0.0), (16.0, 2.0)][int(rng.integers(2))],
+        kept=Share(float(rng.choice([1.0, 0.5]))), growth=Share(float(rng.choice([1.0, 0.3]))),
+    )  # fmt: skip
+    whole = layer_bytes * layers
+    room = tuple(float(whole * rng.uniform(low, high)) for low, high in ((0.05, 1.5), (0.1, 4), (1, 20)))
+    options = Options(
+        Form(str(rng.choice(list(Form)))), (float(rng.uniform(0.7, 1)),) * 3, bool(rng.integers(2)),
+        bool(rng.integers(2)), bool(rng.integers(2)),
+    )  # fmt: skip
+    micro, num = int(rng.choice([1, 4, 8, 32, 48])), int(rng.integers(1, 9))
+    return CostModel(sizes, work, Machine(TIERS, room, rates(), rates()), micro, num, options)
+
+
+def grid_best(model: CostModel, step: float) -> float:
+    """The least seconds of a block over all placements whose shares are multiples of `step`; infinity if none fits.
+
+    Attention of what is beyond the first tier is computed on the second, or nothing of it.
+    """
+    count = round(1 / step)
+    points = np.array([(a, b, count - a - b) for a in range(count + 1) for b in range(count + 1 - a)]) * step
+    hidden = points if model.options.hidden_on_last else points[points[:, 2] == 0]
+    spans = {kind: slice(3 * kind, 3 * kind + 3) for kind in Kind}
+    steps = model.workload.output_tokens - 1
+    least = np.inf
+    for far in (0.0, 1.0):
+
+        def sums(expression: np.ndarray, far: float = far) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            cache = points @ expression[spans[Kind.CACHE]] + far * expression[-2] * (1 - points[:, 0])
+            return (
+                points @ expression[spans[Kind.WEIGHTS]] + expression[-1],
+                cache,
+                hidden @ expression[spans[Kind.HIDDEN]],
+            )
+
+        stages = [
+            [sums(bound) for bound in bounds.values()] for bounds in (model.prefill_bounds(), model.decode_bounds())
+        ]
+        needs = [
+            (sums(row), capacity * slack)
+            for (rows, capacity, slack) in zip(
+                model.memory().values(), model.machine.capacities, model.options.slack, strict=True
+            )
+            for row in rows
+        ]
+        for index in range(len(points)):  # of the weights; the other two kinds are arrays
+
+            def value(parts: tuple[np.ndarray, np.ndarray, np.ndarray], index: int = index) -> np.ndarray:
+                return parts[0][index] + parts[1][:, None] + parts[2][None, :]
+
+            fits = np.ones((len(points), len(hidden)), bool)
+            for parts, limit in needs:
+                fits &= value(parts) <= limit * (1 + 1e-12)
+            if not fits.any():
+                continue
+            prefill, decode = (np.max([value(parts) for parts in phase], axis=0) for phase in stages)
+            least = min(least, float((prefill + steps * decode)[fits].min()))
+    return float(least * model.sizes.num_layers)
+
+
+def check_against_grid(seed: int, step: float) -> bool:
+    """Whether any placement fits."""
+    model = random_model(np.random.default_rng(seed))
+    policy, found = best_placement(model), grid_best(model, step)
+    if policy is None:
+        assert found == np.inf, f"seed {seed}: the grid has a placement of {found} s"
+        assert lacks_of(model).num_bytes, f"seed {seed}: nothing fits, and nothing is lacking"
+        return False
+    said = predict(model, policy)
+    head = model.head_seconds() * model.workload.output_tokens
+    assert said.seconds - head <= found * (1 + 1e-6) + 1e-9, f"seed {seed}: {said.seconds - head} s, the grid {found} s"
+    assert all(size < 1 for size in lacking(model, policy).num_bytes.values()), f"seed {seed}: it does not fit"
+    return True
+
+
+def test_the_program_is_at_least_as_good_as_every_point_of_a_grid() -> None:
+    fits = [check_against_grid(seed, 0.1) for seed in range(tries(40))]
+    assert any(fits) and not all(fits)
+
+
+@full_only("a second a model; the coarse grid covers more of them")
+def test_the_program_is_at_least_as_good_as_every_point_of_a_fine_grid() -> None:
+    fits = [check_against_grid(seed, 0.05) for seed in range(10)]
+    assert any(fits)
+
+
+def test_attention_on_the_second_tier_is_chosen_where_it_is_faster() -> None:
+    model = cost_model(OPT_30B, WORK, 48, 3, ROOM, PAPER)
+    for factor, chosen in ((1.0, True), (0.01, False)):
+        rates = dataclasses.replace(model.machine.decode, far_flops=model.machine.decode.far_flops * factor)
+        policy = best_placement(dataclasses.replace(model, machine=dataclasses.replace(model.machine, decode=rates)))
+        assert policy is not None
+        assert (policy.attended > 0.5) is chosen
+
+
+def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> None:
+    def model_of(micro_batch: int, num_batches: int) -> CostModel:
+        return cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM, loose(1.0))
+
+    sizes = list(itertools.product((4, 16, 48, 64), range(1, 9)))
+    found = search(model_of, sizes)
+    chosen = best(found)
+    assert chosen is not None
+    assert chosen.prediction.throughput == max(each.prediction.throughput for each in found)
+    for micro_batch, num_batches in sizes:
+        policy = best_placement(model_of(micro_batch, num_batches))
+        if policy is not None:
+            assert predict(model_of(micro_batch, num_batches), policy).throughput <= chosen.prediction.throughput
+
+
+def test_a_shared_beginning_is_computed_and_stored_once() -> None:
+    alone = Workload(prompt_tokens=100, output_tokens=10)
+    shared = Workload(prompt_tokens=100, output_tokens=10, shared_tokens=64, num_prefixes=2)
+    assert shared.computed_tokens(8) == 8 * 36 + 2 * 64
+    assert shared.cached_tokens(8, 10) == 8 * 46 + 2 * 64
+    assert shared.pairs(8) == 8 * 100**2 - 6 * 64**2
+    assert shared.attended_tokens(8, 10) == alone.attended_tokens(8, 10)
+    assert alone.computed_tokens(8) == 800 and alone.pairs(8) == 8 * 100**2
+    assert shared.cached_tokens(1, 0) == alone.cached_tokens(1, 0)  # one sequence shares with nobody
+
+
+def test_retention_reduces_the_cache_and_nothing_else() -> None:
+    kept = Workload(prompt_tokens=100, output_tokens=10, kept=Share(0.5), growth=Share(0.2))
+    assert kept.cached_tokens(4, 10) == 4 * (50 + 2) and kept.computed_tokens(4) == 400
+    assert kept.attended_tokens(4, 10) == 4 * 52
+
+
+def test_two_tiers_are_enough() -> None:
+    """A machine without a GPU: memory computes, the disk holds the rest."""
+    rates = Rates((Link(Traffic.alike(2e9), Traffic.alike(1e9)),), 1e11, 1e11)
+    sizes = Sizes(10, 100.0e6, 1000.0, 2000.0, 1e8, 4000.0)
+    machine = Machine(TIERS[1:], (600e6, 10e9), rates, rates)
+    model = CostModel(sizes, Workload(64.0, 16.0), machine, 4, 1)
+    policy = best_placement(model)
+    assert policy is not None
+    # Two layers of what is loaded are in memory beside the homes: 1000 w + 200 (1 - w) MB.
+    assert policy.weights.shares[0] == pytest.approx(0.5, abs=0.01)
+    assert policy.attended == 0
+    said = predict(model, policy)
+    assert said.binding == ("prefill: compute", "decode: disk to cpu", "memory: cpu")
+    assert said.stages["decode"]["disk to cpu"] == pytest.approx(policy.weights.shares[1] * 100e6 / 2e9, rel=1e-2)
+
+
+def test_shares_are_no_percentages() -> None:
+    assert Split.of_percent(20, 80, 0) == Split((Share(0.2), Share(0.8), Share(0.0)))
+    assert percent(Share(0.25)) == "25 %"
+    for wrong in ((20.0, 80.0, 0.0), (0.5, 0.4, 0.0), (1.5, -0.5, 0.0), (float("nan"), 1.0, 0.0)):
+        with pytest.raises(ConfigError, match="add up to"):
+            Split(tuple(map(Share, wrong)))
+    split = Split((Share(0.25), Share(0.75), Share(0.0)))
+    assert Split.read(json.loads(json.dumps(split.named(TIERS))), TIERS, "weights") == split
+    assert Split.read({"cpu": 1}, TIERS, "weights") == Split((Share(0.0), Share(1.0), Share(0.0)))
+    with pytest.raises(ConfigError, match="there is no tier 'ram'"):
+        Split.read({"ram": 1}, TIERS, "weights")
+    with pytest.raises(ConfigError, match="numbers from 0 to 1"):
+        Split.read({"cpu": True}, TIERS, "weights")
