@@ -228,6 +228,39 @@ class TiersConfig(Group):
         return parse_bytes((self.disk or "0").rpartition(":")[2])
 
 
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig(Group):
+    """Weights that do not fit into memory: they are read from the disk while layers compute."""
+
+    key: ClassVar[str] = "offload"
+
+    mode: str = "off"
+    """off: all weights are in memory. auto: those that fit into `offload.memory` are, and the others are read in every
+    step. Otherwise a JSON file with a policy, as `quire plan offload --output` writes it."""
+    memory: Bytes | None = None
+    """Memory for weights, buffers included. auto: what is free beside the cache, less a tenth."""
+    disk_bandwidth: Bytes | None = None
+    """Most bytes per second of weights that are read from the disk. auto: no limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("memory", "disk_bandwidth"):
+            if not self.is_on and getattr(self, name) is not None:
+                raise ConfigError(f"offload.{name} has no effect with offload.mode off; set offload.mode auto")
+        if self.disk_bandwidth is not None and self.disk_bandwidth < LEAST_BANDWIDTH:
+            raise ConfigError(
+                f"offload.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
+                f" {format_bytes(LEAST_BANDWIDTH)}"
+            )
+        if self.mode not in ("off", "auto") and self.memory is not None:
+            raise ConfigError("offload.memory is for offload.mode auto; a policy's file has its own shares")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether weights may be on the disk."""
+        return self.mode != "off"
+
+
 LEAST_BANDWIDTH = 1 << 20
 LEAST_DISK = 64 << 20
 
@@ -343,6 +376,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     retain: RetainConfig = field(default_factory=RetainConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -369,6 +403,7 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     CacheConfig,
     RetainConfig,
     TiersConfig,
+    OffloadConfig,
     AttentionConfig,
     SchedulerConfig,
     RuntimeConfig,

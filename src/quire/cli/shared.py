@@ -35,7 +35,7 @@ PLAIN_SECONDS = 10.0
 WIDEST = 500
 """Maximum width of a table, in columns of the terminal."""
 
-ENGINE_SECTIONS = ("model", "cache", "tiers", "retain", "attention", "scheduler", "runtime")
+ENGINE_SECTIONS = ("model", "cache", "tiers", "offload", "retain", "attention", "scheduler", "runtime")
 
 
 def add_engine_arguments(

@@ -74,17 +74,27 @@ class CpuOps:
     def linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """Panels for 16 bits and packed blocks, oneDNN's layout for float32. The caller may drop the plain copies."""
         if all(has_panels(weight, dtype) for weight in parts):
-            return Panels(parts, bias, dtype, self._memory)
+            return self.panels(parts, bias, dtype)
         if len(parts) > 1:
             return Joined([self.linear([weight], None, dtype) for weight in parts], bias)
-        weight = read(parts[0])
-        assert not isinstance(weight, Blocks), f"there are no panels of {weight.kind}"
-        return PackedLinear(weight, bias) if has_onednn(dtype) else TorchLinear(weight, bias)
+        return self.plain(parts[0], bias, dtype)
+
+    def panels(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> Panels:
+        """A product in panels."""
+        return Panels(parts, bias, dtype, self._memory, gated=gated)
+
+    def plain(self, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
+        """A product over plain numbers that have no panels."""
+        found = read(weight)
+        assert not isinstance(found, Blocks), f"there are no panels of {found.kind}"
+        return PackedLinear(found, bias) if has_onednn(dtype) else TorchLinear(found, bias)
 
     def gated_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None, dtype: torch.dtype) -> Linear:
         """With one type, panels gate the sums in registers. With several types, a separate pass gates them."""
         if len(parts) == 1 and has_panels(parts[0], dtype):
-            return Panels(parts, bias, dtype, self._memory, gated=True)
+            return self.panels(parts, bias, dtype, gated=True)
         return Gated(self, self.linear(parts, bias, dtype))
 
     def stack(self, layers: Sequence[GatedLayer], eps: float) -> PanelStack | None:
@@ -97,7 +107,9 @@ class CpuOps:
             return Panels([weight], None, dtype, self._memory, wide=True)
         weight = read(weight)
         assert not isinstance(weight, Blocks), f"there are no panels of {weight.kind}"
-        return self.linear([weight], None, dtype) if dtype == torch.float32 else TorchHead(weight)
+        if dtype != torch.float32:
+            return TorchHead(weight)
+        return PackedLinear(weight, None) if has_onednn(dtype) else TorchLinear(weight, None)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Panels for packed blocks; a plain tensor stays as it is."""

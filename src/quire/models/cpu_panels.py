@@ -94,6 +94,7 @@ class Panels:
         "bias",
         "is_packed",
         "matrix",
+        "names",
         "out_dtype",
         "shape",
     )
@@ -113,7 +114,11 @@ class Panels:
         assert len(parts) <= MOST_PARTS, f"{len(parts)} parts"
         inputs = parts[0].shape[1]
         counts = [weight.shape[0] // (2 if gated else 1) for weight in parts]
-        self._panels = [_place(weight, count, gated, memory) for weight, count in zip(parts, counts, strict=True)]
+        self.names = [_name(weight, gated) for weight in parts]
+        self._panels = [
+            _place(name, weight, count, gated, memory)
+            for name, weight, count in zip(self.names, parts, counts, strict=True)
+        ]
         kinds = [_kind(weight) for weight in parts]
         self._parts = (Part * len(parts))(
             *(
@@ -149,6 +154,13 @@ class Panels:
         self._apply(ctypes.byref(self.matrix), ctypes.byref(given), runtime.DTYPE_IDS[self.out_dtype], out.data_ptr())
         return out
 
+    def move(self, name: str, panels: torch.Tensor) -> None:
+        """Continues with other memory that has the bytes of a part."""
+        index = self.names.index(name)
+        assert len(panels) == len(self._panels[index]), f"{name}: {len(panels)} bytes for {len(self._panels[index])}"
+        self._panels[index] = panels
+        self._parts[index].panels = panels.data_ptr()
+
     def scratch(self, rows: int) -> torch.Tensor | None:
         """Scratch for `rows` rows as integers; None if no part is packed."""
         if not self.is_packed:
@@ -180,8 +192,12 @@ def _number(kind: str | torch.dtype) -> int:
     return _PACKED[kind] if isinstance(kind, str) else _PAIRS[kind]
 
 
-def _place(weight: Weight, outputs: int, gated: bool, memory: Memory) -> torch.Tensor:
-    name = f"{weight.name if isinstance(weight, Unread) else ''} {kind_of(weight)}{' gated' * gated}"
+def _name(weight: Weight, gated: bool) -> str:
+    """The name of a matrix in memory for packed weights."""
+    return f"{weight.name if isinstance(weight, Unread) else ''} {kind_of(weight)}{' gated' * gated}"
+
+
+def _place(name: str, weight: Weight, outputs: int, gated: bool, memory: Memory) -> torch.Tensor:
     num_bytes = panel_bytes(kind_of(weight), outputs, weight.shape[1], gated=gated)
     return memory.place(name, num_bytes, lambda panels: _pack(read(weight), outputs, gated, panels))
 

@@ -29,6 +29,7 @@ from quire.models.image_folder import (
     ENTRY_ALIGNMENT,
     SECTION_ALIGNMENT,
     Entry,
+    Image,
     ImageError,
     Origin,
     Section,
@@ -72,6 +73,18 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
     num_bytes = _packed_bytes(checkpoint, dtype, form)
     if checkpoint.path is None or num_bytes < LEAST_BYTES:
         return None
+    return _wanted(checkpoint, dtype, form, num_bytes)
+
+
+def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:
+    """The image with all matrices of the layers, of whatever size: plain numbers too, if they have no panels."""
+    assert checkpoint.path is not None, "a checkpoint that is on no disk"
+    num_bytes = _packed_bytes(checkpoint, dtype, form, with_plain=True)
+    return _wanted(checkpoint, dtype, form if dtype in DTYPES else f"{form}, whole", num_bytes)
+
+
+def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int) -> Wanted:
+    assert checkpoint.path is not None
     statuses = [file.stat() for file in checkpoint.files]
     path = checkpoint.path.resolve()
     origin = Origin(
@@ -92,8 +105,10 @@ def _name_of(path: Path) -> str:
     return path.name if hub is None else hub.removeprefix("models--").replace("--", "/")
 
 
-def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> int:
-    """Upper bound of a checkpoint's bytes in panels, as if no two matrices shared a panel."""
+def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, *, with_plain: bool = False) -> int:
+    """Upper bound of a checkpoint's bytes in panels, as if no two matrices shared a panel. with_plain: and of the
+    matrices without panels.
+    """
     shape, total = checkpoint.shape, 0
     for name, size in shape.tensor_shapes.items():
         if len(size) != 2 or name == "positions.weight":
@@ -101,7 +116,8 @@ def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> int
         outputs, inputs = size
         kind = held_kind(name, size, checkpoint.kind(name), form, KINDS)
         is_plain_embedding = kind is None and name == "embed.weight" and not shape.tied_embeddings
-        if kind is None and (dtype not in DTYPES or inputs % 2 or is_plain_embedding):
+        has_none = kind is None and (dtype not in DTYPES or inputs % 2 or is_plain_embedding)
+        if has_none and not with_plain:
             continue
         total += aligned(outputs, 32) * (dtype.itemsize * inputs if kind is None else held_bytes(kind, inputs))
     return total
@@ -132,6 +148,29 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
     except ImageError as error:
         log.warning("packing the weights in memory, without the layer image %s: %s", path, error)
     return make(Carver())
+
+
+def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
+    """The complete image, with whole blocks up to its last matrix. Writes it first if there is none, with `make`.
+
+    Raises ImageError if it cannot be written or read.
+    """
+    with contextlib.suppress(FileNotFoundError, ImageError):
+        return _whole(open_image(wanted.origin))
+    with Writer(wanted) as writer:
+        make(writer)
+        writer.finish(wait=True)
+    try:
+        return _whole(open_image(wanted.origin))
+    except FileNotFoundError:
+        raise ImageError("it was removed") from None
+
+
+def _whole(image: Image) -> Image:
+    last = image.sections[-1]
+    if image.num_bytes < aligned(last.offset + last.num_bytes, SECTION_ALIGNMENT):
+        raise ImageError("it ends inside a block")
+    return image
 
 
 class Reader:
@@ -235,16 +274,24 @@ class Writer:
         self._sections[-1] = Section(of, section.offset, self.num_bytes - section.offset, (*section.entries, entry))
         return entry
 
-    def finish(self) -> None:
+    def finish(self, *, wait: bool = False) -> None:
         """Call this after the last matrix. A thread waits until the disk has the file and then gives it its name. The
         process waits for that thread before it ends.
+
+        wait: returns only when the file has its name. Raises ImageError if it cannot get it.
         """
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        table = table_bytes(self._origin, self._sections, self.num_bytes)
+        end = aligned(self.num_bytes, SECTION_ALIGNMENT)
+        table = table_bytes(self._origin, self._sections, end)
         with _told():
-            os.ftruncate(self._file, self.num_bytes + len(table))
-            _write(self._file, table, self.num_bytes)
+            os.ftruncate(self._file, end + len(table))
+            _write(self._file, table, end)
         self._is_finished = True
+        if wait:
+            self._publish()
+            if not self._is_named:
+                raise ImageError("it cannot be written")
+            return
         try:
             threading.Thread(target=self._publish, name="quire-image").start()
         except RuntimeError:  # no more threads

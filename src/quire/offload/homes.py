@@ -1,0 +1,156 @@
+"""Homes of a model's matrices: which tier keeps each. Arithmetic on sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+from quire.offload.units import Share, Split
+from quire.options import format_bytes
+
+ALIGNMENT = 4096
+"""Reads begin and end at multiples of it; see `stores.direct`."""
+
+NUM_SLOTS = 2
+"""Buffers for loaded layers: one is computed while the other is filled. More only hide hiccups of the disk."""
+
+_STEPS = 1000
+"""Shares that are tried to fill a memory."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A matrix in a file of packed weights."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of the file: whole blocks around neighbouring matrices."""
+
+    offset: int
+    num_bytes: int
+    places: tuple[Place, ...]
+
+
+def homes(sizes: Sequence[Sequence[int]], split: Split) -> list[list[int]]:
+    """The tier of every matrix, given their bytes [layers][matrices].
+
+    Every layer has nearly the same share of each tier, so that all layers take the same time to load. At each matrix
+    the tier that is farthest behind its share gets it. The realised bytes of a tier differ from the requested ones by
+    less than the largest matrix, and a tier with a share of 0 gets nothing.
+
+    Source: FlexGen's public code walks the tensors of each layer alone, and realises 80 % where 50 % is requested if
+    one tensor has 80 % of a layer's bytes. Ours carries the difference on to the next layer.
+    """
+    placed = [0.0] * len(split.shares)
+    total = 0
+    found = []
+    for layer in sizes:
+        tiers = []
+        for size in layer:
+            total += size
+            behind = [share * total - size_so_far for share, size_so_far in zip(split.shares, placed, strict=True)]
+            tier = max(range(len(behind)), key=lambda each: behind[each])
+            placed[tier] += size
+            tiers.append(tier)
+        found.append(tiers)
+    return found
+
+
+def realised(sizes: Sequence[Sequence[int]], tiers: Sequence[Sequence[int]], num_tiers: int) -> Split:
+    """The shares of bytes that homes amount to."""
+    placed = [0] * num_tiers
+    for layer, of_layer in zip(sizes, tiers, strict=True):
+        for size, tier in zip(layer, of_layer, strict=True):
+            placed[tier] += size
+    total = sum(placed)
+    return Split(tuple(Share(size / total) for size in placed))
+
+
+def pieces(layer: Sequence[Place], tiers: Sequence[int], tier: int) -> tuple[Piece, ...]:
+    """What must be read for the matrices of a layer on a tier. Neighbours share a piece, and pieces share no block."""
+    found: list[Piece] = []
+    for place, home in zip(layer, tiers, strict=True):
+        if home != tier:
+            continue
+        start = place.offset // ALIGNMENT * ALIGNMENT
+        end = -(-(place.offset + place.num_bytes) // ALIGNMENT) * ALIGNMENT
+        if found and found[-1].offset + found[-1].num_bytes >= start:
+            last = found.pop()
+            found.append(Piece(last.offset, end - last.offset, (*last.places, place)))
+        else:
+            found.append(Piece(start, end - start, (place,)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a model's matrices are: in memory, or on the disk and loaded for every pass.
+
+    layers     matrices of each layer
+    tiers      0: in memory, 1: on the disk; like `layers`
+    fixed      matrices outside of layers, which stay in memory
+    requested  the split that was asked for
+    """
+
+    layers: tuple[tuple[Place, ...], ...]
+    tiers: tuple[tuple[int, ...], ...]
+    fixed: tuple[Place, ...]
+    requested: Split
+
+    @property
+    def streamed(self) -> tuple[tuple[Piece, ...], ...]:
+        """What is read for each layer."""
+        return tuple(pieces(layer, tiers, 1) for layer, tiers in zip(self.layers, self.tiers, strict=True))
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that are read in every pass."""
+        return sum(piece.num_bytes for layer in self.streamed for piece in layer)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the largest layer that is loaded."""
+        return max((sum(piece.num_bytes for piece in layer) for layer in self.streamed), default=0)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory: fixed and resident matrices, each in whole blocks, and the slots."""
+        resident = list(self.fixed)
+        for layer, tiers in zip(self.layers, self.tiers, strict=True):
+            resident += [place for place, tier in zip(layer, tiers, strict=True) if tier == 0]
+        return sum(_blocks(place) for place in resident) + NUM_SLOTS * self.slot_bytes
+
+    @property
+    def split(self) -> Split:
+        """The realised shares of the layers' bytes, in memory and on the disk."""
+        return realised([[place.num_bytes for place in layer] for layer in self.layers], self.tiers, 2)
+
+
+def _blocks(place: Place) -> int:
+    start = place.offset // ALIGNMENT * ALIGNMENT
+    return -(-(place.offset + place.num_bytes - start) // ALIGNMENT) * ALIGNMENT
+
+
+def placed(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], split: Split) -> Weights:
+    """Places a model's matrices by shares of memory and disk."""
+    tiers = homes([[place.num_bytes for place in layer] for layer in layers], split)
+    return Weights(tuple(map(tuple, layers)), tuple(map(tuple, tiers)), tuple(fixed), split)
+
+
+def fitting(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], memory: int) -> Weights:
+    """Places as much as possible in `memory` bytes, slots included. Raises ConfigError if not even the slots fit."""
+    for step in range(_STEPS, -1, -1):
+        share = step / _STEPS
+        weights = placed(layers, fixed, Split((Share(share), Share(1 - share))))
+        if weights.memory_bytes <= memory:
+            return weights
+    raise ConfigError(
+        f"offload.memory is {format_bytes(memory)}; embedding, output head and two layers of this model need"
+        f" {format_bytes(weights.memory_bytes)}"
+    )

@@ -1,0 +1,163 @@
+"""A model whose weights are partly on the disk."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.config import format_bytes
+from quire.kernels.memory import Carver, Fill, Memory
+from quire.models.image_folder import Image, ImageError
+from quire.models.images import written
+from quire.offload.homes import ALIGNMENT, Place, Weights, fitting, placed
+from quire.offload.ops import MovingOps
+from quire.offload.stream import WeightStream
+from quire.offload.units import Split, percent
+from quire.stores.direct import DirectFile, allows_direct
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.models.images import Wanted
+    from quire.models.layers import Ops
+    from quire.models.plan import Model, StepPlan
+
+log = logging.getLogger("quire")
+
+
+class OffloadedModel:
+    """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
+
+    weights  where the matrices are
+    stream   reads those on the disk
+    """
+
+    def __init__(self, model: Model, weights: Weights, stream: WeightStream) -> None:
+        self.shape = model.shape
+        self.key_bias = model.key_bias
+        self.weights = weights
+        self.stream = stream
+        self._model = model
+        weakref.finalize(self, stream.close)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
+        """See Model."""
+        state = self.begin(tokens, positions)
+        for index in range(self.shape.num_layers):
+            state = self.layer(index, state, plan)
+        return self.finish(state)
+
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """See Model. Layers must then be used in order, each once."""
+        self.stream.begin()
+        return self._model.begin(tokens, positions)
+
+    def layer(self, index: int, state: tuple[Tensor, ...], plan: StepPlan) -> tuple[Tensor, ...]:
+        """See Model. Raises QuireError if the layer's weights cannot be read."""
+        self.stream.take(index)
+        state = self._model.layer(index, state, plan)
+        self.stream.give(index)
+        return state
+
+    def finish(self, state: tuple[Tensor, ...]) -> Tensor:
+        """See Model."""
+        return self._model.finish(state)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See Model."""
+        return self._model.head(hidden)
+
+
+class _Resident:
+    """Memory for packed weights: reads what stays in memory, and promises the rest."""
+
+    def __init__(self, image: Image, weights: Weights) -> None:
+        self._order: Iterator[Place] = (place for section in _sections(image) for place in section)
+        self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
+        self._file = DirectFile(image.path, is_direct=allows_direct(image.path.parent))
+        self._carver = Carver()
+        self._later = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
+        """See Memory.place. Raises ImageError if the next matrix of the image is another one, OSError if it cannot be
+        read.
+        """
+        place = next(self._order, None)
+        if place is None or (place.name, place.num_bytes) != (name, num_bytes):
+            raise ImageError(f"it does not have {name} where this model needs it")
+        if name in self._streamed:
+            # The stream moves it before its first use. Until then no bytes are needed, only their number.
+            if len(self._later) < num_bytes:
+                self._later = Carver().take(num_bytes)
+            return self._later[:num_bytes]
+        start = place.offset // ALIGNMENT * ALIGNMENT
+        size = -(-(place.offset + num_bytes - start) // ALIGNMENT) * ALIGNMENT
+        block = self._carver.take(size + ALIGNMENT)
+        skip = -block.data_ptr() % ALIGNMENT
+        self._file.read(block[skip : skip + size].numpy().data, start, lambda num_bytes: None)
+        at = skip + place.offset - start
+        return block[at : at + num_bytes]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _sections(image: Image) -> list[list[Place]]:
+    return [
+        [Place(entry.name, entry.offset, entry.num_bytes) for entry in section.entries] for section in image.sections
+    ]
+
+
+def load_offloaded(
+    wanted: Wanted,
+    build: Callable[[Ops], Model],
+    *,
+    memory: int | None = None,
+    split: Split | None = None,
+    bandwidth: float | None = None,
+) -> OffloadedModel:
+    """Loads a model with its matrices placed in memory and on the disk.
+
+    The first start writes the model's layer image. Weights are then read from it, never from the checkpoint.
+
+    memory     bytes for weights and slots, which are filled; None: as `split` says
+    split      shares of the layers' bytes in memory and on the disk
+    bandwidth  most bytes per second that are read while computing; None: no limit
+    Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
+    """
+
+    def make(memory: Memory) -> Model:
+        return build(MovingOps(memory))
+
+    image = written(wanted, make)
+    layers, fixed = [], []
+    for section, places in zip(image.sections, _sections(image), strict=True):
+        if section.name.startswith("layers."):
+            layers.append(places)
+        else:
+            fixed += places
+    if split is None:
+        assert memory is not None, "neither a memory nor a split"
+        weights = fitting(layers, fixed, memory)
+    else:
+        weights = placed(layers, fixed, split)
+    resident = _Resident(image, weights)
+    try:
+        ops = MovingOps(resident)
+        model = build(ops)
+    finally:
+        resident.close()
+    stream = WeightStream(image.path, weights.streamed, ops.move, bandwidth)
+    log.info(
+        "weights: %s of the layers in memory (requested %s), %s from the disk in every pass; %s in memory in all",
+        percent(weights.split.shares[0]),
+        percent(weights.requested.shares[0]),
+        format_bytes(weights.streamed_bytes),
+        format_bytes(weights.memory_bytes),
+    )
+    return OffloadedModel(model, weights, stream)

@@ -1,0 +1,181 @@
+"""Weights that are read from the disk while layers compute.
+
+The layers are used in order, pass after pass. Threads read each layer's pieces into one of two slots, ahead of its use,
+and past the page cache. A slot is filled again once its layer has been computed. Knows bytes and layers, not products:
+`moved` tells others where a matrix is now.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from quire.errors import QuireError
+from quire.kernels.memory import huge_pages
+from quire.offload.homes import NUM_SLOTS, Piece
+from quire.stores.direct import REQUEST_BYTES, DirectFile, allows_direct
+from quire.stores.throttle import Throttle
+
+NUM_READERS = 2
+"""One of them reads while the other one's request is being completed."""
+
+Moved = Callable[[str, torch.Tensor], None]
+"""Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
+
+
+class WeightStream:
+    """Reads layers in a circle. Layers without pieces are skipped.
+
+    Layers are counted since the start, and layer n uses slot n modulo the number of slots. It is read once layer n less
+    that number has been read and computed.
+    """
+
+    def __init__(
+        self, path: Path, layers: Sequence[Sequence[Piece]], moved: Moved, bandwidth: float | None = None
+    ) -> None:
+        """layers: what is read for each. bandwidth: most bytes per second; None: no limit. Raises OSError."""
+        self._items = [tuple(layer) for layer in layers if layer]
+        self._order: dict[int, int] = {}
+        for index, layer in enumerate(layers):
+            if layer:
+                self._order[index] = len(self._order)
+        self._moved = moved
+        self._throttle = Throttle(bandwidth)
+        self._file = DirectFile(path, is_direct=allows_direct(path.parent))
+        slot_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
+        self._num_slots = min(NUM_SLOTS, len(self._items))
+        memory = huge_pages(max(1, self._num_slots * slot_bytes))
+        self._slots = [memory[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(self._num_slots)]
+        self._requests = [self._requests_of(item) for item in self._items]
+        self._changed = threading.Condition()
+        self._next = (0, 0)  # the next request: layer counted since the start, and its number there
+        self._left: dict[int, int] = {}  # requests of a layer that are not done
+        self._loaded = self._given = 0
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self.bytes_read = 0
+        self.wait_seconds = 0.0
+        """Seconds that computing waited for weights."""
+        self._threads = [
+            threading.Thread(target=self._run, name=f"quire-weights-{number}", daemon=True)
+            for number in range(NUM_READERS if self._items else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_loads(self) -> int:
+        """Layers that were loaded so far."""
+        return self._loaded
+
+    def begin(self) -> None:
+        """Begins a pass. If the last one ended early, the layers that it did not use are skipped."""
+        if self._items:
+            with self._changed:
+                count = len(self._items)
+                self._given = -(-self._given // count) * count
+                self._changed.notify_all()
+
+    def take(self, layer: int) -> None:
+        """Waits until a layer's weights are there. Raises QuireError if they cannot be read."""
+        order = self._order.get(layer)
+        if order is None:
+            return
+        begun = time.perf_counter()
+        with self._changed:
+            number = self._given // len(self._items) * len(self._items) + order
+            assert number == self._given, f"layer {layer} is taken out of order"
+            while self._loaded <= number and self._error is None and not self._is_closed:
+                self._changed.wait()
+            self.wait_seconds += time.perf_counter() - begun
+            if self._error is not None:
+                raise QuireError(f"weights cannot be read: {self._error}") from self._error
+            if self._is_closed:
+                raise QuireError("the weights were closed")
+
+    def give(self, layer: int) -> None:
+        """Returns a layer's slot once it has been computed."""
+        if layer in self._order:
+            with self._changed:
+                self._given += 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads and closes the file."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._throttle.close()
+        for thread in self._threads:
+            thread.join()
+        self._file.close()
+
+    @staticmethod
+    def _requests_of(item: Sequence[Piece]) -> list[tuple[int, int, int]]:
+        """(offset in the file, offset in the slot, bytes) of every request."""
+        found, start = [], 0
+        for piece in item:
+            for at in range(0, piece.num_bytes, REQUEST_BYTES):
+                size = min(REQUEST_BYTES, piece.num_bytes - at)
+                found.append((piece.offset + at, start + at, size))
+            start += piece.num_bytes
+        return found
+
+    def _run(self) -> None:
+        try:
+            while (request := self._take_request()) is not None:
+                number, index = request
+                order = number % len(self._items)
+                offset, start, size = self._requests[order][index]
+                view = self._slots[number % self._num_slots].numpy().data[start : start + size]
+                self._file.read(view, offset, self._throttle.take)
+                self._finish(number, size)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            if not isinstance(error, OSError):
+                raise
+
+    def _take_request(self) -> tuple[int, int] | None:
+        """The next request, once its slot is free; None when closed."""
+        with self._changed:
+            while (
+                not self._is_closed
+                and self._error is None
+                and self._next[0] >= min(self._given, self._loaded) + self._num_slots
+            ):
+                self._changed.wait()
+            if self._is_closed or self._error is not None:
+                return None
+            number, index = self._next
+            count = len(self._requests[number % len(self._items)])
+            if index == 0:
+                self._left[number] = count
+            self._next = (number, index + 1) if index + 1 < count else (number + 1, 0)
+            return number, index
+
+    def _finish(self, number: int, size: int) -> None:
+        with self._changed:
+            self.bytes_read += size
+            self._left[number] -= 1
+            # Layers become available in order, even if a later one was read first.
+            while self._left.get(self._loaded) == 0:
+                del self._left[self._loaded]
+                self._announce(self._loaded)
+                self._loaded += 1
+            self._changed.notify_all()
+
+    def _announce(self, number: int) -> None:
+        slot, start = self._slots[number % self._num_slots], 0
+        for piece in self._items[number % len(self._items)]:
+            for place in piece.places:
+                at = start + place.offset - piece.offset
+                self._moved(place.name, slot[at : at + place.num_bytes])
+            start += piece.num_bytes

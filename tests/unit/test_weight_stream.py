@@ -1,0 +1,352 @@
+"""Weights from the disk: order, overlap, faults, and the same results wherever they are."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, QuireError
+from quire.models.decoder import build_model
+from quire.models.images import whole_image_of
+from quire.models.layers import Ops
+from quire.models.plan import Model
+from quire.models.weights import open_model
+from quire.offload.costs import Policy
+from quire.offload.files import policy_text, read_policy
+from quire.offload.homes import ALIGNMENT, Piece, Place
+from quire.offload.model import OffloadedModel, load_offloaded
+from quire.offload.stream import WeightStream
+from quire.offload.units import Share, Split
+from quire.stores.direct import DirectFile
+from tests.dense_plan import DensePlan
+from tests.effort import tries
+from tests.tiny_models import RandomWeights, save_tiny, tiny_shape, write_gguf
+
+BLOCKS = 3
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def layers_of(count: int, blocks: int = BLOCKS) -> list[tuple[Piece, ...]]:
+    size = blocks * ALIGNMENT
+    return [(Piece(n * size, size, (Place(f"layer {n}", n * size + 128, size - 128),)),) for n in range(count)]
+
+
+class Reader:
+    """A stream over a file whose layer n has bytes n, and the memory that each layer was told."""
+
+    def __init__(self, folder: Path, count: int, skipped: tuple[int, ...] = (), blocks: int = BLOCKS, **more: Any):
+        path = folder / "weights"
+        path.write_bytes(b"".join(bytes([n]) * blocks * ALIGNMENT for n in range(count)))
+        layers = [() if n in skipped else layer for n, layer in enumerate(layers_of(count, blocks))]
+        self.at: dict[str, torch.Tensor] = {}
+        self.count, self.skipped = count, skipped
+        self.stream = WeightStream(path, layers, self.moved, **more)
+
+    def moved(self, name: str, memory: torch.Tensor) -> None:
+        self.at[name] = memory
+
+    def use(self, layer: int) -> None:
+        self.stream.take(layer)
+        if layer not in self.skipped:
+            assert (self.at[f"layer {layer}"] == layer).all(), f"layer {layer} has other bytes"
+        self.stream.give(layer)
+
+    def run_pass(self) -> None:
+        self.stream.begin()
+        for layer in range(self.count):
+            self.use(layer)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
+    made: list[Reader] = []
+
+    def make(*arguments: Any, **more: Any) -> Reader:
+        made.append(Reader(tmp_path, *arguments, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stream.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_every_layer_has_its_bytes_in_every_pass(reader: Callable[..., Reader], count: int) -> None:
+    made = reader(count)
+    for _ in range(4):
+        made.run_pass()
+
+
+def test_layers_in_memory_are_not_read(reader: Callable[..., Reader]) -> None:
+    made = reader(6, skipped=(0, 3, 5))
+    for _ in range(3):
+        made.run_pass()
+    assert made.stream.num_loads <= 3 * 3 + 2
+    assert not {"layer 0", "layer 3", "layer 5"} & set(made.at)
+
+
+def test_a_pass_loads_every_layer_once_and_no_more_than_the_slots_ahead(reader: Callable[..., Reader]) -> None:
+    made = reader(7)
+    for number in range(1, 4):
+        made.run_pass()
+        assert 7 * number <= made.stream.num_loads <= 7 * number + 2
+    while made.stream.num_loads < 7 * 3 + 2:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert made.stream.num_loads == 7 * 3 + 2 and made.stream.bytes_read == (7 * 3 + 2) * BLOCKS * ALIGNMENT
+
+
+def test_a_pass_that_ends_early_leaves_the_next_one_whole(reader: Callable[..., Reader]) -> None:
+    made = reader(7)
+    generator = random.Random(0)
+    for _ in range(tries(20)):
+        made.stream.begin()
+        for layer in range(generator.randrange(8)):
+            made.use(layer)
+        made.run_pass()
+
+
+def test_reads_that_take_any_time_change_nothing(
+    reader: Callable[..., Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, generator = DirectFile.read, random.Random(1)
+
+    def late(self: DirectFile, *arguments: Any) -> None:
+        time.sleep(generator.random() * 0.003)
+        read(self, *arguments)
+        time.sleep(generator.random() * 0.003)
+
+    monkeypatch.setattr(DirectFile, "read", late)
+    made = reader(4, blocks=2)
+    for _ in range(tries(20)):
+        made.run_pass()
+
+
+def test_a_layer_that_cannot_be_read_is_an_error_and_no_hang(
+    reader: Callable[..., Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, calls = DirectFile.read, []
+
+    def failing(self: DirectFile, view: memoryview, offset: int, before: Any) -> None:
+        calls.append(offset)
+        if len(calls) > 9:
+            raise OSError(5, "Input/output error")
+        read(self, view, offset, before)
+
+    monkeypatch.setattr(DirectFile, "read", failing)
+    made = reader(4)
+    with pytest.raises(QuireError, match="weights cannot be read: .*Input/output error"):
+        for _ in range(5):
+            made.run_pass()
+
+
+def test_closing_ends_a_wait(reader: Callable[..., Reader]) -> None:
+    made = reader(3, bandwidth=1000.0)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            made.run_pass()
+        except QuireError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    made.stream.close()
+    thread.join(5)
+    assert not thread.is_alive() and "were closed" in str(errors[0])
+
+
+@pytest.mark.alone
+def test_the_next_layer_is_read_while_one_is_computed(reader: Callable[..., Reader]) -> None:
+    """Eight layers that take 30 ms to load and 30 ms to compute: 9 times 30 ms, not 16 times."""
+    seconds, blocks = 0.03, 16
+    made = reader(8, blocks=blocks, bandwidth=blocks * ALIGNMENT / seconds)
+    made.run_pass()
+    time.sleep(3 * seconds)  # two layers are ahead now
+    begun = time.monotonic()
+    made.stream.begin()
+    for layer in range(8):
+        made.stream.take(layer)
+        time.sleep(seconds)
+        made.stream.give(layer)
+    took = time.monotonic() - begun
+    assert 7 * seconds < took < 11 * seconds, f"{took / seconds:.1f} times the seconds of a layer"
+
+
+def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Model, OffloadedModel]:
+    with open_model(path) as checkpoint:
+        wanted = whole_image_of(checkpoint, dtype, form)
+
+        def build(ops: Ops) -> Model:
+            return build_model(checkpoint.shape, checkpoint, ops, dtype, "cpu", form)
+
+        whole = load_offloaded(wanted, build, split=Split.of_percent(100, 0))
+        return whole, load_offloaded(wanted, build, split=split)
+
+
+def poisoned(stream: WeightStream) -> None:
+    """Overwrites every slot when it is given back, before it is filled again."""
+    give, order = stream.give, stream._order
+
+    def spoil(layer: int) -> None:
+        if layer in order:
+            stream._slots[stream._given % stream._num_slots].fill_(0xFF)
+        give(layer)
+
+    stream.give = spoil  # type: ignore[method-assign]
+
+
+def same_hidden(one: Model, other: Model) -> None:
+    shape = one.shape
+    plans = DensePlan(shape), DensePlan(shape)
+    for rows in (5, 1, 40, 1):
+        tokens = torch.arange(rows) * 7 % shape.vocab_size
+        found = [
+            model.hidden(tokens, plan.step([(0, rows)]), plan) for model, plan in zip((one, other), plans, strict=True)
+        ]
+        assert torch.equal(*found), f"{rows} rows differ by {(found[0] - found[1]).abs().max()}"
+        assert torch.equal(one.head(found[0]), other.head(found[1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "opt", "opt-350m"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_placement_computes_the_same(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    path = save_tiny(tmp_path / "model", family, tokenizer=False, num_hidden_layers=5, num_attention_heads=4)
+    for percent in (0, 35, 80):
+        whole, parted = decoder(path, dtype, "dequantized", Split.of_percent(percent, 100 - percent))
+        poisoned(parted.stream)
+        assert parted.weights.streamed_bytes > 0
+        same_hidden(whole, parted)
+
+
+@pytest.mark.parametrize("form", ["native", "g4"])
+def test_packed_weights_are_loaded_as_they_are(tmp_path: Path, form: str) -> None:
+    shape = tiny_shape(hidden_size=256, head_dim=64, ffn_size=512, num_layers=4)
+    kinds = {"": "Q4_K", "v": "Q6_K", "down": "Q6_K"}
+    write_gguf(tmp_path / "model.gguf", shape, RandomWeights(shape, seed=5), kind=kinds)
+    whole, parted = decoder(tmp_path / "model.gguf", torch.bfloat16, form, Split.of_percent(30, 70))
+    poisoned(parted.stream)
+    same_hidden(whole, parted)
+
+
+PROMPTS = ["The cache is shared by every request that begins like this one. " * 4 + end for end in ("A", "B")] + ["x"]
+
+
+def answers(path: Path, options: dict[str, Any]) -> list[list[int]]:
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with LLM(str(path), options={"model.dtype": "float32", "cache.memory": "8MiB", **options}) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+def told_percent(caplog: pytest.LogCaptureFixture) -> float:
+    """The realised share of weights in memory, as the log tells it."""
+    (told,) = [record.getMessage() for record in caplog.records if "of the layers in memory" in record.getMessage()]
+    return float(told.split()[1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return save_tiny(path, num_hidden_layers=6, hidden_size=128, intermediate_size=256, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache.share": False, "scheduler.token_budget": 96, "scheduler.max_running": 8},
+        {"cache.codec": "g4", "cache.sink_tokens": 1},
+        {"retain.budget": 0.5, "retain.profile_rows": 8},
+        {"cache.codec": "g4", "retain.threshold": 0.9, "retain.profile_rows": 8},
+        {"model.dtype": "bfloat16"},
+        {"model.weights": "g4"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())) or "default",
+)
+def test_tokens_are_the_same_with_offloading(
+    model: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="quire")
+    memory = "400KiB" if "model.weights" in options else "800KiB" if "model.dtype" in options else "1536KiB"
+    assert answers(model, options | {"offload.mode": "auto", "offload.memory": memory}) == answers(model, options)
+    assert 5 < told_percent(caplog) < 95
+
+
+def test_a_policy_s_file_is_what_runs(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    half = Split((Share(0.5), Share(0.5)))
+    memory = Split((Share(1.0), Share(0.0)))
+    policy = Policy(4, 1, half, memory, memory)
+    file = tmp_path / "policy.json"
+    file.write_text(policy_text(policy, ("cpu", "disk")))
+    assert read_policy(file, ("cpu", "disk")) == policy
+    caplog.set_level("INFO", logger="quire")
+    assert answers(model, {"offload.mode": str(file)}) == answers(model, {})
+    assert 45 < told_percent(caplog) < 55 and "(requested 50 %)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a policy that can be read"),
+        ("[]", "not a policy of format 1"),
+        ('{"format": 2}', "not a policy of format 1"),
+        ('{"format": 1, "tiers": ["gpu", "cpu", "disk"]}', "made for tiers"),
+        ('{"format": 1, "tiers": ["cpu", "disk"], "micro_batch": 0}', "micro_batch is 0"),
+        ('{"format": 1, "tiers": ["cpu", "disk"], "micro_batch": 1, "num_batches": 1, "weights": 3}', "weights is 3"),
+        (
+            '{"format": 1, "tiers": ["cpu", "disk"], "micro_batch": 1, "num_batches": 1, "weights": {"cpu": 50}}',
+            "weights: shares 50, 0 add up to 50",
+        ),
+        ('{"format": 1, "wight": 1}', "unknown field 'wight'"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}: .*{message}"):
+        read_policy(file, ("cpu", "disk"))
+
+
+def test_settings_that_cannot_be_are_refused_with_the_reason(model: Path) -> None:
+    for options, message in (
+        ({"offload.memory": "1MiB"}, "offload.memory has no effect with offload.mode off"),
+        ({"offload.mode": "p.json", "offload.memory": "1MiB"}, "offload.memory is for offload.mode auto"),
+        ({"offload.mode": "auto", "offload.disk_bandwidth": "1KiB"}, "it must be at least 1MiB"),
+        ({"offload.mode": "auto", "attention.backend": "reference"}, "needs attention.backend cpu"),
+        ({"offload.mode": "auto", "model.images": False}, "set model.images true"),
+        ({"offload.mode": "auto", "offload.memory": "100KiB"}, "two layers of this model need"),
+        ({"offload.mode": "/nowhere/policy.json"}, "not a policy that can be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            answers(model, options)
+
+
+def test_weights_that_fit_are_not_offloaded(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="quire")
+    answers(model, {"offload.mode": "auto", "offload.memory": "1GiB"})
+    assert any("fit into memory" in record.getMessage() for record in caplog.records)
+    assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
+
+
+def test_a_closed_model_leaves_no_threads(model: Path) -> None:
+    answers(model, {"offload.mode": "auto", "offload.memory": "1536KiB"})
+    gc.collect()
+    assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
