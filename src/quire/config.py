@@ -398,6 +398,25 @@ class EngineConfig:
         return {key: value for group in _groups(self) for key, value in group.to_options().items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(Group):
+    """Memory of the machine that `quire plan` plans for."""
+
+    key: ClassVar[str] = "plan"
+
+    gpu: Bytes = 16 << 30
+    """Memory of the GPU."""
+    cpu: Bytes = 64 << 30
+    """Memory of the host."""
+    disk: Bytes = 500 << 30
+    """Room on the disk."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> PlanConfig:
+        """See EngineConfig.from_options."""
+        return _options.make(cls, _options.collect([cls], options, file, _ALL_GROUPS)[0])
+
+
 ENGINE_GROUPS: tuple[type[Group], ...] = (
     ModelConfig,
     CacheConfig,
@@ -408,7 +427,7 @@ ENGINE_GROUPS: tuple[type[Group], ...] = (
     SchedulerConfig,
     RuntimeConfig,
 )
-_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig)
+_ALL_GROUPS: tuple[type[Group], ...] = (*ENGINE_GROUPS, ServeConfig, PlanConfig)
 SECTIONS = tuple(group.key for group in _ALL_GROUPS)
 
 

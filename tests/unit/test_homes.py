@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.offload.homes import ALIGNMENT, NUM_SLOTS, Place, fitting, homes, pieces, placed, realised
+from quire.offload.homes import ALIGNMENT, NUM_BUFFERS, Place, fitting, homes, pieces, placed, realised
 from quire.offload.units import Share, Split
 from tests.effort import examples
 
@@ -100,7 +100,7 @@ def test_what_fits_into_a_memory_fits(sizes: list[list[int]], memory: int) -> No
 def test_memory_counts_slots_and_what_is_outside_of_layers() -> None:
     layers, fixed = laid_out([[ALIGNMENT * 3, ALIGNMENT]] * 4, outside=2 * ALIGNMENT)
     all_on_disk = placed(layers, fixed, Split.of_percent(0, 100))
-    assert all_on_disk.slot_bytes == 4 * ALIGNMENT and all_on_disk.streamed_bytes == 16 * ALIGNMENT
-    assert all_on_disk.memory_bytes == (2 + NUM_SLOTS * 4) * ALIGNMENT
+    assert all_on_disk.buffer_bytes == 4 * ALIGNMENT and all_on_disk.streamed_bytes == 16 * ALIGNMENT
+    assert all_on_disk.memory_bytes == (2 + NUM_BUFFERS * 4) * ALIGNMENT
     in_memory = placed(layers, fixed, Split.of_percent(100, 0))
     assert in_memory.memory_bytes == 18 * ALIGNMENT and in_memory.streamed_bytes == 0

@@ -203,12 +203,12 @@ def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Mo
 
 
 def poisoned(stream: WeightStream) -> None:
-    """Overwrites every slot when it is given back, before it is filled again."""
+    """Overwrites every buffer when it is given back, before it is filled again."""
     give, order = stream.give, stream._order
 
     def spoil(layer: int) -> None:
         if layer in order:
-            stream._slots[stream._given % stream._num_slots].fill_(0xFF)
+            stream._buffers[stream._given % stream._num_buffers].fill_(0xFF)
         give(layer)
 
     stream.give = spoil  # type: ignore[method-assign]

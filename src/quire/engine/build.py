@@ -142,7 +142,7 @@ def resolve(
     if config.offload.is_on:
         config, weight_bytes = _with_offload(config, backend, weight_bytes, available)
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
-    sealed, sinks = _sealed(config, shape, torch_dtype(dtype), calibration, backend)
+    sealed, sinks = sealed_pages(config, shape, torch_dtype(dtype), calibration, backend)
     layers_heads = shape.num_layers, shape.num_kv_heads
     open_pages = page_counts(codec.page_bytes, *layers_heads)
     pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
@@ -218,10 +218,10 @@ def _with_offload(config: EngineConfig, backend: str, weight_bytes: int, availab
     return dataclasses.replace(config, offload=dataclasses.replace(offload, memory=memory)), min(weight_bytes, memory)
 
 
-def _sealed(
+def sealed_pages(
     config: EngineConfig, shape: ModelShape, dtype: torch.dtype, calibration: Calibration | None, backend: str
 ) -> tuple[int | NDArray[np.int32] | None, Sinks | None]:
-    """Bytes of the pages of sealed chunks, None where these stay dense, and which tokens stay exact beside them.
+    """Bytes of the pages of sealed chunks, None if these stay dense, and the tokens that stay exact beside them.
 
     Raises ConfigError for a codec that does not store heads of this size, or that the backend has no case of.
     """

@@ -12,7 +12,7 @@ from quire.options import format_bytes
 ALIGNMENT = 4096
 """Reads begin and end at multiples of it; see `stores.direct`."""
 
-NUM_SLOTS = 2
+NUM_BUFFERS = 2
 """Buffers for loaded layers: one is computed while the other is filled. More only hide hiccups of the disk."""
 
 _STEPS = 1000
@@ -114,17 +114,17 @@ class Weights:
         return sum(piece.num_bytes for layer in self.streamed for piece in layer)
 
     @property
-    def slot_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Bytes of the largest layer that is loaded."""
         return max((sum(piece.num_bytes for piece in layer) for layer in self.streamed), default=0)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in memory: fixed and resident matrices, each in whole blocks, and the slots."""
+        """Bytes in memory: fixed and resident matrices, each in whole blocks, and the buffers."""
         resident = list(self.fixed)
         for layer, tiers in zip(self.layers, self.tiers, strict=True):
             resident += [place for place, tier in zip(layer, tiers, strict=True) if tier == 0]
-        return sum(_blocks(place) for place in resident) + NUM_SLOTS * self.slot_bytes
+        return sum(_blocks(place) for place in resident) + NUM_BUFFERS * self.buffer_bytes
 
     @property
     def split(self) -> Split:
@@ -144,7 +144,10 @@ def placed(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], split: Spl
 
 
 def fitting(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], memory: int) -> Weights:
-    """Places as much as possible in `memory` bytes, slots included. Raises ConfigError if not even the slots fit."""
+    """Places as much as possible in `memory` bytes, buffers included.
+
+    Raises ConfigError if the buffers do not fit with everything else on the disk.
+    """
     for step in range(_STEPS, -1, -1):
         share = step / _STEPS
         weights = placed(layers, fixed, Split((Share(share), Share(1 - share))))

@@ -125,7 +125,7 @@ def load_offloaded(
 
     The first start writes the model's layer image. Weights are then read from it, never from the checkpoint.
 
-    memory     bytes for weights and slots, which are filled; None: as `split` says
+    memory     bytes for weights and buffers, which are filled; None: as `split` says
     split      shares of the layers' bytes in memory and on the disk
     bandwidth  most bytes per second that are read while computing; None: no limit
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.

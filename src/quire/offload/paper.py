@@ -56,9 +56,9 @@ OPT_30B = Opt(48, 7168, 28672, 56)
 OPT_175B = Opt(96, 12288, 49152, 96)
 
 
-def t4(opt: Opt, micro_batch: int, capacities: tuple[float, float, float], options: Options) -> Machine:
-    """The paper's machine, with the speeds of a micro-batch."""
-    narrow = max(0.0, math.log2(4096 / opt.hidden))
+def t4(hidden: int, micro_batch: int, capacities: tuple[float, float, float], options: Options) -> Machine:
+    """The paper's machine, with the speeds of a micro-batch. hidden: width of the model's rows."""
+    narrow = max(0.0, math.log2(4096 / hidden))
     small = max(0.0, math.log2(64 / micro_batch))
     both, of_batch, of_width = SMALL_BATCH
     cpu = CPU_ATTENTION * max(0.1, 1 + both * small * narrow - of_batch * small - of_width * narrow)
@@ -114,5 +114,5 @@ def cost_model(
     options: Options = PAPER,
 ) -> CostModel:
     """The paper's model of a block; capacities in bytes."""
-    machine = t4(opt, micro_batch, capacities, options)
+    machine = t4(opt.hidden, micro_batch, capacities, options)
     return CostModel(sizes(opt, workload, options), workload, machine, micro_batch, num_batches, options)

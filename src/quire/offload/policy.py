@@ -135,22 +135,22 @@ def _split(shares: Sequence[Share]) -> Split:
 
 
 def lacks_of(model: CostModel) -> Lack:
-    """The fewest bytes with which a block would fit: on one tier, if that can be; empty if it fits already."""
-    last = model.num_tiers + 1
-    tries = [[tier] for tier in range(model.num_tiers)] + [list(range(model.num_tiers))]
-    found: list[tuple[float, Lack]] = []
-    for number, open_tiers in enumerate(tries):
-        if number == len(tries) - 1 and found:
-            break
-        extra = _solve(model, None, open_tiers)
-        if extra is None:
-            continue
-        sizes = dict(zip(model.machine.tiers, extra[-last:-1], strict=True))
-        lack = Lack({tier: size for tier, size in sizes.items() if size > 0.5})
-        found.append((sum(lack.num_bytes.values()), lack))
+    """The smallest additional memory with which a block would fit; empty if it fits already.
+
+    They are on one tier, if that can be: the slowest one that needs at most twice the fewest bytes, because it is the
+    cheapest.
+    Raises PlanError if no memory helps.
+    """
+    found: list[Lack] = []
+    for tiers in [*([tier] for tier in reversed(range(model.num_tiers))), list(range(model.num_tiers))]:
+        extra = _solve(model, None, tiers)
+        if extra is not None:
+            sizes = zip(model.machine.tiers, extra[model.num_variables :], strict=False)
+            found.append(Lack({tier: size for tier, size in sizes if size > 0.5}))
     if not found:
         raise PlanError("no memory on any tier would make this block fit")
-    return min(found, key=lambda each: each[0])[1]
+    least = min(sum(lack.num_bytes.values()) for lack in found)
+    return next(lack for lack in found if sum(lack.num_bytes.values()) <= least * 2)
 
 
 def _limits(model: CostModel) -> dict[str, float]:

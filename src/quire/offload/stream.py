@@ -1,8 +1,8 @@
 """Weights that are read from the disk while layers compute.
 
-The layers are used in order, pass after pass. Threads read each layer's pieces into one of two slots, ahead of its use,
-and past the page cache. A slot is filled again once its layer has been computed. Knows bytes and layers, not products:
-`moved` tells others where a matrix is now.
+The layers are used in order, pass after pass. Threads read each layer's pieces into one of two buffers, ahead of its
+use, and past the page cache. A buffer is filled again once its layer has been computed. Knows bytes and layers, not
+products: `moved` tells others where a matrix is now.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
-from quire.offload.homes import NUM_SLOTS, Piece
+from quire.offload.homes import NUM_BUFFERS, Piece
 from quire.stores.direct import REQUEST_BYTES, DirectFile, allows_direct
 from quire.stores.throttle import Throttle
 
@@ -30,8 +30,8 @@ Moved = Callable[[str, torch.Tensor], None]
 class WeightStream:
     """Reads layers in a circle. Layers without pieces are skipped.
 
-    Layers are counted since the start, and layer n uses slot n modulo the number of slots. It is read once layer n less
-    that number has been read and computed.
+    Layers are counted since the start, and layer n uses buffer n modulo the number of buffers. It is read once layer n
+    less that number has been read and computed.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class WeightStream:
         self._moved = moved
         self._throttle = Throttle(bandwidth)
         self._file = DirectFile(path, is_direct=allows_direct(path.parent))
-        slot_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
-        self._num_slots = min(NUM_SLOTS, len(self._items))
-        memory = huge_pages(max(1, self._num_slots * slot_bytes))
-        self._slots = [memory[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(self._num_slots)]
+        buffer_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
+        self._num_buffers = min(NUM_BUFFERS, len(self._items))
+        memory = huge_pages(max(1, self._num_buffers * buffer_bytes))
+        self._buffers = [
+            memory[buffer * buffer_bytes : (buffer + 1) * buffer_bytes] for buffer in range(self._num_buffers)
+        ]
         self._requests = [self._requests_of(item) for item in self._items]
         self._changed = threading.Condition()
         self._next = (0, 0)  # the next request: layer counted since the start, and its number there
@@ -98,7 +100,7 @@ class WeightStream:
                 raise QuireError("the weights were closed")
 
     def give(self, layer: int) -> None:
-        """Returns a layer's slot once it has been computed."""
+        """Returns a layer's buffer once it has been computed."""
         if layer in self._order:
             with self._changed:
                 self._given += 1
@@ -118,7 +120,7 @@ class WeightStream:
 
     @staticmethod
     def _requests_of(item: Sequence[Piece]) -> list[tuple[int, int, int]]:
-        """(offset in the file, offset in the slot, bytes) of every request."""
+        """(offset in the file, offset in the buffer, bytes) of every request."""
         found, start = [], 0
         for piece in item:
             for at in range(0, piece.num_bytes, REQUEST_BYTES):
@@ -133,7 +135,7 @@ class WeightStream:
                 number, index = request
                 order = number % len(self._items)
                 offset, start, size = self._requests[order][index]
-                view = self._slots[number % self._num_slots].numpy().data[start : start + size]
+                view = self._buffers[number % self._num_buffers].numpy().data[start : start + size]
                 self._file.read(view, offset, self._throttle.take)
                 self._finish(number, size)
         except BaseException as error:
@@ -144,12 +146,12 @@ class WeightStream:
                 raise
 
     def _take_request(self) -> tuple[int, int] | None:
-        """The next request, once its slot is free; None when closed."""
+        """The next request, once its buffer is free; None when closed."""
         with self._changed:
             while (
                 not self._is_closed
                 and self._error is None
-                and self._next[0] >= min(self._given, self._loaded) + self._num_slots
+                and self._next[0] >= min(self._given, self._loaded) + self._num_buffers
             ):
                 self._changed.wait()
             if self._is_closed or self._error is not None:
@@ -173,9 +175,9 @@ class WeightStream:
             self._changed.notify_all()
 
     def _announce(self, number: int) -> None:
-        slot, start = self._slots[number % self._num_slots], 0
+        buffer, start = self._buffers[number % self._num_buffers], 0
         for piece in self._items[number % len(self._items)]:
             for place in piece.places:
                 at = start + place.offset - piece.offset
-                self._moved(place.name, slot[at : at + place.num_bytes])
+                self._moved(place.name, buffer[at : at + place.num_bytes])
             start += piece.num_bytes

@@ -1,0 +1,64 @@
+"""The numbers of a model for the cost model, from its shape: bytes as they are stored, operations, working memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire.models.shape import ITEM_BYTES
+from quire.offload.costs import Scratch, Sizes
+
+if TYPE_CHECKING:
+    from quire.models.shape import ModelShape
+    from quire.offload.costs import Workload
+
+MatrixBytes = Callable[[str, tuple[int, ...]], float]
+"""(canonical name, shape) -> bytes of a tensor in memory."""
+
+
+def sizes_of(shape: ModelShape, dtype: str, tensor_bytes: MatrixBytes, cache_bytes: float, workload: Workload) -> Sizes:
+    """The numbers of a model.
+
+    dtype         of activations
+    tensor_bytes  bytes of a tensor as it is held: packed, or in the dtype
+    cache_bytes   bytes of a cached token in one layer
+    """
+    item = ITEM_BYTES[dtype]
+    in_layers, outside, multiplied = 0.0, 0.0, 0.0
+    for name, size in shape.tensor_shapes.items():
+        if name.startswith("layers."):
+            in_layers += tensor_bytes(name, size)
+            multiplied += math.prod(size) if len(size) == 2 else 0
+        else:
+            outside += tensor_bytes(name, size)
+    layers = shape.num_layers
+    tokens = float(workload.prompt_tokens)
+    # A gated decoder hands on the normalised rows beside the residual stream.
+    streams = 1 if shape.architecture == "opt" else 2
+    stages = _stages(shape, item)
+    head = 2.0 * shape.vocab_size * (shape.embed_size or shape.hidden_size)
+    return Sizes(
+        num_layers=layers,
+        layer_bytes=in_layers / layers,
+        cache_bytes=cache_bytes,
+        hidden_bytes=float(streams * shape.hidden_size * item),
+        layer_flops=2.0 * multiplied / layers,
+        pair_flops=4.0 * shape.q_size,
+        score_bytes=4.0 * shape.num_q_heads,
+        prefill=tuple(Scratch(tokens * stage) for stage in stages),
+        decode=tuple(Scratch(stage) for stage in stages),
+        head_flops=head,
+        fixed_bytes=outside,
+    )
+
+
+def _stages(shape: ModelShape, item: int) -> tuple[float, ...]:
+    """Bytes per token of the buffers of a layer's products; attention keeps no matrix of scores."""
+    qkv = shape.q_size + 2 * shape.kv_size
+    inner = shape.ffn_size * (1 if shape.architecture == "opt" else 3)
+    return (
+        float(item * (shape.hidden_size + qkv)),
+        float(item * (qkv + shape.q_size)),
+        float(item * (2 * shape.hidden_size + inner)),
+    )
