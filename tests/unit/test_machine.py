@@ -16,6 +16,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine, "_GROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
+    write(tmp_path, {"own": "5:memory:/a/b\n4:cpu,cpuacct:/c\n0::/a\n"})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 1000)
     return tmp_path
@@ -30,6 +32,11 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"memory.max": "300\n", "memory.current": "400\n"}, 0),
         ({"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "5"}, 1000),
         ({"memory/memory.limit_in_bytes": "700", "memory/memory.usage_in_bytes": "100"}, 600),
+        # Groups inside the container count too, and cached files can be dropped.
+        ({"a/memory.max": "300\n", "a/memory.current": "100\n", "memory.max": "max\n"}, 200),
+        ({"a/memory.max": "300", "a/memory.current": "290", "a/memory.stat": "anon 100\ninactive_file 50\n"}, 60),
+        ({"memory/a/b/memory.limit_in_bytes": "500", "memory/a/b/memory.usage_in_bytes": "100"}, 400),
+        ({"memory/c/memory.limit_in_bytes": "1", "memory/c/memory.usage_in_bytes": "0"}, 1000),
     ],
 )
 def test_memory(groups: Path, files: dict[str, str], memory: int) -> None:
@@ -55,5 +62,5 @@ def test_cores(groups: Path, files: dict[str, str], cores: int) -> None:
 
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

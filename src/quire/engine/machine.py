@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 _GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_memory(device: torch.device) -> int:
@@ -17,14 +19,30 @@ def available_memory(device: torch.device) -> int:
         # Memory that torch has reserved for later tensors is free for us.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = _meminfo_available()
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        most, now = _number(limit), _number(used)
+    for folder, limit, used, cached in _memory_groups():
+        most, now = _number(folder / limit), _number(folder / used)
         if most is not None and now is not None:
-            free = min(free, max(0, most - now))
+            # The system drops cached files of a group at its limit.
+            free = min(free, max(0, most - now + _entry(folder / "memory.stat", cached)))
     return free
+
+
+def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """The memory groups of this process, its own first, then all above it.
+
+    Each is a folder, the files with its limit and its usage, and the entry of its cached files.
+    """
+    for line in _lines(_OWN_GROUPS):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _GROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _GROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        yield from ((folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
 def usable_cores() -> int:
@@ -46,14 +64,24 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _words(name: str) -> list[str]:
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
     try:
-        return (_GROUPS / name).read_text().split()
+        return path.read_text().splitlines()
     except OSError:
         return []
 
 
-def _number(name: str) -> int | None:
+def _words(name: str) -> list[str]:
+    return " ".join(_lines(_GROUPS / name)).split()
+
+
+def _number(path: Path) -> int | None:
     """A limit in bytes; None if there is none."""
-    words = _words(name)
+    words = " ".join(_lines(path)).split()
     return int(words[0]) if words and words[0].isdigit() else None
+
+
+def _entry(path: Path, name: str) -> int:
+    """A number of a file with a name and a number in each line; 0 if it is not there."""
+    return next((int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} ")), 0)
