@@ -10,6 +10,7 @@ from quire.errors import ConfigError
 from quire.offload.homes import ALIGNMENT, NUM_BUFFERS, Place, fitting, homes, pieces, placed, realised
 from quire.offload.units import Share, Split
 from tests.effort import examples
+from tests.opt_paper import percents
 
 layers_of = st.lists(st.lists(st.integers(1, 10_000), min_size=1, max_size=7), min_size=1, max_size=24)
 splits = (
@@ -34,14 +35,14 @@ def test_realised_shares_differ_by_less_than_the_largest_matrix(sizes: list[list
 def test_the_difference_of_a_layer_is_made_up_for_in_the_next_ones() -> None:
     """FlexGen's public code puts 80 % of every layer on the second tier here."""
     sizes = [[80, 10, 5, 5]] * 10
-    split = Split.of_percent(0, 50, 50)
+    split = percents(0, 50, 50)
     found = realised(sizes, homes(sizes, split), 3)
     assert found.shares[0] == 0 and found.shares[1] == pytest.approx(0.5, abs=0.03)
 
 
 def test_layers_have_similar_shares() -> None:
     sizes = [[25, 10, 45, 20]] * 20
-    tiers = homes(sizes, Split.of_percent(40, 60))
+    tiers = homes(sizes, percents(40, 60))
     on_disk = [sum(size for size, tier in zip(sizes[0], layer, strict=True) if tier) for layer in tiers]
     assert max(on_disk) - min(on_disk) <= 45
 
@@ -87,7 +88,7 @@ def test_what_fits_into_a_memory_fits(sizes: list[list[int]], memory: int) -> No
     try:
         weights = fitting(layers, fixed, memory)
     except ConfigError as error:
-        nothing = placed(layers, fixed, Split.of_percent(0, 100))
+        nothing = placed(layers, fixed, percents(0, 100))
         assert nothing.memory_bytes > memory and "offload.memory" in str(error)
         return
     assert weights.memory_bytes <= memory
@@ -99,8 +100,8 @@ def test_what_fits_into_a_memory_fits(sizes: list[list[int]], memory: int) -> No
 
 def test_memory_counts_slots_and_what_is_outside_of_layers() -> None:
     layers, fixed = laid_out([[ALIGNMENT * 3, ALIGNMENT]] * 4, outside=2 * ALIGNMENT)
-    all_on_disk = placed(layers, fixed, Split.of_percent(0, 100))
+    all_on_disk = placed(layers, fixed, percents(0, 100))
     assert all_on_disk.buffer_bytes == 4 * ALIGNMENT and all_on_disk.streamed_bytes == 16 * ALIGNMENT
     assert all_on_disk.memory_bytes == (2 + NUM_BUFFERS * 4) * ALIGNMENT
-    in_memory = placed(layers, fixed, Split.of_percent(100, 0))
+    in_memory = placed(layers, fixed, percents(100, 0))
     assert in_memory.memory_bytes == 18 * ALIGNMENT and in_memory.streamed_bytes == 0

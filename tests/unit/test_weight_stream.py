@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from quire.offload.units import Share, Split
 from quire.stores.direct import DirectFile
 from tests.dense_plan import DensePlan
 from tests.effort import tries
+from tests.opt_paper import percents
 from tests.tiny_models import RandomWeights, save_tiny, tiny_shape, write_gguf
 
 BLOCKS = 3
@@ -198,7 +201,7 @@ def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Mo
         def build(ops: Ops) -> Model:
             return build_model(checkpoint.shape, checkpoint, ops, dtype, "cpu", form)
 
-        whole = load_offloaded(wanted, build, split=Split.of_percent(100, 0))
+        whole = load_offloaded(wanted, build, split=percents(100, 0))
         return whole, load_offloaded(wanted, build, split=split)
 
 
@@ -231,7 +234,7 @@ def same_hidden(one: Model, other: Model) -> None:
 def test_any_placement_computes_the_same(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     path = save_tiny(tmp_path / "model", family, tokenizer=False, num_hidden_layers=5, num_attention_heads=4)
     for percent in (0, 35, 80):
-        whole, parted = decoder(path, dtype, "dequantized", Split.of_percent(percent, 100 - percent))
+        whole, parted = decoder(path, dtype, "dequantized", percents(percent, 100 - percent))
         poisoned(parted.stream)
         assert parted.weights.streamed_bytes > 0
         same_hidden(whole, parted)
@@ -242,7 +245,7 @@ def test_packed_weights_are_loaded_as_they_are(tmp_path: Path, form: str) -> Non
     shape = tiny_shape(hidden_size=256, head_dim=64, ffn_size=512, num_layers=4)
     kinds = {"": "Q4_K", "v": "Q6_K", "down": "Q6_K"}
     write_gguf(tmp_path / "model.gguf", shape, RandomWeights(shape, seed=5), kind=kinds)
-    whole, parted = decoder(tmp_path / "model.gguf", torch.bfloat16, form, Split.of_percent(30, 70))
+    whole, parted = decoder(tmp_path / "model.gguf", torch.bfloat16, form, percents(30, 70))
     poisoned(parted.stream)
     same_hidden(whole, parted)
 
@@ -278,6 +281,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"cache.codec": "g4", "retain.threshold": 0.9, "retain.profile_rows": 8},
         {"model.dtype": "bfloat16"},
         {"model.weights": "g4"},
+        {"cache.codec": "nuq3", "cache.check": False},
     ],
     ids=lambda options: " ".join(map(str, options.values())) or "default",
 )
@@ -300,6 +304,15 @@ def test_a_policy_s_file_is_what_runs(model: Path, tmp_path: Path, caplog: pytes
     caplog.set_level("INFO", logger="quire")
     assert answers(model, {"offload.mode": str(file)}) == answers(model, {})
     assert 45 < told_percent(caplog) < 55 and "(requested 50 %)" in caplog.text
+
+
+def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path) -> None:
+    half, memory = percents(50, 50), percents(100, 0)
+    for policy in (Policy(4, 1, half, half, memory), Policy(4, 1, half, memory, half)):
+        file = tmp_path / "policy.json"
+        file.write_text(policy_text(policy, ("cpu", "disk")))
+        with pytest.raises(ConfigError, match="only weights can be on the disk so far"):
+            answers(model, {"offload.mode": str(file)})
 
 
 @pytest.mark.parametrize(
@@ -350,3 +363,35 @@ def test_a_closed_model_leaves_no_threads(model: Path) -> None:
     answers(model, {"offload.mode": "auto", "offload.memory": "1536KiB"})
     gc.collect()
     assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
+
+
+RESIDENT = """
+import sys
+from quire import LLM, SamplingParams
+options = {"model.dtype": "bfloat16", "cache.memory": "8MiB", "runtime.threads": 1}
+if sys.argv[2] != "all":
+    options |= {"offload.mode": "auto", "offload.memory": sys.argv[2]}
+with LLM(sys.argv[1], options) as llm:
+    llm.generate(["The disk is no second memory."], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
+    lines = open("/proc/self/status").read().splitlines()
+print(*(int(next(line for line in lines if line.startswith(name)).split()[1]) for name in ("RssAnon", "RssFile")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_disk_is_no_second_memory(tmp_path: Path) -> None:
+    """81 MB of weights in 24 MiB: at least 50 MB less of the process's own memory, and none of it as a mapped file."""
+    shapes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 10}
+    path = save_tiny(tmp_path / "large", **shapes)
+
+    def resident(memory: str) -> tuple[int, int]:
+        told = subprocess.run(
+            [sys.executable, "-c", RESIDENT, str(path), memory], capture_output=True, text=True, check=True
+        )
+        own, mapped = map(int, told.stdout.split()[-2:])
+        return own << 10, mapped << 10
+
+    resident("24MiB")  # writes the image
+    (own, mapped), (own_of_all, mapped_of_all) = resident("24MiB"), resident("all")
+    assert own_of_all - own > 50e6, f"{own} bytes instead of {own_of_all}"
+    assert mapped - mapped_of_all < 10e6, f"{mapped} mapped bytes, {mapped_of_all} without offloading"

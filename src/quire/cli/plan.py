@@ -6,14 +6,16 @@ A linear program places weights, cache and activations on the tiers, for each si
 placement with the highest throughput is printed: its shares, the predicted tokens per second, the memory of every tier,
 and what limits it. If nothing fits, the missing memory is printed. MODEL may also be a config.json without weights.
 
---hardware is t4 (the machine of FlexGen's paper, with the constants of its public code). --output writes the policy for
---offload.mode. --plot draws throughput over block size, and over the seconds until a block is done.
+--hardware is t4 (the machine of FlexGen's paper, with the constants of its public code). --output writes the policy as
+JSON. --plot draws throughput over block size, and over the seconds until a block is done.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,12 @@ def add_arguments(parser: Arguments) -> None:
     parser.add_argument("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
     parser.add_argument("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
     parser.add_argument("--slack", type=float, default=0.8, help="share of each tier that may be used (default: 0.8)")
+    parser.add_argument(
+        "--form",
+        choices=("sums", "max"),
+        default="sums",
+        help="how a layer's stages combine: as in the paper's public code, or as in the paper (default: sums)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the policy as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput; the ending selects PNG, SVG or PDF")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -60,7 +68,7 @@ def add_arguments(parser: Arguments) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, and print the policy."""
     from quire.offload.files import policy_text
-    from quire.offload.policy import best, search
+    from quire.offload.policy import BATCHES, best, search
     from quire.offload.units import TIERS
 
     if args.hardware != "t4":
@@ -79,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     batches = [
         (micro, count)
         for micro in ([args.micro_batch] if args.micro_batch else MICRO_BATCHES)
-        for count in ([args.num_batches] if args.num_batches else range(1, 21))
+        for count in ([args.num_batches] if args.num_batches else BATCHES)
     ]
     found = search(planner.model_of, batches)
     chosen = best(found)
@@ -107,6 +115,8 @@ class Planner:
 
         config = EngineConfig.from_options(options_from(args, SECTIONS[:-1]), args.config)
         plan = PlanConfig.from_options(options_from(args, SECTIONS[-1:]), args.config)
+        if config.retain.threshold != "off":
+            raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")
         budget = config.retain.budget
         kept = ALL if budget == "off" else Share(min(1.0, budget))
         self.workload = Workload(
@@ -118,17 +128,15 @@ class Planner:
             growth=kept,
         )
         self.capacities = (float(plan.gpu), float(plan.cpu), float(plan.disk))
-        self.slack = args.slack
+        self.slack, self.form = args.slack, args.form
         self.shape, self.sizes = sizes_from(args.model, config, self.workload)
 
     def model_of(self, micro_batch: int, num_batches: int) -> CostModel:
         """The cost model of a block size."""
-        import dataclasses
-
         from quire.offload import paper
-        from quire.offload.costs import CostModel
+        from quire.offload.costs import CostModel, Form
 
-        options = dataclasses.replace(paper.REPOSITORY, slack=(self.slack,) * 3)
+        options = dataclasses.replace(paper.FORMS[Form(self.form)], slack=(self.slack,) * 3)
         machine = paper.t4(self.shape.hidden_size, micro_batch, self.capacities, options)
         return CostModel(self.sizes, self.workload, machine, micro_batch, num_batches, options)
 
@@ -137,12 +145,14 @@ class Planner:
         from quire.offload.policy import lacks_of
 
         size = f"with blocks of {num_batches} x {micro_batch}"
-        return f"{size}, {lacks_of(self.model_of(micro_batch, num_batches))} (after --slack {self.slack:g})"
+        return f"{size}, {lacks_of(self.model_of(micro_batch, num_batches))}"
 
 
 def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[ModelShape, Sizes]:
     """The shape of a model, and its numbers with the configuration's weights and codec."""
+    from quire.cache.ledger import PAGE_TOKENS
     from quire.engine.build import sealed_pages
+    from quire.engine.sizes import page_counts
     from quire.models.families import shape_from_config
     from quire.models.files import read_json
     from quire.models.layers import torch_dtype
@@ -165,20 +175,13 @@ def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[Mo
 
     def tensor_bytes(name: str, size: tuple[int, ...]) -> float:
         kind = held_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
-        numbers = 1
-        for each in size:
-            numbers *= each
-        return float(numbers * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
+        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
 
     pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "cpu")
     per_token = 2.0 * shape.kv_size * ITEM_BYTES[dtype]
     if pages is not None:
-        import numpy as np
-
-        from quire.cache.ledger import PAGE_TOKENS
-
-        whole = np.broadcast_to(np.asarray(pages), (shape.num_layers, shape.num_kv_heads))
-        per_token = float(whole.sum()) / shape.num_layers / PAGE_TOKENS
+        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
+        per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
     return shape, sizes_of(shape, dtype, tensor_bytes, per_token, workload)
 
 

@@ -73,8 +73,8 @@ class Workload:
 
     def pairs(self, sequences: float) -> float:
         """Pairs of query and key of a block's prompts. As in the paper, causal masks halve nothing."""
-        skipped = self.shared_tokens * self.shared_tokens * (sequences - min(self.num_prefixes, sequences))
-        return sequences * self.prompt_tokens**2 - skipped * bool(self.shared_tokens)
+        skipped = self.shared_tokens**2 * (sequences - min(self.num_prefixes, sequences))
+        return sequences * self.prompt_tokens**2 - skipped
 
     def cached_tokens(self, sequences: float, generated: float) -> float:
         """Tokens in the cache of a block after so many generated tokens: a shared beginning once."""
@@ -112,7 +112,7 @@ class Sizes:
     prefill       scratch of the stages of a layer while prompts are computed
     decode        the same while tokens are generated
     head_flops    operations of the output head per sequence and step
-    fixed_bytes   bytes on the first tier in any placement: embedding, head, norms, the program itself
+    fixed_bytes   bytes on the first tier in any placement: embedding, head, last norm
     """
 
     num_layers: int
@@ -319,7 +319,7 @@ class CostModel:
             )
             written = self.beyond(Kind.CACHE, index)
             if index == 0:
-                written = written - self.attended  # their keys and values are small beside the queries
+                written = written - self.attended  # the paper counts neither their queries nor their new keys
             found[down] = written * (stored / link.down.cache) + activations / link.down.hidden
         pairs = work.attended_tokens(self.block, middle) * sizes.pair_flops
         compute = self.constant(self.block * sizes.layer_flops / rates.product_flops + pairs / rates.attention_flops)

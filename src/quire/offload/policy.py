@@ -61,9 +61,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Lack:
-    """What a policy needs beyond the machine.
+    """What a machine lacks.
 
-    num_bytes  bytes that are missing, by tier
+    num_bytes  bytes of capacity that are missing, by tier
     """
 
     num_bytes: dict[str, float]
@@ -104,18 +104,11 @@ def predict(model: CostModel, policy: Policy) -> Prediction:
     )
 
 
-def lacking(model: CostModel, policy: Policy) -> Lack:
-    """The bytes that a policy needs beyond the machine; empty if it fits."""
-    values, limits = model.vector(policy), _limits(model)
-    needs = {tier: max(float(row @ values) for row in rows) for tier, rows in model.memory().items()}
-    return Lack({tier: need - limits[tier] for tier, need in needs.items() if need > limits[tier] * (1 + 1e-9)})
-
-
-def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy | None:
+def best_placement(model: CostModel, *, attended: bool = False) -> Policy | None:
     """The placement with the least seconds of one block size; None if none fits.
 
-    attended  True: all of the cache beyond the first tier is attended to on the second (the paper); False: nothing is;
-              None: the program decides
+    attended  whether all of the cache beyond the first tier is attended to on the second, as in the paper; otherwise
+              the program decides
     Raises PlanError if the solver gives up.
     """
     found = _solve(model, attended)
@@ -135,7 +128,7 @@ def _split(shares: Sequence[Share]) -> Split:
 
 
 def lacks_of(model: CostModel) -> Lack:
-    """The smallest additional memory with which a block would fit; empty if it fits already.
+    """The smallest additional capacity with which a block would fit; empty if it fits already.
 
     They are on one tier, if that can be: the slowest one that needs at most twice the fewest bytes, because it is the
     cheapest.
@@ -143,10 +136,10 @@ def lacks_of(model: CostModel) -> Lack:
     """
     found: list[Lack] = []
     for tiers in [*([tier] for tier in reversed(range(model.num_tiers))), list(range(model.num_tiers))]:
-        extra = _solve(model, None, tiers)
+        extra = _solve(model, False, tiers)
         if extra is not None:
-            sizes = zip(model.machine.tiers, extra[model.num_variables :], strict=False)
-            found.append(Lack({tier: size for tier, size in sizes if size > 0.5}))
+            sizes = zip(model.machine.tiers, extra[model.num_variables :], model.options.slack, strict=False)
+            found.append(Lack({tier: size / slack for tier, size, slack in sizes if size > 0.5}))
     if not found:
         raise PlanError("no memory on any tier would make this block fit")
     least = min(sum(lack.num_bytes.values()) for lack in found)
@@ -161,17 +154,17 @@ def _limits(model: CostModel) -> dict[str, float]:
     }
 
 
-def _solve(model: CostModel, attended: bool | None, open_tiers: Sequence[int] | None = None) -> Linear | None:
+def _solve(model: CostModel, attended: bool, open_tiers: Sequence[int] | None = None) -> Linear | None:
     """The values of the variables; None if the constraints cannot be met.
 
     open_tiers  with tiers: the least bytes are sought that make the block fit if these tiers may grow. The values then
-                end with the bytes of each tier, and one more number
+                end with the bytes of each tier
     Raises PlanError for any other answer of the solver.
     """
     from scipy.optimize import linprog
 
     variables, tiers = model.num_variables, model.num_tiers
-    further = 2 if open_tiers is None else tiers + 1
+    further = 2 if open_tiers is None else tiers
     rows, bounds_above = [], []
 
     def at_most(expression: Linear, beyond: dict[int, float], scale: float = 1.0) -> None:
@@ -207,12 +200,12 @@ def _solve(model: CostModel, attended: bool | None, open_tiers: Sequence[int] | 
     within: list[tuple[float, float | None]] = [(0.0, 1.0)] * variables
     if not model.options.hidden_on_last and tiers > 1:
         within[3 * tiers - 1] = (0.0, 0.0)
-    if attended is False or not model.machine.decode.far_flops or tiers < 3:
+    if not model.machine.decode.far_flops or tiers < 3:
         within[3 * tiers] = (0.0, 0.0)
     if open_tiers is None:
         within += [(0.0, None)] * 2
     else:
-        within += [(0.0, None if tier in open_tiers else 0.0) for tier in range(tiers)] + [(0.0, 0.0)]
+        within += [(0.0, None if tier in open_tiers else 0.0) for tier in range(tiers)]
     # HiGHS gives up on coefficients of 1e9 in the objective, and now and then in its presolve.
     objective /= objective.max()
     for presolve in (True, False):

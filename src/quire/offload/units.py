@@ -43,11 +43,6 @@ class Split:
             raise ConfigError(f"shares {listed} add up to {total:g}; they must be within 0 to 1 and add up to 1")
 
     @staticmethod
-    def of_percent(*percents: float) -> Split:
-        """A split in percent, as FlexGen's command line has it. Percentages of all tiers, 100 together."""
-        return Split(tuple(Share(each / 100) for each in percents))
-
-    @staticmethod
     def read(values: Mapping[str, Any], tiers: Sequence[str], what: str) -> Split:
         """A split from a JSON object of shares by tier; tiers that are not named have 0. Raises ConfigError."""
         unknown = [name for name in values if name not in tiers]
