@@ -236,7 +236,7 @@ class OffloadConfig(Group):
 
     mode: str = "off"
     """off: all weights are in memory. auto: those that fit into `offload.memory` are, and the others are read in every
-    step. Otherwise a JSON file with a policy, as `quire plan offload --output` writes it."""
+    step. Otherwise a JSON file with a policy for the tiers cpu and disk; only its shares of weights are followed."""
     memory: Bytes | None = None
     """Memory for weights, buffers included. auto: what is free beside the cache, less a tenth."""
     disk_bandwidth: Bytes | None = None

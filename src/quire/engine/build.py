@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +27,11 @@ from quire.cache.retention.retainer import SUMS_ROWS, Retainer
 from quire.cache.sinks import Sinks
 from quire.cache.table import ChunkTable
 from quire.cache.tree import NoSharing, PrefixTree
-from quire.config import EngineConfig, OffloadConfig, format_bytes, parse_bytes
+from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
+from quire.engine.offloading import load_with_offload, with_offload
 from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
@@ -48,15 +48,12 @@ from quire.models.quants import GROUP_CODES
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.models.weights import Checkpoint
-from quire.offload.files import read_policy
-from quire.offload.units import TIERS
 from quire.stores.tiers import Tiers
 
 if TYPE_CHECKING:
     from quire.models.cpu_ops import CpuOps
     from quire.models.layers import Ops
     from quire.models.triton_ops import TritonOps
-    from quire.offload.costs import Policy
 
 log = logging.getLogger("quire")
 
@@ -71,9 +68,6 @@ waits 0.25 s at most."""
 AHEAD_BYTES = 512 << 20
 """Bytes of a new arena that are backed by memory ahead of their use if there are tiers: fetched chunks arrive faster
 than a virtual machine's host finds new memory (4 ms for 2 MiB here, 0.5 GB/s)."""
-
-OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
-"""With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
 
 LEAST_CHUNKS = 2
 """Sealed chunks that an arena must hold beside an open one."""
@@ -140,7 +134,7 @@ def resolve(
     available = available_memory(device)
     wanted = config.cache.memory
     if config.offload.is_on:
-        config, weight_bytes = _with_offload(config, backend, weight_bytes, available)
+        config, weight_bytes = with_offload(config, backend, weight_bytes, available)
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
     sealed, sinks = sealed_pages(config, shape, torch_dtype(dtype), calibration, backend)
     layers_heads = shape.num_layers, shape.num_kv_heads
@@ -196,26 +190,6 @@ def resolve(
         runtime=dataclasses.replace(config.runtime, device=device_type, threads=config.runtime.threads or cores),
     )
     return resolved, fits
-
-
-def _with_offload(config: EngineConfig, backend: str, weight_bytes: int, available: int) -> tuple[EngineConfig, int]:
-    """The configuration with offload.memory, and the bytes of weights that stay in memory. Raises ConfigError."""
-    offload = config.offload
-    if backend != "cpu":
-        raise ConfigError(f"offload.mode {offload.mode} needs attention.backend cpu, not {backend}")
-    if not config.model.images:
-        raise ConfigError("offload.mode reads weights from a layer image; set model.images true")
-    if offload.mode != "auto":
-        return config, int(weight_bytes * _policy_of(config).weights.shares[0])
-    memory = offload.memory
-    if memory is None:
-        wanted = config.cache.memory
-        cache = wanted if isinstance(wanted, int) else int(available * OFFLOAD_CACHE_SHARE)
-        memory = max(0, int((available - cache) * (1 - OFFLOAD_SPARE)))
-    if weight_bytes <= memory:
-        log.info("offload.mode auto: all weights, %s, fit into memory", format_bytes(weight_bytes))
-        return dataclasses.replace(config, offload=OffloadConfig()), weight_bytes
-    return dataclasses.replace(config, offload=dataclasses.replace(offload, memory=memory)), min(weight_bytes, memory)
 
 
 def sealed_pages(
@@ -315,29 +289,10 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
     from quire.models.cpu_ops import CpuOps
 
     if config.offload.is_on:
-        return _load_offloaded(checkpoint, config, build)
+        return load_with_offload(checkpoint, config, build)
 
     image = images.image_of(checkpoint, dtype, form) if config.model.images else None
     return images.load(image, lambda memory: build(CpuOps(memory)))
-
-
-def _load_offloaded(checkpoint: Checkpoint, config: EngineConfig, build: Callable[[Ops], Model]) -> Model:
-    from quire.models import images
-    from quire.models.image_folder import ImageError
-    from quire.offload.model import load_offloaded
-
-    offload, dtype = config.offload, torch_dtype(config.model.dtype)
-    wanted = images.whole_image_of(checkpoint, dtype, config.model.weights)
-    split = None if offload.mode == "auto" else _policy_of(config).weights
-    try:
-        return load_offloaded(wanted, build, memory=offload.memory, split=split, bandwidth=offload.disk_bandwidth)
-    except ImageError as error:
-        raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
-
-
-def _policy_of(config: EngineConfig) -> Policy:
-    """The policy of offload.mode's file. Raises ConfigError."""
-    return read_policy(Path(config.offload.mode), TIERS[1:])
 
 
 def assemble(
