@@ -105,11 +105,11 @@ class CpuOps:
         """Panels, or oneDNN's layout for float32."""
         if has_panels(weight, dtype):
             return Panels([weight], None, dtype, self._memory, wide=True)
-        weight = read(weight)
-        assert not isinstance(weight, Blocks), f"there are no panels of {weight.kind}"
-        if dtype != torch.float32:
-            return TorchHead(weight)
-        return PackedLinear(weight, None) if has_onednn(dtype) else TorchLinear(weight, None)
+        if dtype == torch.float32:
+            return CpuOps.plain(self, weight, None, dtype)  # in subclasses, too: the head does not move
+        found = read(weight)
+        assert not isinstance(found, Blocks), f"there are no panels of {found.kind}"
+        return TorchHead(found)
 
     def embedding(self, weight: Weight, dtype: torch.dtype) -> Embedding:
         """Panels for packed blocks; a plain tensor stays as it is."""

@@ -77,10 +77,12 @@ def image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted |
 
 
 def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wanted:
-    """The image with all matrices of the layers, of whatever size: plain numbers too, if they have no panels."""
+    """The image with all matrices of the layers, of whatever size: plain numbers too, if they have no panels. It is the
+    same as that of `image_of` if all have panels.
+    """
     assert checkpoint.path is not None, "a checkpoint that is on no disk"
-    num_bytes = _packed_bytes(checkpoint, dtype, form, with_plain=True)
-    return _wanted(checkpoint, dtype, form if dtype in DTYPES else f"{form}, whole", num_bytes)
+    packed, num_bytes = (_packed_bytes(checkpoint, dtype, form, with_plain=plain) for plain in (False, True))
+    return _wanted(checkpoint, dtype, form if num_bytes == packed else f"{form}, whole", num_bytes)
 
 
 def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int) -> Wanted:
@@ -115,9 +117,9 @@ def _packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, *, wit
             continue
         outputs, inputs = size
         kind = held_kind(name, size, checkpoint.kind(name), form, KINDS)
-        is_plain_embedding = kind is None and name == "embed.weight" and not shape.tied_embeddings
-        has_none = kind is None and (dtype not in DTYPES or inputs % 2 or is_plain_embedding)
-        if has_none and not with_plain:
+        if kind is None and name == "embed.weight" and not shape.tied_embeddings:
+            continue
+        if kind is None and (dtype not in DTYPES or inputs % 2) and not with_plain:
             continue
         total += aligned(outputs, 32) * (dtype.itemsize * inputs if kind is None else held_bytes(kind, inputs))
     return total
@@ -155,8 +157,14 @@ def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
 
     Raises ImageError if it cannot be written or read.
     """
-    with contextlib.suppress(FileNotFoundError, ImageError):
-        return _whole(open_image(wanted.origin))
+    try:
+        image = _whole(open_image(wanted.origin))
+        _note_use(image.path)
+        return image
+    except FileNotFoundError:
+        pass
+    except ImageError as error:
+        log.info("writing the layer image again: %s", error)
     with Writer(wanted) as writer:
         make(writer)
         writer.finish(wait=True)
@@ -164,6 +172,12 @@ def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
         return _whole(open_image(wanted.origin))
     except FileNotFoundError:
         raise ImageError("it was removed") from None
+
+
+def _note_use(path: Path) -> None:
+    """Notes the time of a load, which `quire cache ls` shows."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def _whole(image: Image) -> Image:
@@ -203,8 +217,7 @@ class Reader:
         entry = next(self._entries, None)
         if entry is not None:
             raise ImageError(f"it has {entry.name}, which this model does not have")
-        with contextlib.suppress(OSError):
-            os.utime(self._path)
+        _note_use(self._path)
 
 
 class Writer:

@@ -23,6 +23,9 @@ from quire.stores.throttle import Throttle
 NUM_READERS = 2
 """One of them reads while the other one's request is being completed."""
 
+CLOSE_SECONDS = 1.0
+"""Time that a thread has to end. One that hangs in a read is left alone, with the file."""
+
 Moved = Callable[[str, torch.Tensor], None]
 """Called with a matrix's name and its bytes, uint8 [num_bytes], which stay there until its layer has been computed."""
 
@@ -115,8 +118,9 @@ class WeightStream:
             self._changed.notify_all()
         self._throttle.close()
         for thread in self._threads:
-            thread.join()
-        self._file.close()
+            thread.join(CLOSE_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._file.close()
 
     @staticmethod
     def _requests_of(item: Sequence[Piece]) -> list[tuple[int, int, int]]:
