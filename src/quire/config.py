@@ -235,18 +235,27 @@ class OffloadConfig(Group):
     key: ClassVar[str] = "offload"
 
     mode: str = "off"
-    """off: all weights are in memory. auto: those that fit into `offload.memory` are, and the others are read in every
-    step. Otherwise a JSON file with a policy for the tiers cpu and disk; only its shares of weights are followed."""
+    """off: weights and cache are in memory. auto: the weights that fit into `offload.memory` are, and the others are
+    read in every step. Otherwise a JSON file with a policy for the tiers cpu and disk."""
     memory: Bytes | None = None
     """Memory for weights, buffers included. auto: what is free beside the cache, less a tenth."""
+    cache: Bytes | None = None
+    """Room for the cache on the disk. `cache.memory` is then the memory for the part that a step computes with. none:
+    the cache is in memory, or as a policy says."""
+    micro_batch: Count | None = None
+    """Most sequences that are computed together; the others follow, layer by layer. auto: all, or as a policy says."""
+    overlap: bool = True
+    """Read and write while others compute. false: one after the other, to see what it costs."""
     disk_bandwidth: Bytes | None = None
-    """Most bytes per second of weights that are read from the disk. auto: no limit."""
+    """Most bytes per second that are read from the disk and written. auto: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("memory", "disk_bandwidth"):
+        for name in ("memory", "cache", "micro_batch", "disk_bandwidth"):
             if not self.is_on and getattr(self, name) is not None:
                 raise ConfigError(f"offload.{name} has no effect with offload.mode off; set offload.mode auto")
+        if not self.is_on and not self.overlap:
+            raise ConfigError("offload.overlap has no effect with offload.mode off; set offload.mode auto")
         if self.disk_bandwidth is not None and self.disk_bandwidth < LEAST_BANDWIDTH:
             raise ConfigError(
                 f"offload.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
@@ -257,7 +266,7 @@ class OffloadConfig(Group):
 
     @property
     def is_on(self) -> bool:
-        """Whether weights may be on the disk."""
+        """Whether weights or the cache may be on the disk."""
         return self.mode != "off"
 
 

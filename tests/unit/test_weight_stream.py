@@ -307,12 +307,15 @@ def test_a_policy_s_file_is_what_runs(model: Path, tmp_path: Path, caplog: pytes
 
 
 def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path) -> None:
-    half, memory = percents(50, 50), percents(100, 0)
-    for policy in (Policy(4, 1, half, half, memory), Policy(4, 1, half, memory, half)):
-        file = tmp_path / "policy.json"
-        file.write_text(policy_text(policy, ("cpu", "disk")))
-        with pytest.raises(ConfigError, match="only weights can be on the disk so far"):
-            answers(model, {"offload.mode": str(file)})
+    file = tmp_path / "policy.json"
+    file.write_text(policy_text(Policy(4, 1, percents(50, 50), percents(50, 50), percents(100, 0)), ("cpu", "disk")))
+    for options, message in (
+        ({"retain.budget": 0.5}, "retention keeps the cache small"),
+        ({"tiers.disk": f"{tmp_path}:64MiB"}, "has no other tiers"),
+        ({"cache.memory": "1MiB"}, "an offloaded cache needs at least"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            answers(model, {"offload.mode": str(file), **options})
 
 
 @pytest.mark.parametrize(

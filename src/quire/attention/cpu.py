@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 
@@ -85,6 +86,12 @@ class CpuAttention:
             window=spec.window or 0,
             kind=runtime.DTYPE_IDS[spec.dtype],
         )
+
+    def another(self) -> CpuAttention:
+        """A backend of the same table with plans and scratch of its own: both plans may be alive."""
+        found = copy.copy(self)
+        found._last, found._room = None, {}
+        return found
 
     def plan(
         self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None

@@ -272,7 +272,7 @@ def _print_table(
             note = f"the longest request has {sizes.max_context:,} tokens"
         rows.append((f"sequences of {length:,}", f"{count:,}", note))
     if sizes.available_bytes is not None:
-        needed = sizes.weight_bytes + sizes.cache_bytes
+        needed = sizes.memory_bytes
         rows.append(
             ("memory free now", format_bytes(sizes.available_bytes), f"weights and cache take {format_bytes(needed)}")
         )

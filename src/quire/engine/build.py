@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
-from quire.engine.offloading import load_with_offload, with_offload
+from quire.engine.offloading import in_micro_batches, load_with_offload, offloaded_table, room_on_disk, with_offload
 from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
@@ -135,13 +135,17 @@ def resolve(
     wanted = config.cache.memory
     if config.offload.is_on:
         config, weight_bytes = with_offload(config, backend, weight_bytes, available)
+        max_running = config.scheduler.max_running
     codec = DenseCodec(shape.head_dim, torch_dtype(dtype))
     sealed, sinks = sealed_pages(config, shape, torch_dtype(dtype), calibration, backend)
     layers_heads = shape.num_layers, shape.num_kv_heads
     open_pages = page_counts(codec.page_bytes, *layers_heads)
     pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
     chunk_bytes = sum(size * count for size, count in pages.items())
-    if isinstance(wanted, int):
+    disk_room = room_on_disk(config, context, chunk_bytes) if config.offload.is_on else None
+    if disk_room is not None:
+        memory = disk_room
+    elif isinstance(wanted, int):
         memory = wanted
         if memory > MAX_ARENA_BYTES:
             raise ConfigError(
@@ -173,6 +177,10 @@ def resolve(
             f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
         )
     memory = arena.num_bytes
+    if disk_room is not None:
+        memory = wanted if isinstance(wanted, int) else int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
+        memory = min(memory, arena.num_bytes)
+        fits = dataclasses.replace(fits, disk_bytes=arena.num_bytes - memory)
     # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.
     least = max_running + PAGE_TOKENS + (config.retain.profile_rows if config.retain.is_on else 0)
     budget = config.scheduler.token_budget or max(TOKEN_BUDGET[device_type], least)
@@ -313,19 +321,23 @@ def assemble(
     shape = model.shape
     device = torch.device(config.runtime.device)
     dtype = torch_dtype(config.model.dtype)
-    ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
     sealed = () if config.cache.codec == DENSE else (_codec(config, shape, calibration, model.key_bias),)
-    retention = _retention(config, tokenizer)
-    table = ChunkTable(
-        ledger,
-        shape.num_layers,
-        shape.num_kv_heads,
-        DenseCodec(shape.head_dim, dtype),
-        *sealed,
-        sinks=_sinks(config, shape, dtype),
-        sums=None if retention is None else SumsCodec(),
-        arena=Arena(ledger.num_bytes, device),
-    )
+    codecs = (DenseCodec(shape.head_dim, dtype), *sealed)
+    retention, sinks = _retention(config, tokenizer), _sinks(config, shape, dtype)
+    far = offloaded_table(model, config, fits, codecs, sinks) if fits.disk_bytes else None
+    if far is not None:
+        table = cast(ChunkTable, far)  # all of it that the CPU's kernels and the manager use
+    else:
+        ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
+        table = ChunkTable(
+            ledger,
+            shape.num_layers,
+            shape.num_kv_heads,
+            *codecs,
+            sinks=sinks,
+            sums=None if retention is None else SumsCodec(),
+            arena=Arena(ledger.num_bytes, device),
+        )
     if tiers is not None and device.type == "cpu":
         populate_ahead(table.arena.data, AHEAD_BYTES)
     cos = sin = None
@@ -346,7 +358,9 @@ def assemble(
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None
-    attention = _attention(config, spec)
+    attention, padded_rows = _attention(config, spec), _padded_rows(config)
+    if config.offload.is_on:
+        attention = in_micro_batches(attention, config, far, padded_rows)
     manager = CacheManager(
         table,
         (PrefixTree if config.cache.share else NoSharing)((shape.num_layers, shape.num_kv_heads)),
@@ -364,7 +378,7 @@ def assemble(
         device,
         decode=_decode(model, attention, device),
         decide=manager.retention.choose if isinstance(manager.retention, Retainer) else None,
-        padded_rows=_padded_rows(config),
+        padded_rows=padded_rows,
     )
     return Engine(
         runner,

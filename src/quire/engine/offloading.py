@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.config import EngineConfig, OffloadConfig, format_bytes
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
-from quire.offload.units import TIERS, Split
+from quire.offload.units import ALL, TIERS
 
 if TYPE_CHECKING:
+    from quire.attention.plan import AttentionBackend
+    from quire.cache.codecs import Codec
+    from quire.cache.codecs.dense import DenseCodec
+    from quire.cache.sinks import Sinks
+    from quire.engine.sizes import Sizes
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
+    from quire.offload.costs import Policy
+    from quire.offload.model import OffloadedModel
+    from quire.offload.mover import Mover
+    from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
 
@@ -32,37 +45,132 @@ def with_offload(config: EngineConfig, backend: str, weight_bytes: int, availabl
         raise ConfigError(f"offload.mode {offload.mode} needs attention.backend cpu, not {backend}")
     if not config.model.images:
         raise ConfigError("offload.mode reads weights from a layer image; set model.images true")
-    if offload.mode != "auto":
-        return config, int(weight_bytes * _split_of(config).shares[0])
+    policy = policy_of(config)
+    if policy is not None:
+        running = min(config.scheduler.max_running, policy.block)
+        config = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, max_running=running))
+        return config, int(weight_bytes * policy.weights.shares[0])
     memory = offload.memory
     if memory is None:
         wanted = config.cache.memory
         cache = wanted if isinstance(wanted, int) else int(available * OFFLOAD_CACHE_SHARE)
         memory = max(0, int((available - cache) * (1 - OFFLOAD_SPARE)))
     if weight_bytes <= memory:
-        log.info("offload.mode auto: all weights, %s, fit into memory", format_bytes(weight_bytes))
-        return dataclasses.replace(config, offload=OffloadConfig()), weight_bytes
-    return dataclasses.replace(config, offload=dataclasses.replace(offload, memory=memory)), memory
+        if offload.cache is None and offload.micro_batch is None:
+            log.info("offload.mode auto: all weights, %s, fit into memory", format_bytes(weight_bytes))
+            return dataclasses.replace(config, offload=OffloadConfig()), weight_bytes
+        memory = max(memory, 2 * weight_bytes)
+    return dataclasses.replace(config, offload=dataclasses.replace(offload, memory=memory)), min(weight_bytes, memory)
+
+
+def policy_of(config: EngineConfig) -> Policy | None:
+    """The policy of offload.mode's file; None without one. Raises ConfigError."""
+    if config.offload.mode in ("off", "auto"):
+        return None
+    return read_policy(Path(config.offload.mode), TIERS[1:])
+
+
+def room_on_disk(config: EngineConfig, context: int, chunk_bytes: int) -> int | None:
+    """Bytes of the cache if it is on the disk; None if it is in memory. Raises ConfigError.
+
+    context  tokens of the longest request
+    """
+    room, policy = config.offload.cache, policy_of(config)
+    if room is None and policy is not None and policy.cache.beyond(0) > 0:
+        room = policy.block * -(-context // PAGE_TOKENS) * chunk_bytes
+    if room is None:
+        return None
+    if config.retain.is_on:
+        raise ConfigError("retention keeps the cache small, in memory; a cache on the disk (offload.cache) has none")
+    if config.tiers.is_on:
+        raise ConfigError("a cache on the disk (offload.cache) has no other tiers; leave tiers.disk out")
+    return room
 
 
 def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Callable[[Ops], Model]) -> Model:
     """The model, with its weights where the configuration wants them. Raises ConfigError."""
     from quire.models import images
     from quire.models.image_folder import ImageError
+    from quire.offload.hidden import HiddenStates
     from quire.offload.model import load_offloaded
 
     offload, dtype = config.offload, torch_dtype(config.model.dtype)
-    wanted = images.whole_image_of(checkpoint, dtype, config.model.weights)
-    split = None if offload.mode == "auto" else _split_of(config)
+    wanted, policy = images.whole_image_of(checkpoint, dtype, config.model.weights), policy_of(config)
     try:
-        return load_offloaded(wanted, build, memory=offload.memory, split=split, bandwidth=offload.disk_bandwidth)
+        model = load_offloaded(
+            wanted,
+            build,
+            memory=offload.memory,
+            split=None if policy is None else policy.weights,
+            bandwidth=offload.disk_bandwidth,
+            overlaps=offload.overlap,
+        )
     except ImageError as error:
         raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
+    if policy is not None and policy.hidden.beyond(0) > 0:
+        model.states = HiddenStates(mover_of(model), policy.hidden.beyond(0))
+    return model
 
 
-def _split_of(config: EngineConfig) -> Split:
-    """The shares of weights in memory and on the disk by the policy of offload.mode's file. Raises ConfigError."""
-    policy = read_policy(Path(config.offload.mode), TIERS[1:])
-    if max(policy.cache.shares[1], policy.hidden.shares[1]) > 0:
-        raise ConfigError(f"offload.mode {config.offload.mode}: only weights can be on the disk so far")
-    return policy.weights
+def mover_of(model: OffloadedModel) -> Mover:
+    """Threads and a file for what leaves memory beside a model's weights. Raises ConfigError."""
+    from quire.offload.mover import Mover
+
+    try:
+        return Mover(model.folder, model.stream.throttle)
+    except OSError as error:
+        raise ConfigError(f"no file for the cache in {model.folder}: {error}") from error
+
+
+def offloaded_table(
+    model: Model, config: EngineConfig, fits: Sizes, codecs: tuple[DenseCodec, *tuple[Codec, ...]], sinks: Sinks | None
+) -> OffloadedTable:
+    """A cache on the disk. Raises ConfigError."""
+    from quire.offload.model import OffloadedModel
+    from quire.offload.table import Extents, OffloadedTable, Room
+
+    assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
+    free = shutil.disk_usage(model.folder).free
+    if fits.cache_bytes > free:
+        raise ConfigError(
+            f"the cache on the disk may take {format_bytes(fits.cache_bytes)}, and {model.folder} has"
+            f" {format_bytes(free)}; lower offload.cache"
+        )
+    shape, policy = model.shape, policy_of(config)
+    layers_heads = shape.num_layers, shape.num_kv_heads
+    open_, *sealed = (Extents(np.broadcast_to(codec.page_bytes, layers_heads)) for codec in codecs)
+    most = -(-fits.max_context // PAGE_TOKENS)
+    room = Room.of(
+        config.cache.memory,
+        sealed[0] if sealed else open_,
+        open_ if sealed else None,
+        config.scheduler.max_running,
+        most,
+    )
+    return OffloadedTable(
+        PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
+        *layers_heads,
+        *codecs,
+        sinks=sinks,
+        room=room,
+        mover=mover_of(model),
+        near=ALL if policy is None else policy.cache.shares[0],
+    )
+
+
+def in_micro_batches(
+    attention: AttentionBackend,
+    config: EngineConfig,
+    table: OffloadedTable | None,
+    padded_rows: Callable[[int], int],
+) -> AttentionBackend:
+    """Attention in micro-batches, where the configuration wants them. table: the cache, if it is on the disk."""
+    from quire.attention.cpu import CpuAttention
+    from quire.offload.blocks import BlockAttention
+
+    policy = policy_of(config)
+    size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
+    if table is None and (size is None or size >= config.scheduler.max_running):
+        return attention
+    assert isinstance(attention, CpuAttention)
+    return BlockAttention(attention, size or config.scheduler.max_running, table, padded_rows)

@@ -77,6 +77,7 @@ class Sizes:
 
     weight_bytes         all weights in the chosen dtype, times the number of copies that the backend holds
     cache_bytes          the arena, in whole slabs
+    disk_bytes           of them, those that are not in memory
     bytes_per_token      sealed keys and values of one token in all layers and heads, page padding included
     chunk_bytes          the same for 64 tokens: the unit of allocation
     open_chunk_bytes     the same for the chunk that a sequence writes to
@@ -97,6 +98,12 @@ class Sizes:
     model_context: int
     arena: Capacity
     available_bytes: int | None = None
+    disk_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for weights and cache."""
+        return self.weight_bytes + self.cache_bytes - self.disk_bytes
 
     @property
     def tokens(self) -> int:
@@ -110,12 +117,12 @@ class Sizes:
     @property
     def fit_the_machine(self) -> bool:
         """Whether weights and arena fit into the memory that is free now."""
-        return self.available_bytes is None or self.weight_bytes + self.cache_bytes <= self.available_bytes
+        return self.available_bytes is None or self.memory_bytes <= self.available_bytes
 
     @property
     def fails_first(self) -> str:
         """The limit that growing load reaches first, in one sentence."""
-        need = self.weight_bytes + self.cache_bytes
+        need = self.memory_bytes
         if self.available_bytes is not None and self.weight_bytes >= self.available_bytes:
             return (
                 f"memory: weights need {format_bytes(self.weight_bytes)}, and {format_bytes(self.available_bytes)} are"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ from quire.config import format_bytes
 from quire.kernels.memory import Carver, Fill, Memory
 from quire.models.image_folder import Image, ImageError
 from quire.models.images import written
+from quire.offload.blocks import BlockPlan, run
+from quire.offload.hidden import HiddenStates
 from quire.offload.homes import ALIGNMENT, Place, Weights, fitting, placed
 from quire.offload.ops import MovingOps
 from quire.offload.stream import WeightStream
@@ -32,20 +35,40 @@ log = logging.getLogger("quire")
 class OffloadedModel:
     """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
 
-    weights  where the matrices are
-    stream   reads those on the disk
+    weights   where the matrices are
+    stream    reads those on the disk
+    states    activations of micro-batches between layers
+    folder    where the weights are, and where others may be put
+    overlaps  whether bytes move while others are computed
     """
 
-    def __init__(self, model: Model, weights: Weights, stream: WeightStream) -> None:
+    def __init__(
+        self, model: Model, weights: Weights, stream: WeightStream, folder: Path, *, overlaps: bool = True
+    ) -> None:
         self.shape = model.shape
+        self.folder = folder
         self.key_bias = model.key_bias
         self.weights = weights
         self.stream = stream
+        self.states = HiddenStates()
+        self.overlaps = overlaps
         self._model = model
         weakref.finalize(self, stream.close)
 
     def hidden(self, tokens: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """See Model."""
+        """See Model. The plan may be a block's."""
+        if isinstance(plan, BlockPlan):
+            self.stream.begin()
+            return run(
+                self._model,
+                tokens,
+                positions,
+                plan,
+                take=self.stream.take,
+                give=self.stream.give,
+                states=self.states,
+                overlaps=self.overlaps,
+            )
         state = self.begin(tokens, positions)
         for index in range(self.shape.num_layers):
             state = self.layer(index, state, plan)
@@ -120,6 +143,7 @@ def load_offloaded(
     memory: int | None = None,
     split: Split | None = None,
     bandwidth: float | None = None,
+    overlaps: bool = True,
 ) -> OffloadedModel:
     """Loads a model with its matrices placed in memory and on the disk.
 
@@ -128,6 +152,7 @@ def load_offloaded(
     memory     bytes for weights and buffers, which are filled; None: as `split` says
     split      shares of the layers' bytes in memory and on the disk
     bandwidth  most bytes per second that are read while computing; None: no limit
+    overlaps   whether the next layer is read while one is computed
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
     """
 
@@ -152,7 +177,7 @@ def load_offloaded(
         model = build(ops)
     finally:
         resident.close()
-    stream = WeightStream(image.path, weights.streamed, ops.move, bandwidth)
+    stream = WeightStream(image.path, weights.streamed, ops.move, bandwidth, overlaps=overlaps)
     log.info(
         "weights: %s of the layers in memory (requested %s), %s from the disk in every pass; %s in memory in all",
         percent(weights.split.shares[0]),
@@ -160,4 +185,4 @@ def load_offloaded(
         format_bytes(weights.streamed_bytes),
         format_bytes(weights.memory_bytes),
     )
-    return OffloadedModel(model, weights, stream)
+    return OffloadedModel(model, weights, stream, image.path.parent, overlaps=overlaps)

@@ -34,11 +34,19 @@ class WeightStream:
     """Reads layers in a circle. Layers without pieces are skipped.
 
     Layers are counted since the start, and layer n uses buffer n modulo the number of buffers. It is read once layer n
-    less that number has been read and computed.
+    less that number has been read and computed, or without overlap only when it is taken.
+
+    throttle  limits bytes per second; others that use the disk may share it
     """
 
     def __init__(
-        self, path: Path, layers: Sequence[Sequence[Piece]], moved: Moved, bandwidth: float | None = None
+        self,
+        path: Path,
+        layers: Sequence[Sequence[Piece]],
+        moved: Moved,
+        bandwidth: float | None = None,
+        *,
+        overlaps: bool = True,
     ) -> None:
         """layers: what is read for each. bandwidth: most bytes per second; None: no limit. Raises OSError."""
         self._items = [tuple(layer) for layer in layers if layer]
@@ -47,7 +55,8 @@ class WeightStream:
             if layer:
                 self._order[index] = len(self._order)
         self._moved = moved
-        self._throttle = Throttle(bandwidth)
+        self.throttle = Throttle(bandwidth)
+        self._overlaps = overlaps
         self._file = DirectFile(path, is_direct=allows_direct(path.parent))
         buffer_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
         self._num_buffers = min(NUM_BUFFERS, len(self._items))
@@ -59,7 +68,7 @@ class WeightStream:
         self._changed = threading.Condition()
         self._next = (0, 0)  # the next request: layer counted since the start, and its number there
         self._left: dict[int, int] = {}  # requests of a layer that are not done
-        self._loaded = self._given = 0
+        self._loaded = self._given = self._wanted = 0
         self._error: BaseException | None = None
         self._is_closed = False
         self.bytes_read = 0
@@ -94,6 +103,8 @@ class WeightStream:
         with self._changed:
             number = self._given // len(self._items) * len(self._items) + order
             assert number == self._given, f"layer {layer} is taken out of order"
+            self._wanted = number + 1
+            self._changed.notify_all()
             while self._loaded <= number and self._error is None and not self._is_closed:
                 self._changed.wait()
             self.wait_seconds += time.perf_counter() - begun
@@ -116,7 +127,7 @@ class WeightStream:
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self._throttle.close()
+        self.throttle.close()
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
@@ -140,7 +151,7 @@ class WeightStream:
                 order = number % len(self._items)
                 offset, start, size = self._requests[order][index]
                 view = self._buffers[number % self._num_buffers].numpy().data[start : start + size]
-                self._file.read(view, offset, self._throttle.take)
+                self._file.read(view, offset, self.throttle.take)
                 self._finish(number, size)
         except BaseException as error:
             with self._changed:
@@ -152,11 +163,7 @@ class WeightStream:
     def _take_request(self) -> tuple[int, int] | None:
         """The next request, once its buffer is free; None when closed."""
         with self._changed:
-            while (
-                not self._is_closed
-                and self._error is None
-                and self._next[0] >= min(self._given, self._loaded) + self._num_buffers
-            ):
+            while not self._is_closed and self._error is None and self._next[0] >= self._limit():
                 self._changed.wait()
             if self._is_closed or self._error is not None:
                 return None
@@ -166,6 +173,11 @@ class WeightStream:
                 self._left[number] = count
             self._next = (number, index + 1) if index + 1 < count else (number + 1, 0)
             return number, index
+
+    def _limit(self) -> int:
+        """Layers before this one may be read now."""
+        free = min(self._given, self._loaded) + self._num_buffers
+        return free if self._overlaps else min(free, self._wanted)
 
     def _finish(self, number: int, size: int) -> None:
         with self._changed:

@@ -1,0 +1,211 @@
+"""Steps in micro-batches: attention's plans for each, and the order in which layers and micro-batches are computed.
+
+    for layer:  for micro-batch:  load the next one's cache | compute this one | store what it filled
+
+A layer's weights are thus loaded once for all micro-batches (FlexGen's zig-zag block). Each micro-batch has a plan and
+scratch of its own.
+
+Source: FlexGen, arXiv 2303.06865, section 4.1 and Algorithm 1. Ours differs: a step is made by the scheduler, so that
+prompts have any length, finished sequences are replaced, and shared prefixes are computed and loaded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.attention.plan import AttentionPlan
+from quire.cache.ledger import PAGE_TOKENS
+from quire.errors import QuireError
+from quire.offload.mover import NOTHING, Ticket
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from quire.attention.cpu import CpuAttention
+    from quire.attention.rows import RowSlice
+    from quire.models.plan import Model
+    from quire.offload.hidden import HiddenStates
+    from quire.offload.table import OffloadedTable, Placed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of a step.
+
+    rows   its rows of the step
+    plan   of its slices
+    """
+
+    rows: slice
+    plan: AttentionPlan
+
+
+class BlockPlan:
+    """See AttentionPlan: the plans of a step's micro-batches. `run` computes all layers with them.
+
+    padded_rows  rows of a micro-batch -> rows that are computed
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        starts: Sequence[int],
+        padded_rows: Callable[[int], int],
+        table: OffloadedTable | None,
+        placed: tuple[list[Placed], Placed] | None,
+    ) -> None:
+        """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several."""
+        self.batches = batches
+        self.padded_rows = padded_rows
+        self._starts = starts
+        self._table = table
+        self._placed = placed
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Not called: each micro-batch has a plan."""
+        raise AssertionError("a block is computed by `run`")
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Not called, as `write`."""
+        raise AssertionError("a block is computed by `run`")
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan."""
+        batch = max(index for index, start in enumerate(self._starts) if start <= slice_index)
+        return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
+
+    def load(self, layer: int, batch: int, *after: Ticket) -> Ticket:
+        """Starts to load what a micro-batch reads in a layer."""
+        if self._table is None or self._placed is None:
+            return NOTHING
+        return self._table.load(layer, batch, len(self.batches), self._placed[0][batch], *after)
+
+    def load_shared(self, layer: int) -> Ticket:
+        """Starts to load what several micro-batches read in a layer."""
+        if self._table is None or self._placed is None:
+            return NOTHING
+        return self._table.load_shared(layer, self._placed[1])
+
+    def store(self, layer: int, batch: int) -> Ticket:
+        """Starts to store what a micro-batch has filled in a layer."""
+        if self._table is None or self._placed is None:
+            return NOTHING
+        return self._table.store(layer, batch, len(self.batches), self._placed[0][batch])
+
+
+class BlockAttention:
+    """See AttentionBackend. Divides steps into micro-batches.
+
+    micro_batch  most sequences of one
+    table        the cache, if it is offloaded; its buffers bound micro-batches too
+    padded_rows  see BlockPlan
+    """
+
+    def __init__(
+        self,
+        attention: CpuAttention,
+        micro_batch: int,
+        table: OffloadedTable | None,
+        padded_rows: Callable[[int], int] = lambda rows: rows,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self._padded_rows = padded_rows
+        self._table = table
+        self._slots = [attention]
+        self._starts: list[int] = []
+
+    def plan(
+        self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
+    ) -> BlockPlan:
+        """See AttentionBackend."""
+        if ready is not None:
+            raise QuireError("micro-batches do not wait for chunks in transfer")
+        starts = self._divided(slices)
+        if starts != self._starts:
+            moved = None
+        self._starts = starts
+        bounds = list(itertools.pairwise([*starts, len(slices)]))
+        placed = None if self._table is None else self._table.place([slices[low:high] for low, high in bounds])
+        while len(self._slots) < len(bounds):
+            self._slots.append(self._slots[0].another())
+        batches, row = [], 0
+        for slot, (low, high) in zip(self._slots, bounds, strict=False):
+            part = slices[low:high]
+            count = sum(piece.num_rows for piece in part)
+            own = None if moved is None else [index - low for index in moved if low <= index < high]
+            batches.append(Batch(slice(row, row + count), slot.plan(part, own)))
+            row += count
+        return BlockPlan(batches, starts, self._padded_rows, self._table, placed)
+
+    def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
+        """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""
+        starts, count, num_chunks = [0], 0, 0
+        for index, piece in enumerate(slices):
+            chunks = -(-(piece.start + piece.num_rows) // PAGE_TOKENS)
+            most = None if self._table is None else self._table.own_chunks
+            if count == self.micro_batch or (count and most is not None and num_chunks + chunks > most):
+                starts.append(index)
+                count = num_chunks = 0
+            count, num_chunks = count + 1, num_chunks + chunks
+        return starts
+
+
+def run(
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    plan: BlockPlan,
+    *,
+    take: Callable[[int], None],
+    give: Callable[[int], None],
+    states: HiddenStates,
+    overlaps: bool,
+) -> Tensor:
+    """The result of `Model.hidden`: all layers of all micro-batches.
+
+    take, give   called before and after each layer, for its weights
+    states       keeps the micro-batches' activations between layers
+    overlaps     whether the next micro-batch's bytes are loaded, and the last one's stored, while one is computed
+    """
+    batches = plan.batches
+    states.begin(len(batches))
+    for index, each in enumerate(batches):
+        count = each.rows.stop - each.rows.start
+        inputs = torch.zeros(2, plan.padded_rows(count), dtype=torch.int64)
+        inputs[0, :count], inputs[1, :count] = tokens[each.rows], positions[each.rows]
+        states.put(index, model.begin(inputs[0], inputs[1]))
+    order = list(itertools.product(range(model.shape.num_layers), range(len(batches))))
+    loads: dict[tuple[int, int], tuple[Ticket, ...]] = {}
+    stores: list[Ticket] = []
+
+    def load(layer: int, batch: int) -> None:
+        # Into the buffer of the micro-batch before the last one: that one is computed, and what it filled is stored.
+        common = plan.load_shared(layer) if batch == 0 else NOTHING
+        loads[layer, batch] = common, plan.load(layer, batch, *stores[-1:]), states.load(batch)
+
+    for number, (layer, batch) in enumerate(order):
+        if batch == 0:
+            take(layer)
+        if number == 0 or not overlaps:
+            load(layer, batch)
+        if overlaps and number + 1 < len(order):
+            load(*order[number + 1])
+        for ticket in (*stores[:-1], *loads.pop((layer, batch))):
+            ticket.wait()
+        states.put(batch, model.layer(layer, states.get(batch), batches[batch].plan))
+        stores = [*stores[-1:], plan.store(layer, batch)]
+        if not overlaps:
+            stores[-1].wait()
+        if batch == len(batches) - 1:
+            give(layer)
+    for ticket in stores:
+        ticket.wait()
+    ends = [each.rows.stop - each.rows.start for each in batches]
+    return torch.cat([model.finish(states.last(index))[:count] for index, count in enumerate(ends)])

@@ -1,0 +1,131 @@
+"""The activations of a block's micro-batches between two layers, in memory or in a file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.kernels.memory import huge_pages
+from quire.offload.mover import NOTHING, Mover, Part, Ticket
+from quire.offload.units import NONE, Share
+from quire.stores.direct import padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    State = tuple[Tensor, ...]
+
+STRIDE = 1 << 32
+"""Distance in the file between two micro-batches. What is not written takes no room there."""
+
+
+@dataclass
+class _Far:
+    """A state in the file, and where it is being written or read."""
+
+    alike: list[tuple[torch.Size, torch.dtype]]
+    moved: Ticket
+    buffer: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_bytes_of(*each) for each in self.alike)
+
+
+class HiddenStates:
+    """The states of micro-batches by index.
+
+    far  share of the micro-batches whose states are in the file; a single micro-batch stays in memory
+    """
+
+    def __init__(self, mover: Mover | None = None, far: Share = NONE) -> None:
+        assert mover is not None or not far, "a share of the states is on the disk, and there is no file"
+        self.far = far
+        self._mover = mover
+        self._near: dict[int, State] = {}
+        self._away: dict[int, _Far] = {}
+        self._is_far: list[bool] = []
+        # Two buffers to read into and two to write from, each used in turn.
+        self._memory = {
+            "read": [torch.empty(0, dtype=torch.uint8)] * 2,
+            "write": [torch.empty(0, dtype=torch.uint8)] * 2,
+        }
+        self._turns = {"read": 0, "write": 0}
+        self._written: list[Ticket] = [NOTHING, NOTHING]
+
+    @property
+    def far_share(self) -> float:
+        """The share of the last step's micro-batches whose states were in the file."""
+        return sum(self._is_far) / max(1, len(self._is_far))
+
+    def begin(self, count: int) -> None:
+        """Forgets the last step."""
+        self._near.clear()
+        self._away.clear()
+        share = self.far if count > 1 else NONE
+        self._is_far = [
+            math.floor((index + 1) * share + 1e-9) > math.floor(index * share + 1e-9) for index in range(count)
+        ]
+
+    def put(self, index: int, state: State) -> None:
+        """Keeps a state. Its tensors may be overwritten afterwards if it goes to the file."""
+        if not self._is_far[index]:
+            self._near[index] = state
+            return
+        assert self._mover is not None
+        far = _Far([(each.shape, each.dtype) for each in state], NOTHING)
+        turn = self._turns["write"]
+        self._written[turn].wait()
+        buffer = self._buffer("write", far.num_bytes)
+        for part, each in zip(_views(buffer, far.alike), state, strict=True):
+            part.copy_(each)
+        far.moved = self._written[turn] = self._mover.write([Part(index * STRIDE, buffer.numpy().data)])
+        self._away[index] = far
+
+    def load(self, index: int) -> Ticket:
+        """Starts to read a state from the file."""
+        far = self._away.get(index)
+        if far is None:
+            return NOTHING
+        assert self._mover is not None
+        far.buffer = self._buffer("read", far.num_bytes)
+        far.moved = self._mover.read([Part(index * STRIDE, far.buffer.numpy().data)], far.moved)
+        return far.moved
+
+    def get(self, index: int) -> State:
+        """A state that is in memory, or that has been loaded."""
+        far = self._away.pop(index, None)
+        if far is None:
+            return self._near.pop(index)
+        assert far.buffer is not None, "the state was not loaded"
+        return tuple(_views(far.buffer, far.alike))
+
+    def last(self, index: int) -> State:
+        """A state after the last layer. It stays valid when others are loaded."""
+        self.load(index).wait()
+        state = self.get(index)
+        return tuple(each.clone() for each in state) if self._is_far[index] else state
+
+    def _buffer(self, use: str, num_bytes: int) -> Tensor:
+        turn = self._turns[use]
+        self._turns[use] = 1 - turn
+        if len(self._memory[use][turn]) < num_bytes:
+            self._memory[use][turn] = huge_pages(num_bytes)
+        return self._memory[use][turn][:num_bytes]
+
+
+def _bytes_of(shape: torch.Size, dtype: torch.dtype) -> int:
+    return padded(math.prod(shape) * dtype.itemsize)
+
+
+def _views(buffer: Tensor, alike: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """The tensors in a buffer, one after the other."""
+    found, at = [], 0
+    for shape, dtype in alike:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(buffer[at : at + size].view(dtype).view(shape))
+        at += _bytes_of(shape, dtype)
+    return found

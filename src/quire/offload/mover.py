@@ -1,0 +1,145 @@
+"""Moves bytes between memory and a file while something else computes.
+
+The file has no name, so a process that ends leaves nothing behind. Knows bytes, not chunks or layers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.errors import QuireError
+from quire.stores.direct import DirectFile, allows_direct
+from quire.stores.throttle import Throttle
+
+NUM_MOVERS = 2
+CLOSE_SECONDS = 1.0
+"""Time that a thread has to end. One that hangs in a request is left alone, with the file."""
+
+
+class Part(NamedTuple):
+    """Bytes to move: `view` is all of them, `offset` their place in the file. Both are multiples of 4 KiB."""
+
+    offset: int
+    view: memoryview
+
+
+class Ticket:
+    """Parts that move together. `wait` returns once all of them have."""
+
+    def __init__(self, count: int, after: tuple[Ticket, ...]) -> None:
+        self.left = count
+        self.after = after
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        if not count:
+            self.done.set()
+
+    def wait(self) -> None:
+        """Raises QuireError if a part could not be moved."""
+        self.done.wait()
+        if self.error is not None:
+            raise QuireError(f"the offloaded cache cannot be moved: {self.error}") from self.error
+
+
+NOTHING = Ticket(0, ())
+"""A ticket without parts."""
+
+
+class Mover:
+    """Threads that read and write one file, in the order in which parts were given.
+
+    bytes_read, bytes_written  of all parts so far
+    """
+
+    def __init__(self, folder: Path, throttle: Throttle) -> None:
+        """throttle: shared with others that use the disk. Raises OSError."""
+        self._throttle = throttle
+        path = folder / f".quire-cache-{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        self._file = DirectFile(path, is_direct=allows_direct(folder), is_new=True)
+        path.unlink()
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Ticket, bool, Part]] = deque()
+        self._is_closed = False
+        self.bytes_read = self.bytes_written = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"quire-mover-{number}", daemon=True)
+            for number in range(NUM_MOVERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+        """Starts to fill the views, once the tickets `after` are done."""
+        return self._add(parts, False, after)
+
+    def write(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+        """Starts to write the views, which must not change before it is done."""
+        return self._add(parts, True, after)
+
+    def close(self) -> None:
+        """Ends the threads. Tickets that are not done fail."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            left, self._queue = self._queue, deque()
+            self._changed.notify_all()
+        for ticket, _, _ in left:
+            self._finish(ticket, QuireError("it was closed"))
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._file.close()
+
+    def _add(self, parts: Iterable[Part], is_write: bool, after: tuple[Ticket, ...]) -> Ticket:
+        todo = list(parts)
+        if not todo:
+            return NOTHING
+        ticket = Ticket(len(todo), tuple(each for each in after if not each.done.is_set()))
+        with self._changed:
+            if self._is_closed:
+                raise QuireError("the offloaded cache was closed")
+            self._queue.extend((ticket, is_write, part) for part in todo)
+            self._changed.notify_all()
+        return ticket
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                ticket, is_write, part = self._queue.popleft()
+            error: BaseException | None = None
+            try:
+                # What a part waits for was given earlier, so another thread has it or has done it.
+                for earlier in ticket.after:
+                    earlier.wait()
+                if is_write:
+                    self._file.write([part.view], part.offset, self._throttle.take)
+                else:
+                    self._file.read(part.view, part.offset, self._throttle.take)
+            except (OSError, QuireError) as failure:
+                error = failure
+            except BaseException as failure:  # otherwise the engine would wait for ever
+                self._finish(ticket, failure)
+                raise
+            with self._changed:
+                if is_write:
+                    self.bytes_written += len(part.view)
+                else:
+                    self.bytes_read += len(part.view)
+            self._finish(ticket, error)
+
+    def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
+        with self._changed:
+            ticket.left -= 1
+            ticket.error = ticket.error or error
+            if ticket.left == 0:
+                ticket.done.set()

@@ -1,0 +1,476 @@
+"""A chunk table whose cache is larger than its memory: the chunks that a step does not compute with lie in a file.
+
+Memory is a few frames, which hold whole chunks, and buffers, which hold one layer of the chunks of a micro-batch. Of a
+chunk that has no frame, the table names the place of every layer in a buffer; the layer's bytes are loaded there before
+it is computed. So kernels and plans read the same table as ever.
+
+    frames     open chunks, and as many others as `near` says
+    own        two buffers, used in turn: the chunks that one micro-batch alone reads or fills
+    shared     two buffers, used in turn by layers: the chunks that several micro-batches read, each once a step
+    sidecars   of first chunks; they stay in memory
+
+In the file, the layers of a chunk lie apart: layer l of all chunks, then layer l + 1. Chunks with neighbouring slots
+are read with one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.attention.rows import RowSlice
+from quire.cache.arena import Arena
+from quire.cache.arrays import Bools, Int32s, Int64s
+from quire.cache.codecs import Codec, PageFormat
+from quire.cache.codecs.dense import DenseCodec
+from quire.cache.counts import ChunkCounts
+from quire.cache.ledger import PAGE_TOKENS, UNIT, Demand, PageCounts
+from quire.cache.sinks import Sinks
+from quire.errors import CacheFullError, ConfigError
+from quire.offload.mover import Mover, Part, Ticket
+from quire.offload.units import ALL, Share
+from quire.stores.direct import padded
+
+NOWHERE = -1
+
+
+class Extents:
+    """How a page format lies in a frame and in the file: the pages of a layer together, padded to 4 KiB."""
+
+    def __init__(self, sizes: Int32s) -> None:
+        """sizes: bytes of the pages of a chunk, [L, H]."""
+        ends = np.cumsum(sizes, 1, dtype=np.int64)
+        self.layer_bytes: Int64s = np.array([padded(int(end)) for end in ends[:, -1]])
+        self.heads = ends - sizes
+        """Offset of each page in its layer, int64 [L, H]."""
+        self.starts = np.cumsum(self.layer_bytes) - self.layer_bytes
+        """Offset of each layer in a frame, int64 [L]."""
+        self.num_bytes = int(self.layer_bytes.sum())
+        self.largest = int(self.layer_bytes.max())
+
+
+class Pool:
+    """Equal frames in a stretch of an arena."""
+
+    def __init__(self, start: int, num_bytes: int, count: int) -> None:
+        self.start, self.num_bytes, self.count = start, num_bytes, count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Frames that nobody has."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The offset of a free frame in the arena."""
+        return self.start + self._free.pop() * self.num_bytes
+
+    def give(self, offset: int) -> None:
+        """Takes a frame back."""
+        self._free.append((offset - self.start) // self.num_bytes)
+
+
+class Run(NamedTuple):
+    """Chunks that are moved together: places [first, first + length) of a buffer, slots [slot, slot + length)."""
+
+    first: int
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The far chunks of one micro-batch, or of all that share some.
+
+    rows     int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
+    loads    runs that are read
+    stores   runs that the step fills, and that are written
+    """
+
+    rows: Int32s
+    loads: list[Run]
+    stores: list[Run]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an `OffloadedTable` has in memory.
+
+    num_open      frames of open chunks; if these have the codec of sealed ones, `num_near` frames are of both
+    num_near      further frames of sealed chunks
+    own_bytes     bytes of one buffer of a micro-batch; at least a layer of the longest sequence
+    shared_bytes  bytes of one buffer of shared chunks
+    """
+
+    num_open: int
+    num_near: int
+    own_bytes: int
+    shared_bytes: int
+
+    @staticmethod
+    def of(memory: int, sealed: Extents, open_: Extents | None, max_running: int, max_chunks: int) -> Room:
+        """Divides `memory` bytes. Raises ConfigError if they are too few.
+
+        open_       None: open chunks have the codec of sealed ones
+        max_chunks  chunks of the longest sequence
+        """
+        # A sequence has one open chunk, and two in a step that fills one and begins the next. Such steps are few if open
+        # chunks are sealed where they are.
+        num_open = max_running + max_running // 4 + 1 if open_ is None else 2 * max_running
+        frames = num_open * (sealed if open_ is None else open_).num_bytes
+        buffer = max_chunks * sealed.largest
+        least = frames + 4 * buffer
+        if memory < least:
+            raise ConfigError(
+                f"an offloaded cache needs at least {least} bytes of cache.memory for {max_running} sequences of"
+                f" {max_chunks * PAGE_TOKENS} tokens, and has {memory}; raise it, or lower scheduler.max_running or"
+                " model.max_context"
+            )
+        left = memory - least
+        # A micro-batch of many sequences wants large buffers; frames save what is read. Each gets half of what is left.
+        own = buffer + left // 4 // sealed.largest * sealed.largest
+        near = max(0, memory - frames - 2 * buffer - 2 * own) // sealed.num_bytes
+        return Room(num_open, near, own, buffer)
+
+
+class OffloadedTable(ChunkCounts):
+    """See the module. Chunks are not retained, transferred or shared by page.
+
+    Invariant between steps: a taken row has a frame, or all its bytes are in its slot, or it has no bytes yet.
+
+    near        share of the sealed chunks that stay in memory, as far as there are frames
+    num_layers_loaded, num_layers_stored  layers of chunks that were moved
+    arena, pages, positions, bases, masks, takes  as of `ChunkTable`, for kernels
+    """
+
+    def __init__(
+        self,
+        ledger: PageCounts,
+        num_layers: int,
+        num_heads: int,
+        open_codec: DenseCodec,
+        *sealed_codecs: Codec,
+        sinks: Sinks | None = None,
+        room: Room,
+        mover: Mover,
+        near: Share = ALL,
+    ) -> None:
+        super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks)
+        self.room, self.mover, self.near = room, mover, near
+        self.sealed = Extents(self.page_sizes(self.sealed_codec))
+        self._open = Extents(self.page_sizes(open_codec)) if self.encodes else self.sealed
+        sizes = room.own_bytes, room.own_bytes, room.shared_bytes, room.shared_bytes
+        own, other, shared, last = np.cumsum([0, *sizes])[:4].tolist()
+        self._own, self._shared = (own, other), (shared, last)
+        at = sum(sizes)
+        count = room.num_open if self.encodes else room.num_open + room.num_near
+        self._open_frames = Pool(at, self._open.num_bytes, count)
+        at += count * self._open.num_bytes
+        self._near_frames = self._open_frames
+        if self.encodes:
+            self._near_frames = Pool(at, self.sealed.num_bytes, room.num_near)
+            at += room.num_near * self.sealed.num_bytes
+        self._sidecars = Pool(at, max(UNIT, self.sidecar_bytes), self.capacity if sinks is not None else 0)
+        at += self._sidecars.count * self._sidecars.num_bytes
+        # Memory that is never touched is not taken.
+        self.arena = Arena(padded(max(at, UNIT)))
+        self._bytes = self.arena.data.numpy().data
+        self.pages = np.zeros((self.capacity, *self.shape), np.int32)
+        self.positions = np.full(self.pages.shape, -1, np.int32)
+        self.bases = np.full(self.capacity, -1, np.int32)
+        self.masks = np.zeros((0, *self.shape), np.uint64)
+        self._frames = np.full(self.capacity, NOWHERE, np.int64)
+        self._slots = np.full(self.capacity, NOWHERE, np.int64)
+        self._is_slot_free = np.ones(self.capacity, bool)
+        self._is_stored = np.zeros(self.capacity, bool)
+        self._is_sealed = np.zeros(self.capacity, bool)  # all its tokens are computed
+        self._used = np.zeros(self.capacity, np.int64)  # the step that used it last
+        self._step = 0
+        self._filled: list[int] = []  # chunks in frames that the last step filled
+        self._file_starts = np.cumsum(self.sealed.layer_bytes) * self.capacity - self.sealed.layer_bytes * self.capacity
+        self.num_layers_loaded = self.num_layers_stored = 0
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
+        chunks = super()._take(count, codec, sidecar, demand)
+        if sidecar:
+            self.sidecars[chunks[0]] = self._sidecars.take() // UNIT
+        return chunks
+
+    def give(self, chunks: Int32s) -> None:
+        """Gives chunks back, with their frames and slots."""
+        for row in chunks[self.sidecars[chunks] >= 0].tolist() if self.sinks is not None else ():
+            self._sidecars.give(int(self.sidecars[row]) * UNIT)
+        for row in chunks[self._frames[chunks] >= 0].tolist():
+            self._give_frame(row)
+        slots = self._slots[chunks]
+        self._is_slot_free[slots[slots >= 0]] = True
+        self._slots[chunks] = NOWHERE
+        self._is_stored[chunks] = self._is_sealed[chunks] = False
+        super().give(chunks)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies the bytes of a whole chunk to another one of the same codec."""
+        assert self._frames[target] < 0 and not self._is_stored[target], "the target has bytes"
+        self._step += 1
+        self._use([source, target])
+        self._take_frame(target)
+        at = int(self._frames[target])
+        if self._frames[source] >= 0:
+            start = int(self._frames[source])
+            self._bytes[at : at + self.sealed.num_bytes] = self._bytes[start : start + self.sealed.num_bytes]
+        else:
+            self._wait_for(self.mover.read(self._frame_parts(at, int(self._slots[source]))))
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def own_chunks(self) -> int:
+        """Most far chunks of a micro-batch."""
+        return self.room.own_bytes // self.sealed.largest
+
+    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Placed], Placed]:
+        """Prepares a step of some micro-batches, given by their slices: gives frames to chunks that must have one, and
+        decides which others are loaded and stored. Returns the far chunks of each micro-batch, and those of several.
+        """
+        self._step += 1
+        reads: list[Int32s] = []
+        fills: list[Int32s] = []
+        whole: list[int] = []  # chunks that must have a frame: open ones, before or after this step
+        full: list[int] = []  # chunks that end with their last row
+        self._is_sealed[[row for row in self._filled if self._frames[row] >= 0]] = True
+        for slices in batches:
+            read, filled = [], []
+            for piece in slices:
+                end, begun = piece.start + piece.num_rows, piece.start // PAGE_TOKENS
+                chunks = piece.chunks[: -(-end // PAGE_TOKENS)]
+                if piece.filled >= 0:
+                    whole.append(piece.filled)
+                elif piece.start % PAGE_TOKENS:
+                    whole.append(int(chunks[begun]))
+                    begun += 1
+                if end % PAGE_TOKENS:
+                    whole.append(int(chunks[-1]))
+                elif not self.encodes:
+                    full.append(int(chunks[-1]))
+                read.append(chunks[:begun])
+                filled.append(chunks[begun:])
+            reads.append(_distinct(read))
+            fills.append(_distinct(filled))
+        used = _distinct([*reads, *fills, np.array(whole, np.int32)])
+        self._use(used)
+        self._is_sealed[whole] = False
+        self._retire()
+        for row in dict.fromkeys(whole):
+            if self._frames[row] < 0:
+                self._bring(row)
+        for row in (row for rows in fills for row in rows.tolist()):
+            if self._frames[row] < 0 and not self._is_sealed[row]:
+                self._begin(row)
+        self._is_sealed[used] = True
+        self._is_sealed[whole] = False
+        self._filled = [row for row in full if not self._is_sealed[row]]
+        return self._placed(reads, fills)
+
+    def load(self, layer: int, batch: int, num_batches: int, placed: Placed, *after: Ticket) -> Ticket:
+        """Starts to load a layer of the far chunks of a micro-batch."""
+        start = self._own[(layer * num_batches + batch) % 2]
+        return self.mover.read(self._parts(layer, start, placed.loads), *after)
+
+    def store(self, layer: int, batch: int, num_batches: int, placed: Placed) -> Ticket:
+        """Starts to store the chunks that a micro-batch has filled in a layer."""
+        start = self._own[(layer * num_batches + batch) % 2]
+        return self.mover.write(self._parts(layer, start, placed.stores))
+
+    def load_shared(self, layer: int, placed: Placed, *after: Ticket) -> Ticket:
+        """Starts to load a layer of the chunks that several micro-batches read."""
+        return self.mover.read(self._parts(layer, self._shared[layer % 2], placed.loads), *after)
+
+    def buffer(self, layer: int, batch: int, num_batches: int) -> memoryview:
+        """The buffer of a micro-batch in a layer."""
+        start = self._own[(layer * num_batches + batch) % 2]
+        return self._bytes[start : start + self.room.own_bytes]
+
+    @property
+    def near_share(self) -> float:
+        """The share of the sealed chunks that have a frame."""
+        count = int(self._is_sealed.sum())
+        return float((self._frames[self._is_sealed] >= 0).sum() / count) if count else 1.0
+
+    def check(self) -> None:
+        """See ChunkCounts.check. Also proves that frames, slots and sidecars have one owner each."""
+        super().check()
+        taken = self._is_taken()
+        assert (self._frames[~taken] < 0).all() and (self._slots[~taken] < 0).all(), "a free chunk has memory"
+        frames, slots = self._frames[self._frames >= 0], self._slots[self._slots >= 0]
+        assert len(np.unique(frames)) == len(frames) and len(np.unique(slots)) == len(slots), "two owners"
+        pools = {self._open_frames, self._near_frames}
+        assert len(frames) == sum(pool.count - pool.num_free for pool in pools), "a frame is lost"
+        assert len(slots) == len(self._is_slot_free) - int(self._is_slot_free.sum()), "a slot is lost"
+        lost = self._is_sealed & (self._frames < 0) & ~self._is_stored
+        assert not lost.any(), f"{int(lost.sum())} chunks have lost their bytes"
+
+    # ---- frames ----------------------------------------------------------------------------------------------------
+
+    def _use(self, rows: Iterable[int] | Int32s) -> None:
+        self._used[np.asarray(rows, np.int64)] = self._step
+
+    def _pool(self, row: int) -> Pool:
+        return self._near_frames if self.kinds[row] == self.sealed_codec.kernel_id else self._open_frames
+
+    def _take_frame(self, row: int) -> None:
+        """Gives a row a frame. Sealed chunks make room, those that were not used for longest first."""
+        pool = self._pool(row)
+        if not pool.num_free:
+            others = (self._frames >= 0) & (self._is_sealed | (self._used < self._step))
+            others &= self.kinds == self.sealed_codec.kernel_id
+            if pool is not self._near_frames or not others.any():
+                raise CacheFullError("the offloaded cache has no frame left for an open chunk; raise cache.memory")
+            self._spill([int(np.flatnonzero(others)[np.argmin(self._used[others])])])
+        at = pool.take()
+        self._frames[row] = at
+        extents = self.sealed if pool is self._near_frames else self._open
+        self.pages[row] = (at + extents.starts[:, None] + extents.heads) // UNIT
+
+    def _give_frame(self, row: int) -> None:
+        self._pool(row).give(int(self._frames[row]))
+        self._frames[row] = NOWHERE
+
+    def _bring(self, row: int) -> None:
+        """Gives a frame to a chunk that must have one, with its bytes if it has any."""
+        self._take_frame(row)
+        if self._is_stored[row]:
+            self._wait_for(self.mover.read(self._frame_parts(int(self._frames[row]), int(self._slots[row]))))
+            self._is_stored[row] = False  # its tokens will change
+
+    def _begin(self, row: int) -> None:
+        """Gives a new sealed chunk a frame if the share of near chunks allows it, else a slot."""
+        pool = self._near_frames
+        spare = pool.num_free - (0 if self.encodes else self._reserved)
+        if spare > 0 and self._num_near + 1 <= self.near * (self._num_sealed + 1):
+            self._take_frame(row)
+        elif self._slots[row] < 0:
+            self._slots[row] = self._free_slots(1)[0]
+
+    @property
+    def _reserved(self) -> int:
+        """Frames that open chunks may still ask for."""
+        return max(0, self.room.num_open - int(((self._frames >= 0) & ~self._is_sealed).sum()))
+
+    @property
+    def _num_sealed(self) -> int:
+        return int(self._is_sealed.sum())
+
+    @property
+    def _num_near(self) -> int:
+        return int((self._is_sealed & (self._frames >= 0)).sum())
+
+    def _retire(self) -> None:
+        """Stores the chunks that were open in frames and are sealed now, as far as the share of near chunks asks."""
+        if self.encodes:
+            return  # sealed chunks have other rows than open ones
+        excess = self._num_near - min(int(self.near * self._num_sealed), self.room.num_near)
+        if excess > 0:
+            held = np.flatnonzero(self._is_sealed & (self._frames >= 0))
+            held = held[np.argsort(self._used[held], kind="stable")]
+            self._spill(held[:excess].tolist())
+
+    def _spill(self, rows: list[int]) -> None:
+        """Stores chunks and gives their frames back."""
+        new = [row for row in rows if self._slots[row] < 0]
+        self._slots[new] = self._free_slots(len(new))
+        parts = [part for row in rows for part in self._frame_parts(int(self._frames[row]), int(self._slots[row]))]
+        self.num_layers_stored += len(parts)
+        self.mover.write(parts).wait()
+        self._is_stored[rows] = True
+        for row in rows:
+            self._give_frame(row)
+
+    def _wait_for(self, ticket: Ticket) -> None:
+        self.num_layers_loaded += self.shape[0]
+        ticket.wait()
+
+    # ---- the file --------------------------------------------------------------------------------------------------
+
+    def _free_slots(self, count: int) -> Int64s:
+        """Takes slots, next to each other if there are such."""
+        free = np.flatnonzero(self._is_slot_free)
+        assert len(free) >= count, "there are more chunks than slots"
+        found = free[:count]
+        if count > 1:
+            together = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+            if len(together):
+                found = free[together[0] : together[0] + count]
+        self._is_slot_free[found] = False
+        return found
+
+    def _frame_parts(self, frame: int, slot: int) -> Iterator[Part]:
+        for layer, size in enumerate(self.sealed.layer_bytes.tolist()):
+            at = frame + int(self.sealed.starts[layer])
+            yield Part(int(self._file_starts[layer]) + slot * size, self._bytes[at : at + size])
+
+    def _parts(self, layer: int, start: int, runs: list[Run]) -> Iterator[Part]:
+        size, base = int(self.sealed.layer_bytes[layer]), int(self._file_starts[layer])
+        for first, slot, count in runs:
+            at = start + first * size
+            yield Part(base + slot * size, self._bytes[at : at + count * size])
+
+    # ---- far chunks ------------------------------------------------------------------------------------------------
+
+    def _placed(self, reads: list[Int32s], fills: list[Int32s]) -> tuple[list[Placed], Placed]:
+        """Names the places of far chunks in the buffers."""
+        far = [rows[self._frames[rows] < 0] for rows in reads]
+        every = np.concatenate(far)
+        rows, times = np.unique(every, return_counts=True)
+        common = self._by_slot(rows[times > 1])
+        if len(common) * self.sealed.largest > self.room.shared_bytes:
+            raise CacheFullError(
+                f"{len(common)} chunks on the disk are shared by several micro-batches, and there is room for"
+                f" {self.room.shared_bytes // self.sealed.largest}; raise cache.memory"
+            )
+        layers = np.arange(self.shape[0])
+        shared = Placed(common, _runs(self._slots[common]), [])
+        self._name(common, np.array(self._shared)[layers % 2])
+        found = []
+        for batch, (read, fill) in enumerate(zip(far, fills, strict=True)):
+            own = self._by_slot(np.setdiff1d(read, common))
+            new = self._by_slot(fill[self._frames[fill] < 0])
+            assert len(own) + len(new) <= self.own_chunks, f"{len(own)} and {len(new)} chunks, room {self.own_chunks}"
+            both = np.concatenate((own, new))
+            stores = [Run(first + len(own), slot, count) for first, slot, count in _runs(self._slots[new])]
+            found.append(Placed(both, _runs(self._slots[own]), stores))
+            self._name(both, np.array(self._own)[(layers * len(far) + batch) % 2])
+            self._is_stored[new] = True  # by the end of the step
+        self.num_layers_loaded += self.shape[0] * (len(common) + sum(len(each.rows) for each in found))
+        new_rows = sum(run.length for each in found for run in each.stores)
+        self.num_layers_loaded -= self.shape[0] * new_rows
+        self.num_layers_stored += self.shape[0] * new_rows
+        return found, shared
+
+    def _by_slot(self, rows: Int32s) -> Int32s:
+        assert (self._slots[rows] >= 0).all(), "a chunk is neither in memory nor in the file"
+        return rows[np.argsort(self._slots[rows])]
+
+    def _name(self, rows: Int32s, starts: Int64s) -> None:
+        """Puts the pages of rows at the beginning of the buffers that start at `starts`, [L]."""
+        places = np.arange(len(rows))[:, None] * self.sealed.layer_bytes + starts
+        self.pages[rows] = (places[:, :, None] + self.sealed.heads) // UNIT
+
+
+def _distinct(parts: Sequence[NDArray[np.int32]]) -> Int32s:
+    return np.unique(np.concatenate([np.empty(0, np.int32), *parts]))
+
+
+def _runs(slots: Int64s) -> list[Run]:
+    """Rising slots as runs."""
+    if not len(slots):
+        return []
+    begins: Bools = np.append(True, slots[1:] != slots[:-1] + 1)
+    first = np.flatnonzero(begins)
+    counts = np.diff(np.append(first, len(slots)))
+    return [Run(*each) for each in zip(first.tolist(), slots[first].tolist(), counts.tolist(), strict=True)]
