@@ -118,8 +118,8 @@ class Room:
         open_       None: open chunks have the codec of sealed ones
         max_chunks  chunks of the longest sequence
         """
-        # A sequence has one open chunk, and two in a step that fills one and begins the next. Such steps are few if open
-        # chunks are sealed where they are.
+        # A sequence has one open chunk, and two in a step that fills one and begins the next. If open chunks are sealed
+        # where they are, such steps are few.
         num_open = max_running + max_running // 4 + 1 if open_ is None else 2 * max_running
         frames = num_open * (sealed if open_ is None else open_).num_bytes
         buffer = max_chunks * sealed.largest
