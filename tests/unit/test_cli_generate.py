@@ -490,6 +490,19 @@ def test_failures_of_other_inputs_stay(failing, files, capsys):
     assert "NaN" in answers["a"]["error"] and answers["b"]["text"] == "x" and len(read_all(files[1])) == 2
 
 
+def test_with_offloading_prompts_that_begin_alike_are_neighbours(fake, files):
+    prompts = ["the cat", "a dog", "the cow", "a dove", "the cat sat", "zebra"]
+    write(files[0], {"prompt_token_ids": [1], "id": "ids"}, *({"prompt": prompt} for prompt in prompts))
+    fake.config = type(fake.config).from_options({"offload.mode": "auto", "scheduler.max_running": 100})
+    assert generate(files) == 0
+    given = [prompt["prompt_token_ids"] for prompt in fake.prompts]
+    assert given == sorted(given) and len(given) == 7
+    assert {read(files[1])[n]["text"] for n in range(1, 8) if n > 1} == set(prompts)
+
+
+PROGRESS = r"quire: [0-5]/5 done, \d+ tokens/s(, \d+ s left)?"
+
+
 def test_without_a_terminal_progress_is_a_line_now_and_then(fake, files, capsys, monkeypatch):
     write(files[0], *({"prompt": "abcd"} for _ in range(5)))
     assert generate(files) == 0
@@ -500,7 +513,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(fake, files, capsys,
     fake.step_seconds = 0.01
     assert generate(files) == 0
     *progress, summary = capsys.readouterr().err.splitlines()
-    assert len(progress) >= 3 and all(re.fullmatch(r"quire: [0-5]/5 done, \d+ tokens/s", line) for line in progress)
+    assert len(progress) >= 3 and all(re.fullmatch(PROGRESS, line) for line in progress)
     assert summary.startswith("5 done")
 
 

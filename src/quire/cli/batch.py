@@ -21,7 +21,8 @@ from io import FileIO
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.cli.batch_lines import Line, read_input
+from quire.cli.batch_lines import PROMPT_KEYS, Line, read_input
+from quire.cli.forecast import Forecast, told
 from quire.cli.shared import PLAIN_SECONDS, progress_bar
 from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError, RequestError
 
@@ -63,6 +64,11 @@ class Batch:
         self.num_tokens = 0
         self.seconds = 0.0
         self._num_running = 0
+        self._begun = 0.0
+        self._forecast = Forecast()
+        self._num_answered = 0  # lines with a first token
+        self._prompt_tokens = 0  # of those
+        self._wanted_tokens = 0  # tokens that finished lines had
 
     def __enter__(self) -> Self:
         return self
@@ -76,12 +82,17 @@ class Batch:
         """Generates every line and writes each answer as it finishes. Raises QuireError if an answer cannot be
         written.
         """
-        begun = time.monotonic()
+        self._begun = begun = time.monotonic()
+        num_first = FIRST_LINES
+        if llm.config.offload.is_on:
+            # A block is loaded and stored as a whole, and neighbours share what they begin with.
+            self.todo = deque(sorted(self.todo, key=lambda line: self._tokens_of(llm, line)))
+            num_first = llm.config.scheduler.max_running
         with self._progress(len(self.todo)) as (seconds, show):
             ticker = asyncio.create_task(_repeat(seconds, show))
             try:
                 async with asyncio.TaskGroup() as group:
-                    self._start(FIRST_LINES, llm, group)
+                    self._start(num_first, llm, group)
             except ExceptionGroup as group_error:
                 raise group_error.exceptions[0] from None
             finally:
@@ -122,18 +133,30 @@ class Batch:
         self._num_running -= 1
         self._start(GROWTH, llm, group)
 
+    @staticmethod
+    def _tokens_of(llm: AsyncLLM, line: Line) -> list[int]:
+        """The tokens of a line's prompt, which replace it; none if it is refused later."""
+        try:
+            prompt = _in_tokens(llm, line.prompt)
+        except RequestError:
+            return []
+        line.prompt.clear()
+        line.prompt.update(prompt)
+        ids: list[int] = prompt["prompt_token_ids"]
+        return ids
+
     async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
         """The answer to one line, without its id."""
-        prompt = dict(line.prompt)
-        if "messages" in prompt:
-            text = llm.tokenizer.chat(prompt.pop("messages"), add_generation_prompt=True)
-            prompt |= {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
+        prompt = dict(line.prompt) if "messages" not in line.prompt else _in_tokens(llm, line.prompt)
         num_choices = line.params.n
         choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
         usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         while True:
             try:
                 async for item in llm.generate(prompt, line.params):
+                    if not usage["prompt_tokens"]:
+                        self._num_answered += 1
+                        self._prompt_tokens += len(item.prompt_token_ids) - item.num_cached_tokens
                     usage["prompt_tokens"] = len(item.prompt_token_ids)
                     usage["cached_tokens"] = item.num_cached_tokens
                     usage["cached_tokens_by_tier"] = dict(item.cached_by_tier)
@@ -158,16 +181,27 @@ class Batch:
             except QueueFullError as error:
                 # A full queue refuses a request before anything is generated.
                 await asyncio.sleep(error.retry_after)
+        self._wanted_tokens += usage["completion_tokens"]
         answer = choices[0] if num_choices == 1 else {"choices": choices}
         return answer | {"usage": usage}
+
+    def _left(self, total: int) -> float | None:
+        """Seconds for the lines that are left, if they are like those before them."""
+        if not self.num_done or not self._num_answered:
+            return None
+        prompts = (total - self._num_answered) * self._prompt_tokens / self._num_answered
+        tokens = total * self._wanted_tokens / self.num_done - self.num_tokens
+        return self._forecast.left(prompts, max(0.0, tokens))
 
     @contextlib.contextmanager
     def _progress(self, total: int) -> Iterator[tuple[float, Callable[[], None]]]:
         """Shows the progress on stderr. Yields (interval in seconds, update function)."""
-        begun = time.monotonic()
 
         def speed() -> str:
-            return f"{self.num_tokens / max(time.monotonic() - begun, 1e-9):.0f} tokens/s"
+            seconds = max(time.monotonic() - self._begun, 1e-9)
+            self._forecast.note(seconds, self._prompt_tokens, self.num_tokens)
+            left = self._left(total)
+            return f"{self.num_tokens / seconds:.0f} tokens/s" + ("" if left is None else f", {told(left)} left")
 
         # On a terminal that shows both, a bar would break up the answers.
         if not sys.stderr.isatty() or (self._out.name == "-" and os.isatty(self._out.fileno())):
@@ -184,6 +218,17 @@ class Batch:
                 yield BAR_SECONDS, lambda: bar.update(task, completed=self.num_done, speed=speed())
             finally:
                 bar.update(task, completed=self.num_done, speed=speed())
+
+
+def _in_tokens(llm: AsyncLLM, prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt of any kind, with its hints, as one of tokens. Raises RequestError."""
+    hints = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
+    if "messages" in prompt:
+        text = llm.tokenizer.chat(prompt["messages"], add_generation_prompt=True)
+        return hints | {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
+    if "prompt" in prompt:
+        return hints | {"prompt_token_ids": llm.tokenizer.encode(prompt["prompt"])}
+    return dict(prompt)
 
 
 async def _repeat(seconds: float, call: Callable[[], None]) -> None:
