@@ -8,9 +8,10 @@ cgroup of its own with 1.7 GB, so that weights cannot all be in memory. The cgro
 64 random tokens, answers 16 tokens. Sides take turns; in each turn a side starts, warms up, and answers every batch
 size. llama.cpp has batch 1 only.
 
-`resident` is Quire outside of the cgroup with all weights in memory. From its times and from the disk's bandwidth,
-measured before and after each turn, follows the floor: every pass takes at least as long as its computing and as
-reading what is not in memory. `of floor` is the floor's seconds divided by the measured ones.
+`resident` is Quire outside of the cgroup with all weights in memory. From its times and from the seconds of reading the
+layers without computing, measured before and after each batch size in the same process, follows the floor: every pass
+takes at least as long as its computing and as reading what is not in memory. `of floor` is the floor's seconds divided
+by the measured ones.
 
 `4 bits` are sides that need no disk: the same weights in 4 bits, Quire's and llama.cpp's (with --llama-4bit), in the
 same cgroup.
@@ -36,7 +37,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ SHAPE = {
 PROMPT, OUTPUT = 64, 16
 LAYERS_IN_RAM = 5
 """Of accelerate: more do not fit beside its own buffers."""
-READ_BYTES = 1 << 30
-"""Read to measure the disk."""
+LOADS = 2
+"""Passes of reading alone, before and after each batch size; the faster two count."""
 
 
 def make_model(folder: Path) -> Path:
@@ -155,16 +155,30 @@ def child_quire(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
             assert all(len(each.outputs[0].token_ids) == tokens for each in found)
             return time.perf_counter() - begun
 
+        def load_seconds() -> float:
+            """Of reading all layers that are not in memory, as the stream reads them, without computing."""
+            if stream is None:
+                return 0.0
+            begun = time.perf_counter()
+            for _ in range(LOADS):
+                stream.begin()
+                for layer in range(SHAPE["num_hidden_layers"]):
+                    stream.take(layer)
+                    stream.give(layer)
+            return (time.perf_counter() - begun) / LOADS
+
         run(prompts_of(1, -1), 2)
         for batch in given["batches"]:
+            loads = [load_seconds()]
             prefill = run(prompts_of(batch, given["seed"] + 1000), 1)
             before = (stream.bytes_read, stream.wait_seconds) if stream else (0, 0.0)
             seconds = run(prompts_of(batch, given["seed"]), OUTPUT)
             after = (stream.bytes_read, stream.wait_seconds) if stream else (0, 0.0)
+            loads.append(load_seconds())
             streamed = model.weights.streamed_bytes if stream else 0
             yield {
                 "batch": batch, "seconds": seconds, "prefill": prefill, "streamed": streamed,
-                "read": after[0] - before[0], "waited": after[1] - before[1],
+                "read": after[0] - before[0], "waited": after[1] - before[1], "load": min(loads), "loads": loads,
             }  # fmt: skip
 
 
@@ -348,29 +362,9 @@ def ask_llama(port: int, prompt: Sequence[int], tokens: int) -> None:
         assert json.load(answer)["tokens_predicted"] == tokens
 
 
-def disk_speed(file: Path) -> float:
-    """Bytes per second of reading a file past the page cache, with two threads and 4 MiB a request."""
-    from quire.stores.direct import REQUEST_BYTES, Buffer, DirectFile, allows_direct
-
-    opened = DirectFile(file, is_direct=allows_direct(file.parent))
-    size = min(READ_BYTES, file.stat().st_size) // REQUEST_BYTES * REQUEST_BYTES
-    buffers = threading.local()
-
-    def read(offset: int) -> None:
-        if not hasattr(buffers, "own"):
-            buffers.own = Buffer()
-        opened.read(buffers.own.view(REQUEST_BYTES), offset, lambda num_bytes: None)
-
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(read, range(0, size, REQUEST_BYTES)))
-    opened.close()
-    return size / (time.perf_counter() - begun)
-
-
-def floor_seconds(row: dict[str, Any], resident: dict[str, Any], speed: float) -> float:
+def floor_seconds(row: dict[str, Any], resident: dict[str, Any]) -> float:
     """The least seconds of a batch: each pass computes, and reads what is not in memory."""
-    load = row["streamed"] / speed
+    load = row["load"]
     step = (resident["seconds"] - resident["prefill"]) / (OUTPUT - 1)
     return max(resident["prefill"], load) + (OUTPUT - 1) * max(step, load)
 
@@ -384,7 +378,7 @@ def main() -> int:
     parser.add_argument("--sides", default="quire,accelerate,llama.cpp,quire 4 bits,llama.cpp 4 bits")
     parser.add_argument("--batches", default="1,8,32", help="sequences at once (default: 1,8,32)")
     parser.add_argument("--memory", type=int, default=1_700_000_000, help="bytes of the cgroup (default: 1.7e9)")
-    parser.add_argument("--offload-memory", default="800MiB", help="of Quire's weights (default: 800MiB)")
+    parser.add_argument("--offload-memory", default="1000MiB", help="of Quire's weights (default: 1000MiB)")
     parser.add_argument("--cache-memory", default="160MiB", help="of Quire's cache (default: 160MiB)")
     parser.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"))
     parser.add_argument("--llama-server", type=Path, help="a llama-server; without it llama.cpp is left out")
@@ -423,8 +417,6 @@ def main() -> int:
         for side in order:
             drop_page_cache(given.work)
             cage = Cage(cgroup, given.memory)
-            image = next((given.work / "cache").rglob("*.image"), None)
-            speeds = [disk_speed(image)] if image is not None and side == "quire" else []
             try:
                 if side in files:
                     rows = turn_of_llama(given, files[side], number, cage)
@@ -432,10 +424,6 @@ def main() -> int:
                     rows = turn_of(given, side, number, cage)
             finally:
                 cage.close()
-            if side == "quire" and (image := next((given.work / "cache").rglob("*.image"), None)) is not None:
-                speeds.append(disk_speed(image))
-                for row in rows:
-                    row["speeds"] = speeds
             keep(side, rows)
     shutil.rmtree(given.work / "accelerate", ignore_errors=True)
     report(given, results, load)
@@ -454,12 +442,7 @@ def rates_of(results: Turns, side: str, batch: int) -> list[float]:
 def shares_of_floor(results: Turns, batch: int) -> list[float]:
     """The floor's seconds divided by Quire's, of every turn."""
     pairs = zip(results.get(("quire", batch), []), results.get(("resident", batch), []), strict=False)
-    return [floor_seconds(row, whole, mean(row["speeds"])) / row["seconds"] for row, whole in pairs]
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
-    return sum(values) / max(1, len(values))
+    return [floor_seconds(row, whole) / row["seconds"] for row, whole in pairs]
 
 
 def marks_of(results: Turns) -> list[Mark]:
@@ -481,7 +464,7 @@ def report(given: argparse.Namespace, results: Turns, load: OtherLoad) -> None:
     rows = []
     for (side, batch), turns in results.items():
         of_floor = median(shares_of_floor(results, batch)) if side == "quire" else None
-        speed = mean(turns[-1].get("speeds", []))
+        speed = median(row["streamed"] / row["load"] for row in turns) if turns[0].get("load") else 0.0
         rows.append(
             [
                 side,
