@@ -31,7 +31,14 @@ from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
-from quire.engine.offloading import in_micro_batches, load_with_offload, offloaded_table, room_on_disk, with_offload
+from quire.engine.offloading import (
+    in_micro_batches,
+    load_with_offload,
+    offload_counters,
+    offloaded_table,
+    room_on_disk,
+    with_offload,
+)
 from quire.engine.runner import Decode, LocalRunner
 from quire.engine.sampler import Sampler
 from quire.engine.scheduler import Scheduler, check_budget
@@ -388,6 +395,7 @@ def assemble(
         eos_token_ids=eos,
         namespace=namespace_of(config, shape, model_id, calibration),
         tiers=tiers,
+        offloaded=offload_counters(model, far) if config.offload.is_on else None,
         context_limit=_context_limit(fits, shape),
     )
 

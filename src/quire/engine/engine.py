@@ -46,6 +46,7 @@ class Engine:
 
     namespace      what must be equal, besides a salt, for two requests to share pages
     tiers          stores of the cache, which end with the engine; None: there are none
+    offloaded      counters of what is on the disk instead of in memory; None: nothing is
     context_limit  the origin of max_context, for messages: a setting, or the model's own limit
     clock          seconds, monotonic; measures latencies, and ends pins and lifetimes
     """
@@ -60,6 +61,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         namespace: Namespace = NOBODY,
         tiers: Tiers | None = None,
+        offloaded: Callable[[], dict[str, Any]] | None = None,
         context_limit: str = "model.max_context",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,6 +69,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.max_context = max_context
+        self.offloaded = offloaded
         self.context_limit = context_limit
         self.eos_token_ids = eos_token_ids
         self.namespace = namespace
@@ -184,6 +187,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "cache": scheduler.manager.stats(),
             **self.moving.stats(),
+            **({} if self.offloaded is None else {"offload": self.offloaded()}),
         }
 
     def idle(self) -> float | None:

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -174,3 +174,23 @@ def in_micro_batches(
         return attention
     assert isinstance(attention, CpuAttention)
     return BlockAttention(attention, size or config.scheduler.max_running, table, padded_rows)
+
+
+def offload_counters(model: Model, table: OffloadedTable | None) -> Callable[[], dict[str, Any]]:
+    """What `LLM.stats` says of offloading."""
+    from quire.offload.model import OffloadedModel
+
+    assert isinstance(model, OffloadedModel)
+    stream, states = model.stream, model.states
+
+    def counters() -> dict[str, Any]:
+        found = {
+            "weights_near": model.weights.split.shares[0],
+            "weights_loads": stream.num_loads,
+            "weights_bytes_read": stream.bytes_read,
+            "weights_wait_seconds": stream.wait_seconds,
+            "hidden_near": 1 - states.far_share,
+        }
+        return found if table is None else found | table.stats()
+
+    return counters

@@ -302,6 +302,14 @@ class OffloadedTable(ChunkCounts):
         count = int(self._is_sealed.sum())
         return float((self._frames[self._is_sealed] >= 0).sum() / count) if count else 1.0
 
+    def stats(self) -> dict[str, float]:
+        """See `LLM.stats`."""
+        return {
+            "cache_near": self.near_share,
+            "cache_bytes_read": self.mover.bytes_read,
+            "cache_bytes_written": self.mover.bytes_written,
+        }
+
     def check(self) -> None:
         """See ChunkCounts.check. Also proves that frames, slots and sidecars have one owner each."""
         super().check()

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.server.tier_metrics import tier_metrics
+from quire.server.tier_metrics import offload_metrics, tier_metrics
 
 if TYPE_CHECKING:
     from quire.engine.outputs import RequestOutput
@@ -226,3 +226,4 @@ class _EngineCollector(Collector):
             cache["bytes_retention_freed"],
         )
         yield from tier_metrics(stats)
+        yield from offload_metrics(stats)

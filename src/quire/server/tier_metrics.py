@@ -1,4 +1,4 @@
-"""The metrics of tiers, from the engine's counters at the scrape. None of them is there without tiers."""
+"""The metrics of tiers and of offloading, from the engine's counters at the scrape. None is there without them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ _MOVES = {
     "failed_transfers": ("quire_failed_fetches", "Fetches that ended with an error; their chunks were computed."),
     "lost": ("quire_lost_chunks", "Evicted chunks that no tier took."),
 }
+_OFFLOADED = {
+    "weights_bytes_read": ("quire_offload_weights_read_bytes", "Bytes of weights read from the disk."),
+    "weights_wait_seconds": ("quire_offload_wait_seconds", "Seconds that computing waited for weights."),
+    "cache_bytes_read": ("quire_offload_cache_read_bytes", "Bytes of the offloaded cache read from the disk."),
+    "cache_bytes_written": ("quire_offload_cache_written_bytes", "Bytes of the cache written to the disk."),
+}
+
+
+def offload_metrics(stats: Mapping[str, Any]) -> Iterable[Metric]:
+    """The metrics of offloading; none without it."""
+    for field, value in stats.get("offload", {}).items():
+        if field in _OFFLOADED:
+            yield CounterMetricFamily(*_OFFLOADED[field], value)
 
 
 def tier_metrics(stats: Mapping[str, Any]) -> Iterable[Metric]:
