@@ -158,12 +158,16 @@ class Rates:
     product_flops     operations per second of matrix products on the first tier
     attention_flops   the same of attention on the first tier
     far_flops         the same of attention on the second tier, where its bytes are; 0: it cannot be computed there
+    passes            passes over the layers in which the phase, or a step of it, loads the weights
+    fixed_seconds     of a layer, beside products and attention; of all these passes together
     """
 
     links: tuple[Link, ...]
     product_flops: float
     attention_flops: float
     far_flops: float = 0.0
+    passes: float = 1.0
+    fixed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,8 @@ class Options:
     working_sum        whether the scratch of all stages is held at once (the public code) instead of the largest
     early_cpu_cache    whether the second tier needs room for the whole cache already while prompts are computed
     hidden_on_last     whether activations may have homes on the last tier
+    cache_on_last      whether the cache may
+    exposed            with Form.MAX: share of every other stage that the slowest one does not hide
     """
 
     form: Form = Form.MAX
@@ -202,6 +208,8 @@ class Options:
     working_sum: bool = False
     early_cpu_cache: bool = True
     hidden_on_last: bool = True
+    cache_on_last: bool = True
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -292,11 +300,12 @@ class CostModel:
         for index, link in enumerate(rates.links):
             up, down = self._link_names(index)
             weights, activations = self.beyond(Kind.WEIGHTS, index), self.beyond(Kind.HIDDEN, index) * hidden
-            found[up] = weights * (sizes.layer_bytes / link.up.weights) + activations / link.up.hidden
+            loaded = sizes.layer_bytes * rates.passes
+            found[up] = weights * (loaded / link.up.weights) + activations / link.up.hidden
             found[down] = self.beyond(Kind.CACHE, index) * (stored / link.down.cache) + activations / link.down.hidden
         products = work.computed_tokens(self.block) * sizes.layer_flops / rates.product_flops
         attention = work.pairs(self.block) * sizes.pair_flops / rates.attention_flops
-        found["compute"] = self.constant(products + attention)
+        found["compute"] = self.constant(products + attention + rates.fixed_seconds)
         return found
 
     def decode_stages(self) -> dict[str, Linear]:
@@ -313,7 +322,7 @@ class CostModel:
             if index == 0:
                 loaded = loaded - self.attended
             found[up] = (
-                self.beyond(Kind.WEIGHTS, index) * (sizes.layer_bytes / link.up.weights)
+                self.beyond(Kind.WEIGHTS, index) * (sizes.layer_bytes * rates.passes / link.up.weights)
                 + loaded * (read / link.up.cache)
                 + activations / link.up.hidden
             )
@@ -322,7 +331,8 @@ class CostModel:
                 written = written - self.attended  # the paper counts neither their queries nor their new keys
             found[down] = written * (stored / link.down.cache) + activations / link.down.hidden
         pairs = work.attended_tokens(self.block, middle) * sizes.pair_flops
-        compute = self.constant(self.block * sizes.layer_flops / rates.product_flops + pairs / rates.attention_flops)
+        products = self.block * sizes.layer_flops / rates.product_flops
+        compute = self.constant(products + pairs / rates.attention_flops + rates.fixed_seconds)
         if rates.far_flops:
             compute = compute + self.attended * (pairs / rates.far_flops - pairs / rates.attention_flops)
         found["compute"] = compute
@@ -332,7 +342,7 @@ class CostModel:
         """Lower bounds of a layer's seconds while prompts are computed; the largest is the time."""
         stages = self.prefill_stages()
         if self.options.form is Form.MAX:
-            return stages
+            return self._slowest(stages)
         ups, downs = zip(*(self._link_names(index) for index in range(self.num_tiers - 1)), strict=True)
         return {
             " + ".join(ups): sum((stages[name] for name in ups), self.constant(0)),
@@ -344,9 +354,17 @@ class CostModel:
         """The same while tokens are generated."""
         stages = self.decode_stages()
         if self.options.form is Form.MAX:
-            return stages
+            return self._slowest(stages)
         first, _ = self._link_names(0)
         return {f"{first} + {name}": stages[first] + stages[name] for name in stages if name != first}
+
+    def _slowest(self, stages: dict[str, Linear]) -> dict[str, Linear]:
+        """Bounds of stages that overlap, but for the exposed share of the faster ones."""
+        exposed = self.options.exposed
+        if not exposed:
+            return stages
+        total = sum(stages.values(), self.constant(0))
+        return {name: stage * (1 - exposed) + total * exposed for name, stage in stages.items()}
 
     def head_seconds(self) -> float:
         """Seconds of the output head in one step of a block."""

@@ -200,6 +200,8 @@ def _solve(model: CostModel, attended: bool, open_tiers: Sequence[int] | None = 
     within: list[tuple[float, float | None]] = [(0.0, 1.0)] * variables
     if not model.options.hidden_on_last and tiers > 1:
         within[3 * tiers - 1] = (0.0, 0.0)
+    if not model.options.cache_on_last and tiers > 1:
+        within[2 * tiers - 1] = (0.0, 0.0)
     if not model.machine.decode.far_flops or tiers < 3:
         within[3 * tiers] = (0.0, 0.0)
     if open_tiers is None:

@@ -1,0 +1,206 @@
+"""Plans on a profile: the placement with the highest throughput on this machine, and what to expect of a placement.
+
+The cost model is `quire.offload.costs` with the tiers cpu and disk. Its rates come from the profile's tables: they are
+constants for one micro-batch and phase, so each block size has a linear program of its own. Layers are visited once a
+step. While a layer computes, the weights of the next one are read, so that the slower of both counts, and the fitted
+share of the faster one. The output head and the work between two passes count as computing: the disk goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
+from quire.offload.policy import BATCHES, PlanError, best, lacks_of, search
+from quire.offload.policy import predict as predict_with
+from quire.offload.units import TIERS
+
+if TYPE_CHECKING:
+    from quire.offload.costs import Policy, Sizes, Workload
+    from quire.offload.policy import Found, Prediction
+    from quire.offload.profile import Profile
+
+MEASURED_TIERS = TIERS[1:]
+"""Tiers of a profile: cpu and disk."""
+
+MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
+"""Sizes of a micro-batch that are tried."""
+
+UNLIMITED = (float("inf"), float("inf"))
+
+
+def prompt_passes(prompts: Sequence[int], budget: int) -> list[int]:
+    """Prompt rows of each pass until all prompts are computed, as the scheduler divides them.
+
+    prompts  tokens of each, in the order of admission
+    budget   scheduler.token_budget: most rows of a pass. Rows that decode come first
+    """
+    left, passes, decoding = list(prompts), [], 0
+    while decoding < len(left):
+        rows, finished = 0, 0
+        for index in range(decoding, len(left)):
+            free = budget - decoding - rows
+            is_new = left[index] == prompts[index]
+            if is_new and free < min(PAGE_TOKENS, left[index]):
+                break
+            done = prompts[index] - left[index]
+            whole = (done + free) // PAGE_TOKENS * PAGE_TOKENS - done
+            taken = left[index] if left[index] <= free else max(0, whole)
+            rows, left[index] = rows + taken, left[index] - taken
+            finished += left[index] == 0
+            if left[index]:
+                break
+        assert rows, f"a budget of {budget} rows computes no prompt beside {decoding} sequences"
+        passes.append(rows)
+        decoding += finished
+    return passes
+
+
+def num_passes(workload: Workload, sequences: int, budget: int) -> int:
+    """Passes over the layers until a block has been generated. Each reads what is on the disk once."""
+    return len(_prompt_passes(workload, sequences, budget)) + round(workload.output_tokens) - 1
+
+
+def _prompt_passes(workload: Workload, sequences: int, budget: int) -> list[int]:
+    shared = round(workload.shared_tokens) if workload.num_prefixes else 0
+    tokens, firsts = round(workload.prompt_tokens), max(1, round(workload.num_prefixes))
+    prompts = [tokens if index < firsts else tokens - shared for index in range(sequences)]
+    return prompt_passes(prompts, budget)
+
+
+def model_of(
+    profile: Profile,
+    sizes: Sizes,
+    workload: Workload,
+    capacities: tuple[float, float],
+    micro_batch: int,
+    num_batches: int,
+    *,
+    budget: int,
+    slack: float = 1.0,
+    only_weights: bool = False,
+) -> CostModel:
+    """The cost model of a block size.
+
+    capacities    bytes of memory and disk
+    budget        scheduler.token_budget
+    slack         share of each capacity that may be used
+    only_weights  whether cache and activations stay in memory
+    """
+    corrections, block = profile.corrections, micro_batch * num_batches
+    passes = _prompt_passes(workload, block, budget)
+    disk = profile.disk.streamed.bandwidth / corrections.disk
+    link = Link(Traffic.alike(disk), Traffic.alike(profile.disk.writes.bandwidth))
+    head = profile.head.at(block)
+    between = corrections.sequence_seconds * block
+
+    products = sum(profile.products.at(rows) for rows in passes)
+    pairs = workload.pairs(block)
+    attention = profile.prompt.at(workload.prompt_tokens) * pairs / workload.prompt_tokens**2
+    fixed = corrections.step_seconds * len(passes) + between + corrections.prefill * head
+    prefill = Rates(
+        (link,),
+        workload.computed_tokens(block) * sizes.layer_flops / (corrections.prefill * products),
+        pairs * sizes.pair_flops / (corrections.prefill * attention),
+        passes=len(passes),
+        fixed_seconds=fixed / sizes.num_layers,
+    )
+    context = workload.attended_tokens(1, workload.output_tokens / 2)
+    products = num_batches * profile.products.at(micro_batch)
+    attention = num_batches * profile.attention.at(micro_batch, context)
+    fixed = corrections.step_seconds + between + corrections.decode * head
+    decode = Rates(
+        (link,),
+        block * sizes.layer_flops / (corrections.decode * products),
+        block * context * sizes.pair_flops / (corrections.decode * attention),
+        fixed_seconds=fixed / sizes.num_layers,
+    )
+    # A pass has at most `budget` rows, whatever the prompts have.
+    part = min(1.0, budget / (micro_batch * workload.prompt_tokens))
+    scratch = tuple(Scratch(each.num_bytes * part, each.of_cache) for each in sizes.prefill)
+    options = Options(
+        form=Form.MAX,
+        slack=(slack, slack),
+        hidden_on_last=not only_weights,
+        cache_on_last=not only_weights,
+        exposed=corrections.exposed,
+    )
+    machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
+    measured = dataclasses.replace(sizes, head_flops=0.0, prefill=scratch)
+    return CostModel(measured, workload, machine, micro_batch, num_batches, options)
+
+
+def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
+    """What the profile says of a policy for the tiers cpu and disk, whether it fits or not. budget: see model_of."""
+    model = model_of(profile, sizes, workload, UNLIMITED, policy.micro_batch, policy.num_batches, budget=budget)
+    return predict_with(model, policy)
+
+
+def plan_all(
+    profile: Profile,
+    sizes: Sizes,
+    workload: Workload,
+    capacities: tuple[float, float],
+    *,
+    budget: int,
+    slack: float = 1.0,
+    only_weights: bool = False,
+    micro_batches: Iterable[int] = MICRO_BATCHES,
+    num_batches: Iterable[int] | None = None,
+) -> list[Found]:
+    """The best placement of every block size that fits, in the order of the sizes. See `plan`."""
+    numbers = list(num_batches if num_batches is not None else [1] if only_weights else BATCHES)
+    blocks = [(micro, count) for micro in micro_batches for count in numbers]
+    # Prompts need room for a chunk beside a block that decodes.
+    blocks = [each for each in blocks if each[0] * each[1] + PAGE_TOKENS <= budget]
+    if not blocks:
+        raise PlanError(f"no block size leaves prompts {PAGE_TOKENS} of {budget} rows; raise scheduler.token_budget")
+
+    def model(micro_batch: int, count: int) -> CostModel:
+        return model_of(
+            profile, sizes, workload, capacities, micro_batch, count,
+            budget=budget, slack=slack, only_weights=only_weights,
+        )  # fmt: skip
+
+    found = search(model, blocks)
+    if not found:
+        micro_batch, count = blocks[0]
+        size = f"with blocks of {count} x {micro_batch}"
+        raise PlanError(f"{size}, {lacks_of(model(micro_batch, count))}")
+    return found
+
+
+def plan(
+    profile: Profile,
+    sizes: Sizes,
+    workload: Workload,
+    capacities: tuple[float, float],
+    *,
+    budget: int,
+    slack: float = 1.0,
+    only_weights: bool = False,
+    micro_batches: Iterable[int] = MICRO_BATCHES,
+    num_batches: Iterable[int] | None = None,
+) -> Found:
+    """The placement and block size with the highest throughput, and its prediction.
+
+    capacities     bytes of memory and disk that weights, cache and activations may take
+    budget         scheduler.token_budget
+    slack          share of each capacity that may be used
+    only_weights   whether cache and activations stay in memory
+    micro_batches  sizes of a micro-batch that are tried
+    num_batches    numbers of micro-batches that are tried. None: up to 20, or 1 with only_weights, where more gain
+                   nothing
+    Raises PlanError with the memory that is missing if nothing fits.
+    """
+    found = best(
+        plan_all(
+            profile, sizes, workload, capacities, budget=budget, slack=slack, only_weights=only_weights,
+            micro_batches=micro_batches, num_batches=num_batches,
+        )
+    )  # fmt: skip
+    assert found is not None, "a plan without placements"
+    return found
