@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ LOADS = 2
 """Passes of reading alone, before and after each batch size; the faster two count."""
 
 
-def make_model(folder: Path) -> Path:
-    """The random checkpoint, a file for each layer; written once."""
+def make_model(folder: Path, shape: Mapping[str, Any] = SHAPE) -> Path:
+    """A random Llama checkpoint of a shape, a file for each layer; written once."""
     if (folder / "done").exists():
         return folder
     import torch
@@ -69,7 +69,7 @@ def make_model(folder: Path) -> Path:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = transformers.LlamaConfig(**SHAPE, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+    config = transformers.LlamaConfig(**shape, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):

@@ -415,10 +415,10 @@ class PlanConfig(Group):
 
     gpu: Bytes = 16 << 30
     """Memory of the GPU."""
-    cpu: Bytes = 64 << 30
-    """Memory of the host."""
-    disk: Bytes = 500 << 30
-    """Room on the disk."""
+    cpu: Bytes | None = None
+    """Memory of the host. auto: what is free here; 64GiB for `--hardware t4`."""
+    disk: Bytes | None = None
+    """Room on the disk. auto: what is free in the folder that was measured; 500GiB for `--hardware t4`."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], file: Path | None = None) -> PlanConfig:

@@ -1,135 +1,148 @@
-"""Plan how a model runs on less memory than it needs, before it runs.
-
-quire plan offload MODEL --plan.gpu 16GiB --plan.cpu 200GiB --plan.disk 1500GiB --input-tokens 512 --output-tokens 32
-
-A linear program places weights, cache and activations on the tiers, for each size of micro-batch and block, and the
-placement with the highest throughput is printed: its shares, the predicted tokens per second, the memory of every tier,
-and what limits it. If nothing fits, the missing memory is printed. MODEL may also be a config.json without weights.
-
---hardware is t4 (the machine of FlexGen's paper, with the constants of its public code). --output writes the policy as
-JSON. --plot draws throughput over block size, and over the seconds until a block is done.
-"""
+"""`quire plan offload`: the placement with the highest throughput, for a measured machine or the paper's."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.config import EngineConfig, PlanConfig, add_flags, format_bytes, options_from
+from quire.config import EngineConfig, PlanConfig, format_bytes, options_from
 from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
-    from quire.models.shape import ModelShape
-    from quire.offload.costs import CostModel, Sizes, Workload
+    from quire.offload.costs import CostModel, Workload
     from quire.offload.policy import Found
 
-HELP = "plan placements before running them"
-SECTIONS = ("model", "cache", "retain", "plan")
-
-MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
-"""Sizes of a micro-batch that are tried."""
+PAPER = "t4"
+SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
+DEFAULTS: dict[str, Any] = {
+    "hardware": PAPER,
+    "input_tokens": 512,
+    "output_tokens": 32,
+    "shared_tokens": 0,
+    "micro_batch": None,
+    "num_batches": None,
+    "only_weights": False,
+    "slack": 0.8,
+    "form": None,
+    "plot": None,
+}
+GIB = 1 << 30
+PAPER_CPU, PAPER_DISK = 64 * GIB, 500 * GIB
+"""Memory and disk beside the paper's GPU, if they are not given."""
 
 
 def add_arguments(parser: Arguments) -> None:
-    """The arguments of the command."""
-    parser.add_argument("action", choices=("offload",), metavar="offload", help="what to plan")
-    parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, smollm2, or a config.json")
-    parser.add_argument("--hardware", default="t4", metavar="NAME", help="t4: the machine of FlexGen's paper (default)")
-    parser.add_argument(
-        "--input-tokens", type=shared.count, default=512, metavar="N", help="of a prompt (default: 512)"
-    )
-    parser.add_argument("--output-tokens", type=shared.count, default=32, metavar="N", help="generated (default: 32)")
-    parser.add_argument(
-        "--shared-tokens", type=int, default=0, metavar="N", help="first tokens that all prompts share (default: 0)"
-    )
-    parser.add_argument("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
-    parser.add_argument("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
-    parser.add_argument("--slack", type=float, default=0.8, help="share of each tier that may be used (default: 0.8)")
-    parser.add_argument(
+    """The arguments of this action alone."""
+
+    def add(*names: str, **settings: Any) -> None:
+        parser.add_argument(*names, default=argparse.SUPPRESS, **settings)
+
+    add("--hardware", metavar="FILE", help="a file of quire plan hardware, or t4: FlexGen's machine (default: t4)")
+    add("--input-tokens", type=shared.count, metavar="N", help="of a prompt (default: 512)")
+    add("--output-tokens", type=shared.count, metavar="N", help="generated (default: 32)")
+    add("--shared-tokens", type=int, metavar="N", help="first tokens that all prompts share (default: 0)")
+    add("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
+    add("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
+    add("--only-weights", action="store_true", help="keep cache and activations in memory, as offload.mode needs it")
+    add("--slack", type=float, help="share of each tier that may be used (default: 0.8)")
+    add(
         "--form",
         choices=("sums", "max"),
-        default="sums",
-        help="how a layer's stages combine: as in the paper's public code, or as in the paper (default: sums)",
+        help="how a layer's stages combine with t4: as in the paper's public code, or as in the paper (default: sums)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the policy as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput; the ending selects PNG, SVG or PDF")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings; flags override it")
-    add_flags(parser, SECTIONS)
+    add("--plot", type=Path, metavar="FILE", help="draw throughput; the ending selects PNG, SVG or PDF")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and print the policy."""
     from quire.offload.files import policy_text
-    from quire.offload.policy import BATCHES, best, search
-    from quire.offload.units import TIERS
+    from quire.offload.policy import best
 
-    if args.hardware != "t4":
-        raise ConfigError(f"--hardware is {args.hardware!r}; it must be t4")
     if not 0 < args.slack <= 1:
         raise ConfigError(f"--slack is {args.slack:g}; it must be above 0 and at most 1")
     if not 0 <= args.shared_tokens < args.input_tokens:
         raise ConfigError(f"--shared-tokens is {args.shared_tokens}; it must be below --input-tokens")
+    if args.hardware != PAPER and not Path(args.hardware).exists():
+        raise ConfigError(f"--hardware is {args.hardware!r}; it must be {PAPER}, or a file of quire plan hardware")
     if args.plot is not None:
         from quire.evaluation.plot import check_figure
 
         check_figure(args.plot)
     if args.output is not None:
         shared.check_writable(args.output)
-    planner = Planner(args)
-    batches = [
-        (micro, count)
-        for micro in ([args.micro_batch] if args.micro_batch else MICRO_BATCHES)
-        for count in ([args.num_batches] if args.num_batches else BATCHES)
-    ]
-    found = search(planner.model_of, batches)
+    planner = PaperPlanner(args) if args.hardware == PAPER else MeasuredPlanner(args)
+    found = planner.search()
     chosen = best(found)
-    if chosen is None:
-        raise QuireError(
-            f"no placement fits: {planner.lack(*batches[0])}; --model.weights g4 and --cache.codec g4 need less"
-        )
+    assert chosen is not None, "a search without placements"
     if args.output is not None:
-        args.output.write_text(policy_text(chosen.policy, TIERS))
+        args.output.write_text(policy_text(chosen.policy, planner.tiers))
     if args.plot is not None:
-        draw(args.plot, found, f"{Path(args.model).name} on {args.hardware}")
+        draw(args.plot, found, f"{Path(args.model).name} on {Path(args.hardware).name}")
     if args.json:
-        print(json.dumps(facts(planner, chosen, TIERS), indent=2))
+        print(json.dumps(facts(planner, chosen), indent=2))
     else:
-        print_policy(planner, chosen, TIERS)
+        print_policy(planner, chosen)
     return 0
 
 
 class Planner:
-    """A model and a machine, from the command line."""
+    """A model and a machine, from the command line.
+
+    tiers       names, fastest first
+    capacities  bytes of each
+    """
+
+    tiers: tuple[str, ...]
+    capacities: tuple[float, ...]
+
+    def __init__(self, args: argparse.Namespace, options: dict[str, Any]) -> None:
+        from quire.planning.offload_sizes import sizes_from
+
+        self.config = EngineConfig.from_options(options, args.config)
+        self.plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
+        self.workload = _workload(args, self.config)
+        self.shape, self.sizes = sizes_from(args.model, self.config, self.workload)
+        self.slack = args.slack
+        self.micro_batches = [args.micro_batch] if args.micro_batch else None
+        self.num_batches = [args.num_batches] if args.num_batches else None
+
+    def search(self) -> list[Found]:
+        """The best placement of every block size that fits. Raises QuireError with what is missing if none does."""
+        raise NotImplementedError
+
+
+def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
+    from quire.offload.costs import Workload
+    from quire.offload.units import ALL, Share
+
+    if config.retain.threshold != "off":
+        raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")
+    budget = config.retain.budget
+    kept = ALL if budget == "off" else Share(min(1.0, budget))
+    prefixes = 1 if args.shared_tokens else 0
+    return Workload(args.input_tokens, args.output_tokens, args.shared_tokens, prefixes, kept=kept, growth=kept)
+
+
+class PaperPlanner(Planner):
+    """The machine of FlexGen's paper."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from quire.offload.costs import Workload
-        from quire.offload.units import ALL, Share
+        from quire.offload.units import TIERS
 
-        config = EngineConfig.from_options(options_from(args, SECTIONS[:-1]), args.config)
-        plan = PlanConfig.from_options(options_from(args, SECTIONS[-1:]), args.config)
-        if config.retain.threshold != "off":
-            raise ConfigError("what retain.threshold keeps is known only after a prompt; plan with retain.budget")
-        budget = config.retain.budget
-        kept = ALL if budget == "off" else Share(min(1.0, budget))
-        self.workload = Workload(
-            args.input_tokens,
-            args.output_tokens,
-            args.shared_tokens,
-            1 if args.shared_tokens else 0,
-            kept=kept,
-            growth=kept,
-        )
-        self.capacities = (float(plan.gpu), float(plan.cpu), float(plan.disk))
-        self.slack, self.form = args.slack, args.form
-        self.shape, self.sizes = sizes_from(args.model, config, self.workload)
+        if args.only_weights:
+            raise ConfigError(f"--only-weights is for a measured machine, not for --hardware {PAPER}")
+        super().__init__(args, options_from(args, SECTIONS))
+        self.form = args.form or "sums"
+        self.tiers = TIERS
+        plan = self.plan
+        self.capacities = (float(plan.gpu), float(plan.cpu or PAPER_CPU), float(plan.disk or PAPER_DISK))
 
     def model_of(self, micro_batch: int, num_batches: int) -> CostModel:
         """The cost model of a block size."""
@@ -137,57 +150,96 @@ class Planner:
         from quire.offload.costs import CostModel, Form
 
         options = dataclasses.replace(paper.FORMS[Form(self.form)], slack=(self.slack,) * 3)
-        machine = paper.t4(self.shape.hidden_size, micro_batch, self.capacities, options)
+        gpu, cpu, disk = self.capacities
+        machine = paper.t4(self.shape.hidden_size, micro_batch, (gpu, cpu, disk), options)
         return CostModel(self.sizes, self.workload, machine, micro_batch, num_batches, options)
 
-    def lack(self, micro_batch: int, num_batches: int) -> str:
-        """What is missing for the smallest block."""
-        from quire.offload.policy import lacks_of
+    def search(self) -> list[Found]:
+        """See Planner."""
+        from quire.offload.planner import MICRO_BATCHES
+        from quire.offload.policy import BATCHES, lacks_of, search
 
-        size = f"with blocks of {num_batches} x {micro_batch}"
-        return f"{size}, {lacks_of(self.model_of(micro_batch, num_batches))}"
-
-
-def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[ModelShape, Sizes]:
-    """The shape of a model, and its numbers with the configuration's weights and codec."""
-    from quire.cache.ledger import PAGE_TOKENS
-    from quire.engine.build import sealed_pages
-    from quire.engine.sizes import page_counts
-    from quire.models.families import shape_from_config
-    from quire.models.files import read_json
-    from quire.models.layers import torch_dtype
-    from quire.models.loading import held_kind
-    from quire.models.quants import BLOCK_KINDS, held_bytes
-    from quire.models.resolve import resolve_model
-    from quire.models.shape import ITEM_BYTES
-    from quire.models.weights import open_model
-    from quire.offload.sizes import sizes_of
-
-    path = Path(model)
-    if path.suffix == ".json":
-        shape = shape_from_config(read_json(path, required=True), {})
-        kinds = dict.fromkeys(shape.tensor_shapes, "BF16")
-    else:
-        with open_model(resolve_model(model)) as checkpoint:
-            shape = checkpoint.shape
-            kinds = {name: checkpoint.kind(name) for name in shape.tensor_shapes}
-    dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
-
-    def tensor_bytes(name: str, size: tuple[int, ...]) -> float:
-        kind = held_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
-        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
-
-    pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "cpu")
-    per_token = 2.0 * shape.kv_size * ITEM_BYTES[dtype]
-    if pages is not None:
-        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
-        per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
-    return shape, sizes_of(shape, dtype, tensor_bytes, per_token, workload)
+        batches = [
+            (micro, count) for micro in self.micro_batches or MICRO_BATCHES for count in self.num_batches or BATCHES
+        ]
+        found = search(self.model_of, batches)
+        if not found:
+            micro, count = batches[0]
+            raise QuireError(_too_small(f"with blocks of {count} x {micro}, {lacks_of(self.model_of(micro, count))}"))
+        return found
 
 
-def facts(planner: Planner, found: Found, tiers: Sequence[str]) -> dict[str, Any]:
+class MeasuredPlanner(Planner):
+    """A machine with a profile."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from quire.offload.planner import MEASURED_TIERS
+        from quire.offload.profile import read_profile
+        from quire.planning.offload_sizes import conditions_of
+
+        if args.form is not None:
+            raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
+        options = options_from(args, SECTIONS)
+        if "gpu" in {name.removeprefix("plan.") for name in options_from(args, ("plan",))}:
+            raise ConfigError("--plan.gpu has no effect: a profile has the tiers cpu and disk")
+        self.profile = read_profile(Path(args.hardware))
+        super().__init__(args, {"offload.mode": "auto", **options})
+        self.profile.check(conditions_of(args.model, self.shape, self.config, self.sizes))
+        self.only_weights = args.only_weights
+        self.tiers = MEASURED_TIERS
+        self.capacities = (self._memory(), self._room())
+
+    def _memory(self) -> float:
+        from quire.engine.machine import available_memory
+
+        if self.plan.cpu is not None:
+            return float(self.plan.cpu)
+        import torch
+
+        return float(available_memory(torch.device("cpu")))
+
+    def _room(self) -> float:
+        if self.plan.disk is not None:
+            return float(self.plan.disk)
+        try:
+            status = os.statvfs(self.profile.disk.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.profile.disk.folder} of the profile: {error.strerror or error}; set plan.disk"
+            ) from None
+        return float(status.f_bavail * status.f_frsize)
+
+    def search(self) -> list[Found]:
+        """See Planner."""
+        from quire.offload.planner import MICRO_BATCHES, plan_all
+        from quire.offload.policy import PlanError
+        from quire.planning.offload_sizes import token_budget_of
+
+        low, high = self.capacities
+        most = self.config.scheduler.max_running
+        try:
+            return plan_all(
+                self.profile,
+                self.sizes,
+                self.workload,
+                (low, high),
+                budget=token_budget_of(self.config),
+                slack=self.slack,
+                only_weights=self.only_weights,
+                micro_batches=self.micro_batches or [micro for micro in MICRO_BATCHES if micro <= most],
+                num_batches=self.num_batches,
+            )
+        except PlanError as error:
+            raise QuireError(_too_small(str(error))) from None
+
+
+def _too_small(lack: str) -> str:
+    return f"no placement fits: {lack}; --model.weights g4 and --cache.codec g4 need less"
+
+
+def facts(planner: Planner, found: Found) -> dict[str, Any]:
     """All numbers of a policy."""
-    policy, said = found.policy, found.prediction
+    policy, said, tiers = found.policy, found.prediction, planner.tiers
     return {
         "micro_batch": policy.micro_batch,
         "num_batches": policy.num_batches,
@@ -203,11 +255,11 @@ def facts(planner: Planner, found: Found, tiers: Sequence[str]) -> dict[str, Any
     }
 
 
-def print_policy(planner: Planner, found: Found, tiers: Sequence[str]) -> None:
+def print_policy(planner: Planner, found: Found) -> None:
     """Prints a policy for people."""
     from quire.offload.units import percent
 
-    policy, said, work = found.policy, found.prediction, planner.workload
+    policy, said, work, tiers = found.policy, found.prediction, planner.workload, planner.tiers
     tokens = policy.block * round(work.output_tokens)
     print(f"blocks of {policy.block} sequences: {policy.num_batches} micro-batches of {policy.micro_batch}")
     rows = [
@@ -216,7 +268,8 @@ def print_policy(planner: Planner, found: Found, tiers: Sequence[str]) -> None:
     needs = [format_bytes(int(said.memory[tier])) for tier in tiers]
     rows += [["memory", *needs], ["of", *(format_bytes(int(size)) for size in planner.capacities)]]
     shared.print_table(["", *tiers], rows)
-    print(f"attention on the CPU: {percent(policy.attended)} of the cache")
+    if "gpu" in tiers:
+        print(f"attention on the CPU: {percent(policy.attended)} of the cache")
     print(
         f"predicted: {said.throughput:.4g} tokens/s; {tokens} tokens in {said.seconds:.4g} s,"
         f" {said.prefill_seconds:.4g} of them prefill"

@@ -1,0 +1,111 @@
+"""`quire plan hardware`: measures this machine for a model, and writes a profile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.arguments import Arguments
+from quire.cli import shared
+from quire.config import format_bytes, options_from
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.offload.profile import Profile
+
+SECTIONS = ("model", "cache", "retain", "offload", "attention", "scheduler", "runtime")
+DEFAULTS: dict[str, Any] = {"folder": None, "rounds": 3}
+
+
+def add_arguments(parser: Arguments) -> None:
+    """The arguments of this action alone."""
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="measure the disk of this folder (default: that of layer images)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=shared.count,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="how often everything is measured (default: 3)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, and writes the profile."""
+    if args.output is None:
+        raise ConfigError("quire plan hardware needs --output FILE")
+    given = options_from(args, ("plan",))
+    if given:
+        raise ConfigError(f"--{next(iter(given))} is for quire plan offload, not for hardware")
+    if Path(args.model).suffix == ".json":
+        raise ConfigError(f"{args.model} has no weights to measure with")
+    shared.check_writable(args.output)
+    from quire.evaluation.offload_profile import Subject, measure_machine
+    from quire.offload.profile import profile_text
+
+    subject = Subject.of(args.model, options_from(args, SECTIONS), args.config)
+    profile = measure_machine(subject, folder=args.folder, rounds=args.rounds, tell=_tell)
+    text = profile_text(profile)
+    args.output.write_text(text)
+    if args.json:
+        print(text, end="")
+    else:
+        print_profile(profile)
+    return 0
+
+
+def _tell(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def print_profile(profile: Profile) -> None:
+    """Prints a profile for people: the disk, a layer by rows, and the runs."""
+    disk = profile.disk
+    how = "past the page cache" if disk.is_direct else "through the page cache, which was told to drop it"
+    threads = sorted({read.threads for read in disk.reads})
+    sizes = sorted({read.request_bytes for read in disk.reads})
+    rates = {(read.request_bytes, read.threads): read.rate for read in disk.reads}
+    print(f"{profile.machine}, {profile.conditions.threads} threads; the disk of {disk.folder}, {how}")
+    shared.print_table(
+        ["request", *(f"{count} thread{'s' * (count > 1)}" for count in threads)],
+        [[format_bytes(size), *(_per_second(rates[size, count].bandwidth) for count in threads)] for size in sizes],
+    )
+    print(
+        f"weights are read at {_per_second(disk.streamed.bandwidth)}; writes {_per_second(disk.writes.bandwidth)};"
+        f" copies in memory {_per_second(profile.copy.bandwidth)}"
+    )
+    heads = dict(zip(profile.head.counts, profile.head.seconds, strict=True))
+    shared.print_table(
+        ["rows", "ms a layer", "ms output head"],
+        [
+            [f"{rows}", f"{1e3 * seconds:.3g}", f"{1e3 * heads[rows]:.3g}" if rows in heads else ""]
+            for rows, seconds in zip(profile.products.counts, profile.products.seconds, strict=True)
+        ],
+    )
+    shared.print_table(
+        ["on the disk", "sequences", "prompt", "answer", "seconds", "spread", "predicted", "error"],
+        [
+            [
+                f"{run.disk_share:.1%}", f"{run.sequences}", f"{run.prompt_tokens}", f"{run.output_tokens}",
+                f"{run.seconds:.3g}", f"{run.spread:.0%}", f"{run.predicted:.3g}", f"{run.error:+.0%}",
+            ]
+            for run in profile.runs
+        ],
+    )  # fmt: skip
+    fitted = profile.corrections
+    print(
+        f"fitted: reads take {fitted.disk:.3g} of their time alone, prefill {fitted.prefill:.3g}, decoding"
+        f" {fitted.decode:.3g}; {fitted.exposed:.0%} of the faster stage is not hidden;"
+        f" {1e3 * fitted.step_seconds:.3g} ms a step and {1e3 * fitted.sequence_seconds:.3g} ms a sequence"
+    )
+
+
+def _per_second(rate: float) -> str:
+    return f"{format_bytes(int(rate))}/s"

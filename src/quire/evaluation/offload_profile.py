@@ -1,0 +1,258 @@
+"""Profiles a machine for a model: measures its parts, then whole generations at some placements, and fits the rest.
+
+`quire.offload.hardware` measures the parts. The generations run in this process, on the engine that serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.engine.machine import available_memory
+from quire.engine.params import SamplingParams
+from quire.errors import ConfigError
+from quire.kernels import runtime
+from quire.llm import LLM
+from quire.models.image_folder import image_folder
+from quire.models.layers import torch_dtype
+from quire.models.resolve import resolve_model
+from quire.models.weights import open_model
+from quire.offload.costs import Policy, Sizes, Workload
+from quire.offload.files import policy_text
+from quire.offload.fit import fit
+from quire.offload.hardware import (
+    HEAD_ROWS,
+    ROWS,
+    AttentionTimer,
+    LayerTimer,
+    measure_copy,
+    measure_curve,
+    measure_disk,
+    yardstick,
+)
+from quire.offload.model import OffloadedModel
+from quire.offload.planner import MEASURED_TIERS, predict
+from quire.offload.profile import Corrections, Profile, Run
+from quire.offload.quiet import quietest, spread
+from quire.offload.units import ALL, NONE, Share, Split
+from quire.planning.offload_sizes import conditions_of, sizes_from, token_budget_of
+
+SHAPES = ((1, 32, 6), (4, 320, 2), (8, 96, 4), (32, 32, 4))
+"""Sequences, tokens of a prompt and of an answer of the generations that corrections are fitted to."""
+
+MEMORY_SHARE = 0.7
+"""Share of the free memory that resident weights of a run may take."""
+
+QUIET_SECONDS = 0.1
+"""Without a read for so long, a stream has filled its buffers."""
+
+Told = Callable[[str], None]
+"""Called with what is measured next, in words."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A generation.
+
+    seconds     from the first prompt to the last token
+    bytes_read  weights that were read from the disk for it
+    """
+
+    seconds: float
+    bytes_read: int
+
+
+class Generator:
+    """An engine with a placement of weights. Generates blocks of random prompts."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.model: OffloadedModel = llm.engine.runner.model
+        self._vocab = llm.shape.vocab_size
+        self._random = random.Random(0)
+
+    @property
+    def disk_share(self) -> Share:
+        """Share of the layers' bytes on the disk, as realised."""
+        return self.model.weights.split.shares[1]
+
+    def run(self, sequences: int, prompt_tokens: int, output_tokens: int) -> Timing:
+        """Generates a block, and waits until the weights of its end have been read ahead."""
+        prompts = [
+            {"prompt_token_ids": [self._random.randrange(self._vocab) for _ in range(prompt_tokens)]}
+            for _ in range(sequences)
+        ]
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        before = self.settle()
+        begun = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        return Timing(seconds, self.settle() - before)
+
+    def settle(self) -> int:
+        """Waits until nothing is read, and returns the bytes that were read so far."""
+        stream, last, since = self.model.stream, -1, time.perf_counter()
+        while time.perf_counter() - since < QUIET_SECONDS:
+            if stream.bytes_read != last:
+                last, since = stream.bytes_read, time.perf_counter()
+            time.sleep(0.005)
+        return last
+
+
+@contextlib.contextmanager
+def generator(
+    model: str, options: Mapping[str, Any], config_file: Path | None, disk_share: float
+) -> Iterator[Generator]:
+    """An engine with this share of its layers' weights on the disk. options: as of `LLM`. Raises ConfigError."""
+    split = Split((Share(1 - disk_share), Share(disk_share)))
+    memory = Split((ALL, NONE))
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        file = Path(folder) / "policy.json"
+        file.write_text(
+            policy_text(Policy(EngineConfig().scheduler.max_running, 1, split, memory, memory), MEASURED_TIERS)
+        )
+        given = {name: value for name, value in options.items() if name != "offload.memory"}
+        with LLM(model, {**given, "offload.mode": str(file), "cache.share": False}, config_file) as llm:
+            yield Generator(llm)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as it will be served, and its numbers.
+
+    name         folder, .gguf file, hub id or `smollm2`
+    options      settings by key, which override the TOML file
+    config_file  a TOML file, or None
+    config       both, checked
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    config_file: Path | None
+    config: EngineConfig
+    sizes: Sizes
+    max_context: int
+
+    @staticmethod
+    def of(name: str, options: Mapping[str, Any], config_file: Path | None = None) -> Subject:
+        """Reads the model's headers. Raises ModelError or ConfigError."""
+        given = {"offload.mode": "auto", **options}
+        config = EngineConfig.from_options(given, config_file)
+        if config.retain.is_on or config.tiers.is_on:
+            raise ConfigError("a profile is measured without retain and tiers; plan with them instead")
+        shape, sizes = sizes_from(name, config, Workload(1, 1))
+        return Subject(name, given, config_file, config, sizes, config.model.max_context or shape.max_context)
+
+
+def layer_timer(subject: Subject) -> LayerTimer:
+    """The model's first layers, in memory."""
+    with open_model(resolve_model(subject.name)) as checkpoint:
+        dtype = checkpoint.shape.dtype if subject.config.model.dtype == "auto" else subject.config.model.dtype
+        return LayerTimer(checkpoint, torch_dtype(dtype), subject.config.model.weights, subject.sizes.layer_bytes)
+
+
+def measure_machine(
+    subject: Subject, *, folder: Path | None = None, rounds: int = 3, tell: Told = lambda what: None
+) -> Profile:
+    """A profile of this machine for a model.
+
+    folder  where the disk is measured; None: the folder of layer images
+    rounds  how often everything is measured
+    Raises ConfigError, ModelError, and QuireError for a disk that cannot be measured.
+    """
+    with open_model(resolve_model(subject.name)) as checkpoint:
+        shape = checkpoint.shape
+    conditions = conditions_of(Path(subject.name).name, shape, subject.config, subject.sizes)
+    runtime.set_num_threads(conditions.threads)
+    tell("the disk")
+    disk = measure_disk(folder or image_folder(), conditions.disk_bandwidth, rounds)
+    tell("memory and products")
+    copy, product = measure_copy(rounds), statistics.median(quietest(yardstick, rounds))
+    timer = layer_timer(subject)
+    products, head = measure_curve(timer.products, ROWS, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
+    del timer
+    runs: list[Run] = []
+    attention = prompt = None
+    for share in _disk_shares(subject):
+        with generator(subject.name, subject.options, subject.config_file, share) as made:
+            if attention is None or prompt is None:
+                tell("attention")
+                spec = made.llm.engine.runner.attention.spec
+                attention, prompt = AttentionTimer(spec, made.llm.engine.max_context).curves(rounds)
+            tell(f"generations with {made.disk_share:.0%} of the weights on the disk")
+            runs += measure_runs(made, _shapes(subject), token_budget_of(subject.config), rounds)
+    assert attention is not None and prompt is not None
+    profile = Profile(
+        _processor(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
+        products, head,
+        attention, prompt,
+    )  # fmt: skip
+    return fitted(profile, subject.sizes, runs)
+
+
+def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget: int, rounds: int) -> list[Run]:
+    """Generations of some shapes: sequences, prompt tokens, output tokens. budget: scheduler.token_budget."""
+    made.run(1, 32, 2)  # the first generation finds new memory
+    runs = []
+    for shape in shapes:
+        times = quietest(lambda shape=shape: made.run(*shape).seconds, rounds)  # type: ignore[misc]
+        runs.append(Run(made.disk_share, *shape, budget, statistics.median(times), spread(times)))
+    return runs
+
+
+def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
+    """The profile with corrections that fit the runs, and the runs with their predictions."""
+
+    def seconds_of(run: Run, corrections: Corrections) -> float:
+        return seconds_of_run(dataclasses.replace(profile, corrections=corrections), sizes, run)
+
+    corrections = fit(runs, seconds_of)
+    told = tuple(dataclasses.replace(run, predicted=seconds_of(run, corrections)) for run in runs)
+    return dataclasses.replace(profile, corrections=corrections, runs=told)
+
+
+def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
+    """The predicted seconds of a generation."""
+    memory = Split((ALL, NONE))
+    split = Split((Share(1 - run.disk_share), run.disk_share))
+    policy = Policy(run.sequences, 1, split, memory, memory)
+    work = Workload(run.prompt_tokens, run.output_tokens)
+    return predict(profile, sizes, work, policy, budget=run.budget).seconds
+
+
+def _shapes(subject: Subject) -> list[tuple[int, int, int]]:
+    """The generations of a profile, shortened for a model with a small context, and without too large batches."""
+    most = subject.config.scheduler.max_running
+    fits = {
+        (min(sequences, most), min(prompt, subject.max_context - output), output)
+        for sequences, prompt, output in SHAPES
+    }
+    return sorted(fits)
+
+
+def _disk_shares(subject: Subject) -> list[float]:
+    """Shares of the weights on the disk that runs have: as few as memory allows, all, and the middle."""
+    import torch
+
+    sizes, free = subject.sizes, available_memory(torch.device("cpu")) * MEMORY_SHARE
+    resident = min(1.0, max(0.0, (free - sizes.fixed_bytes) / (sizes.num_layers * sizes.layer_bytes)))
+    least = round(1 - resident, 3)
+    return sorted({least, (1 + least) / 2, 1.0})
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,306 @@
+"""Measures a machine: reads and writes of its disk, copies in memory, and the stages of a layer.
+
+Products and the output head are those of the model, packed as they are while it runs. Attention is the backend's, on
+pages of the engine's own cache. Knows no requests; `quire.evaluation.offload_profile` has whole generations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.attention.cpu import CpuAttention
+from quire.attention.rows import RowSlice
+from quire.cache.ledger import PAGE_TOKENS
+from quire.config import format_bytes
+from quire.errors import CacheFullError, QuireError
+from quire.kernels.memory import Carver
+from quire.models.decoder import build_model
+from quire.offload.ops import MovingOps
+from quire.offload.profile import Attention, Curve, Disk, Rate, Read
+from quire.offload.quiet import quietest, spread
+from quire.offload.stream import NUM_READERS
+from quire.stores.direct import MEASURE_PREFIX, REQUEST_BYTES, Buffer, DirectFile, allows_direct
+from quire.stores.throttle import Throttle
+
+if TYPE_CHECKING:
+    from quire.attention.plan import AttentionSpec
+    from quire.models.loading import Form
+    from quire.models.weights import Checkpoint
+
+READ_SIZES = tuple(64 << shift for shift in range(10, 18))
+"""Bytes of a request: 64 KiB to 8 MiB."""
+READ_THREADS = (1, 2, 4)
+READ_SECONDS = 0.2
+"""Of one measurement of reads."""
+FILE_BYTES = 256 << 20
+"""Of the file that is written and read."""
+COPY_BYTES = 128 << 20
+YARDSTICK = 640
+"""Rows and columns of the matrices of a product that is always the same."""
+SAMPLE_SECONDS = 0.1
+"""Of a sample of products or attention."""
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+HEAD_ROWS = ROWS[:8]
+ATTENTION_ROWS = (1, 8, 32)
+CONTEXTS = (32, 480, 2016)
+"""Tokens that a decoding row attends to. No row fills a chunk, which would encode it."""
+PROMPTS = (32, 112, 480, 992)
+"""Tokens of a prompt whose attention is measured."""
+COLD_BYTES = 256 << 20
+"""Bytes of layers that are used in turn, so that weights come from memory and not from the processor's caches."""
+
+
+def median_rate(rates: list[float]) -> Rate:
+    """The median of bytes per second, and their spread."""
+    return Rate(statistics.median(rates), spread(rates))
+
+
+def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
+    """Speeds of a folder's disk, under a limit of bytes per second if there is one.
+
+    The file has no name while it is measured. Its bytes are random. A virtual machine's host may keep a copy of them,
+    which reads then come from.
+    Raises QuireError if the folder cannot be written or has no room.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_direct = allows_direct(folder)
+        with _file(folder, is_direct) as file:
+            writes = quietest(lambda: _write(file, Throttle(bandwidth)), rounds)
+            cells = [(size, threads) for size in READ_SIZES for threads in READ_THREADS]
+            wanted = (REQUEST_BYTES, NUM_READERS)
+            found: dict[tuple[int, int], list[float]] = {cell: [] for cell in dict.fromkeys([*cells, wanted])}
+            for _ in range(rounds):
+                for (size, threads), rates in found.items():
+                    rates.append(read_rate(file.path, is_direct, size, threads, bandwidth, READ_SECONDS))
+    except OSError as error:
+        raise QuireError(f"the disk of {folder} cannot be measured: {error.strerror or error}") from error
+    reads = tuple(Read(size, threads, median_rate(found[size, threads])) for size, threads in cells)
+    return Disk(str(folder), is_direct, reads, median_rate(found[wanted]), median_rate(writes))
+
+
+@contextlib.contextmanager
+def _file(folder: Path, is_direct: bool) -> Iterator[DirectFile]:
+    status = os.statvfs(folder)
+    if status.f_bavail * status.f_frsize < 2 * FILE_BYTES:
+        raise QuireError(f"measuring the disk of {folder} needs {format_bytes(2 * FILE_BYTES)}")
+    file = DirectFile(folder / f"{MEASURE_PREFIX}{os.urandom(8).hex()}.tmp", is_direct=is_direct, is_new=True)
+    try:
+        yield file
+    finally:
+        file.close()
+        file.path.unlink(missing_ok=True)
+
+
+def _write(file: DirectFile, throttle: Throttle) -> float:
+    view = Buffer().view(min(FILE_BYTES, 32 << 20))
+    view[:] = np.random.default_rng().bytes(len(view))
+    begun = time.perf_counter()
+    for offset in range(0, FILE_BYTES, len(view)):
+        file.write([view], offset, throttle.take)
+    file.sync()
+    return FILE_BYTES / (time.perf_counter() - begun)
+
+
+def read_rate(
+    path: Path, is_direct: bool, request_bytes: int, num_threads: int, bandwidth: float | None, seconds: float
+) -> float:
+    """Bytes per second of threads that read a file from its start, again and again, past the page cache.
+
+    bandwidth  limit of bytes per second; None: none
+    seconds    after which no further request begins
+    Raises OSError.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0))
+    throttle, lock, errors = Throttle(bandwidth), threading.Lock(), list[OSError]()
+    count, size, total = 0, os.fstat(file).st_size // request_bytes, 0
+    deadline = time.perf_counter() + seconds
+
+    def read() -> None:
+        nonlocal count, total
+        buffer = Buffer().view(request_bytes)
+        try:
+            while time.perf_counter() < deadline:
+                with lock:
+                    offset, count = count % size * request_bytes, count + 1
+                throttle.take(request_bytes)
+                done = os.preadv(file, [buffer], offset)
+                if not is_direct:
+                    os.posix_fadvise(file, offset, request_bytes, os.POSIX_FADV_DONTNEED)
+                with lock:
+                    total += done
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, name="quire-measure") for _ in range(num_threads)]
+    begun = time.perf_counter()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        os.close(file)
+    if errors:
+        raise errors[0]
+    return total / (time.perf_counter() - begun)
+
+
+def measure_copy(rounds: int) -> Rate:
+    """Bytes per second that torch's threads copy from memory to memory. Each is read once and written once."""
+    source, target = (torch.ones(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+
+    def copy() -> float:
+        begun = time.perf_counter()
+        target.copy_(source)
+        return COPY_BYTES / (time.perf_counter() - begun)
+
+    copy()
+    return median_rate(quietest(copy, rounds))
+
+
+def yardstick() -> float:
+    """Seconds of a fixed product of torch in float32, the median of some: whether the machine is as fast as before."""
+    left, right = torch.ones(YARDSTICK, YARDSTICK), torch.ones(YARDSTICK, YARDSTICK)
+
+    def product() -> float:
+        begun = time.perf_counter()
+        torch.mm(left, right)
+        return time.perf_counter() - begun
+
+    product()
+    return statistics.median(product() for _ in range(9))
+
+
+def measure_curve(seconds_of: Callable[[int], float], counts: Sequence[int], rounds: int) -> Curve:
+    """The median seconds of each count, over the quietest samples. The first call of each is a warm-up."""
+    found = []
+    for count in counts:
+        seconds_of(count)
+        found.append(quietest(lambda count=count: _sample(seconds_of, count), rounds))  # type: ignore[misc]
+    spreads = statistics.median(spread(times) for times in found)
+    return Curve(tuple(counts), tuple(statistics.median(times) for times in found), spreads)
+
+
+def _sample(seconds_of: Callable[[int], float], count: int) -> float:
+    """The median of calls that take long enough for the clock of other programs' load."""
+    times: list[float] = []
+    end = time.perf_counter() + SAMPLE_SECONDS
+    while not times or time.perf_counter() < end:
+        times.append(seconds_of(count))
+    return statistics.median(times)
+
+
+class _NoAttention:
+    """A plan whose attention costs nothing."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        self._out = torch.zeros(rows, width, dtype=dtype)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See StepPlan."""
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """See StepPlan."""
+        return self._out
+
+
+class LayerTimer:
+    """Times a model's layers without attention, and its output head. Holds its first layers in memory, packed."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, form: Form, layer_bytes: float) -> None:
+        """layer_bytes: bytes of a layer as it is stored. The checkpoint may be closed afterwards."""
+        shape, enough = checkpoint.shape, max(2, round(COLD_BYTES / layer_bytes))
+        self._shape = dataclasses.replace(shape, num_layers=min(shape.num_layers, enough))
+        self._dtype = dtype
+        self._model = build_model(self._shape, checkpoint, MovingOps(Carver()), dtype, "cpu", form)
+
+    @torch.inference_mode()
+    def products(self, rows: int) -> float:
+        """Seconds of one layer: products, norms and the calls from Python."""
+        plan: Any = _NoAttention(rows, self._shape.q_size, self._dtype)
+        state = self._model.begin(torch.arange(rows) % self._shape.vocab_size, torch.arange(rows))
+        begun = time.perf_counter()
+        for index in range(self._shape.num_layers):
+            state = self._model.layer(index, state, plan)
+        return (time.perf_counter() - begun) / self._shape.num_layers
+
+    @torch.inference_mode()
+    def head(self, rows: int) -> float:
+        """Seconds of the output head."""
+        hidden = torch.ones(rows, self._shape.hidden_size, dtype=self._dtype)
+        begun = time.perf_counter()
+        self._model.head(hidden)
+        return time.perf_counter() - begun
+
+
+class AttentionTimer:
+    """Times attention on free pages of an engine's cache, in its codec, while the engine is idle."""
+
+    def __init__(self, spec: AttentionSpec, max_context: int) -> None:
+        """max_context: longest sequence."""
+        self._spec, self._backend = spec, CpuAttention(spec)
+        self._max_context = max_context
+
+    def curves(self, rounds: int) -> tuple[Attention, Curve]:
+        """Seconds of a layer: of rows that decode, and of a prompt."""
+        contexts = [each for each in CONTEXTS if each < self._max_context]
+        prompts = [each for each in PROMPTS if each < self._max_context]
+        lines: list[Curve] = []
+        with contextlib.suppress(CacheFullError):
+            for rows in ATTENTION_ROWS:
+                lines.append(measure_curve(functools.partial(self.decode, rows), contexts, rounds))
+        if not lines:
+            raise QuireError(f"cache.memory holds no sequence of {contexts[-1]} tokens")
+        attention = Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
+        return attention, measure_curve(self.prompt, prompts, rounds)
+
+    def decode(self, rows: int, context: int) -> float:
+        """Seconds of one layer for rows of different sequences that each attend to `context` tokens."""
+        return self._seconds([(context - 1, 1)] * rows)
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds of one layer for a prompt."""
+        return self._seconds([(0, tokens)])
+
+    @torch.inference_mode()
+    def _seconds(self, slices: Sequence[tuple[int, int]]) -> float:
+        """Slices: first position and number of rows of each sequence."""
+        spec, table = self._spec, self._spec.table
+        taken: list[NDArray[np.int32]] = []
+        made: list[RowSlice] = []
+        try:
+            for start, count in slices:
+                chunks = -(-(start + count) // PAGE_TOKENS)
+                if chunks > 1:
+                    taken.append(table.take(chunks - 1, table.sealed_codec, sidecar=table.sinks is not None))
+                taken.append(table.take(1, table.open_codec))
+                path = np.concatenate(taken[-2:] if chunks > 1 else taken[-1:])
+                made.append(RowSlice(start, count, path))
+            plan = self._backend.plan(made)
+            rows = sum(count for _, count in slices)
+            heads = spec.num_kv_heads
+            q = torch.zeros(rows, heads * spec.group_size, spec.head_dim, dtype=spec.dtype)
+            k = torch.zeros(rows, heads, spec.head_dim, dtype=spec.dtype)
+            begun = time.perf_counter()
+            for layer in range(spec.num_layers):
+                plan.write(layer, k, k)
+                plan.attend(layer, q)
+            return (time.perf_counter() - begun) / spec.num_layers
+        finally:
+            for each in taken:
+                table.give(each)

@@ -1,0 +1,91 @@
+"""The numbers of a model and its cache for the planner of offloading, from a checkpoint's headers or a config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.config import EngineConfig
+from quire.engine.build import sealed_pages
+from quire.engine.machine import usable_cores
+from quire.engine.sizes import page_counts
+from quire.kernels import runtime
+from quire.models.families import shape_from_config
+from quire.models.files import read_json
+from quire.models.layers import torch_dtype
+from quire.models.loading import held_kind
+from quire.models.quants import BLOCK_KINDS, held_bytes
+from quire.models.resolve import resolve_model
+from quire.models.shape import ITEM_BYTES
+from quire.models.weights import open_model
+from quire.offload.profile import Conditions, numbers_of
+from quire.offload.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from quire.models.shape import ModelShape
+    from quire.offload.costs import Sizes, Workload
+
+
+def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[ModelShape, Sizes]:
+    """The shape of a model, and its numbers with the configuration's weights and codec.
+
+    model  a folder, a .gguf file, a hub id, `smollm2`, or a config.json without weights
+    """
+    path = Path(model)
+    if path.suffix == ".json":
+        shape = shape_from_config(read_json(path, required=True), {})
+        kinds = dict.fromkeys(shape.tensor_shapes, "BF16")
+    else:
+        with open_model(resolve_model(model)) as checkpoint:
+            shape = checkpoint.shape
+            kinds = {name: checkpoint.kind(name) for name in shape.tensor_shapes}
+    dtype = _dtype(shape, config)
+
+    def tensor_bytes(name: str, size: tuple[int, ...]) -> float:
+        kind = held_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
+        return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
+
+    pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "cpu")
+    per_token = 2.0 * shape.kv_size * ITEM_BYTES[dtype]
+    if pages is not None:
+        chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
+        per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
+    return shape, sizes_of(shape, dtype, tensor_bytes, per_token, workload)
+
+
+def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Conditions:
+    """What a profile of this machine is made for. Sets the configuration's level of kernels."""
+    runtime.set_level(config.runtime.level)
+    return Conditions(
+        model=model,
+        shape=numbers_of(shape),
+        dtype=_dtype(shape, config),
+        weights=config.model.weights,
+        layer_bytes=sizes.layer_bytes,
+        codec=config.cache.codec,
+        threads=config.runtime.threads or usable_cores(),
+        kernels=runtime.level(),
+        disk_bandwidth=None if config.offload.disk_bandwidth is None else float(config.offload.disk_bandwidth),
+    )
+
+
+def token_budget_of(config: EngineConfig) -> int:
+    """Most rows of a step on a CPU."""
+    from quire.engine.build import TOKEN_BUDGET
+
+    least = config.scheduler.max_running + PAGE_TOKENS
+    return config.scheduler.token_budget or max(TOKEN_BUDGET["cpu"], least)
+
+
+def _dtype(shape: ModelShape, config: EngineConfig) -> str:
+    return shape.dtype if config.model.dtype == "auto" else config.model.dtype
+
+
+def with_offloading(config: EngineConfig) -> EngineConfig:
+    """The configuration with offload.mode auto if it is off: a profile is for offloading."""
+    if config.offload.is_on:
+        return config
+    return dataclasses.replace(config, offload=dataclasses.replace(config.offload, mode="auto"))

@@ -1,0 +1,469 @@
+"""Profiles of a machine: files, interpolation, the fit, plans on them, and `quire plan hardware` from end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.offload import hardware, quiet
+from quire.offload.costs import Policy, Sizes, Workload
+from quire.offload.files import read_policy
+from quire.offload.fit import fit
+from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan, predict, prompt_passes
+from quire.offload.policy import PlanError
+from quire.offload.profile import (
+    Attention,
+    Conditions,
+    Corrections,
+    Curve,
+    Disk,
+    Profile,
+    Rate,
+    Read,
+    Run,
+    profile_text,
+    read_profile,
+)
+from quire.offload.units import ALL, NONE, Share, Split
+from quire.planning.offload_sizes import conditions_of, sizes_from
+from tests.tiny_models import save_tiny
+
+MIB = 1 << 20
+SIZES = Sizes(
+    num_layers=10, layer_bytes=4.0 * MIB, cache_bytes=1024.0, hidden_bytes=512.0, layer_flops=4e6, pair_flops=1e3,
+    fixed_bytes=8.0 * MIB,
+)  # fmt: skip
+WORK = Workload(64, 16)
+BUDGET = 1024
+MEMORY = Split((ALL, NONE))
+
+
+def profile_with(**changes: Any) -> Profile:
+    conditions = Conditions("tiny", {"hidden_size": 48}, "bfloat16", "native", 4.0 * MIB, "dense", 2, "v3", 100e6)
+    found = Profile(
+        machine="a processor",
+        made="2026-11-25T00:00:00Z",
+        conditions=conditions,
+        disk=Disk("/tmp", True, (Read(MIB, 2, Rate(90e6, 0.1)),), Rate(100e6), Rate(50e6)),
+        copy=Rate(1e9),
+        yardstick=0.001,
+        products=Curve((1, 8, 64), (0.002, 0.004, 0.020)),
+        head=Curve((1, 64), (0.001, 0.004)),
+        attention=Attention((1, 8), (32, 480), ((1e-5, 1e-4), (8e-5, 8e-4))),
+        prompt=Curve((32, 480), (1e-4, 1e-2)),
+        corrections=Corrections(),
+        runs=(Run(Share(0.5), 4, 64, 8, BUDGET, 1.0, 0.1, 1.1),),
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def on_disk(share: float, block: int = 4) -> Policy:
+    return Policy(block, 1, Split((Share(1 - share), Share(share))), MEMORY, MEMORY)
+
+
+# Files.
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(profile_text(profile_with()))
+    assert read_profile(file) == profile_with()
+
+
+BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
+    (("format",), 2, "not a profile of format 1"),
+    (("machine",), 3, "machine is 3; it must be a text"),
+    (("extra",), 3, "unknown field 'extra'"),
+    (("conditions",), [], "conditions is []; it must be an object"),
+    (("conditions", "extra"), 1, "unknown field 'conditions.extra'"),
+    (("conditions", "threads"), 1.5, "conditions.threads is 1.5; it must be a whole number"),
+    (("conditions", "disk_bandwidth"), "fast", "conditions.disk_bandwidth is 'fast'; it must be a number or null"),
+    (("conditions", "shape"), 3, "conditions.shape is 3; it must be an object"),
+    (("conditions", "shape", "hidden_size"), True, "conditions.shape.hidden_size is True"),
+    (("disk", "is_direct"), 1, "disk.is_direct is 1; it must be true or false"),
+    (("disk", "reads"), {}, "disk.reads is {}; it must be a list"),
+    (("disk", "reads", 0, "rate", "bandwidth"), -1.0, "disk.reads[0].rate: bandwidth is -1.0; it must be"),
+    (("disk", "streamed", "bandwidth"), math.inf, "disk.streamed.bandwidth is inf; it must be a number"),
+    (("copy", "bandwidth"), True, "copy.bandwidth is True; it must be a number"),
+    (("yardstick",), None, "yardstick is None; it must be a number"),
+    (("products", "counts"), [1, 8, 8], "products: counts are [1, 8, 8]"),
+    (("products", "counts"), [0, 8, 64], "products: counts are [0, 8, 64]"),
+    (("products", "counts"), [], "products: counts are []"),
+    (("head", "seconds"), [0.1], "head: seconds has 1 numbers for 2 counts"),
+    (("head", "seconds", 1), 0, "head: seconds is 0"),
+    (("attention", "seconds"), [[1e-5, 1e-4]], "attention: seconds has 1 lines for 2 rows"),
+    (("attention", "rows"), [8, 1], "attention: rows are [8, 1]"),
+    (("prompt", "seconds", 0), "x", "prompt.seconds[0] is 'x'"),
+    (("corrections", "disk"), 0, "corrections: disk is 0"),
+    (("corrections", "exposed"), 1.5, "corrections: exposed is 1.5; it must be a share from 0 to 1"),
+    (("corrections", "step_seconds"), -1, "corrections: step_seconds is -1"),
+    (("runs", 0, "seconds"), 0, "runs[0]: seconds is 0"),
+    (("runs", 0, "disk_share"), 2, "runs[0]: disk_share is 2"),
+    (("runs", 0, "sequences"), "4", "runs[0].sequences is '4'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN, ids=lambda value: str(value)[:40])
+def test_a_damaged_profile_is_refused_by_its_field(
+    tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
+) -> None:
+    fields = json.loads(profile_text(profile_with()))
+    at = fields
+    for name in path[:-1]:
+        at = at[name]
+    at[path[-1]] = value
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(file)
+    assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["machine", "conditions", "disk", "yardstick", "products", "prompt"])
+def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
+    fields = json.loads(profile_text(profile_with()))
+    del fields[name]
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=f"{name} is missing"):
+        read_profile(file)
+
+
+@pytest.mark.parametrize("text", ["", "[", "3", None])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "machine.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match="machine.json"):
+        read_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": {"hidden_size": 64}}, "its model has hidden_size 48, this one has 64"),
+        ({"shape": {"hidden_size": 48, "num_layers": 2}}, "its model has num_layers None, this one has 2"),
+        ({"dtype": "float32"}, "it was made with model.dtype bfloat16, not float32"),
+        ({"weights": "g4"}, "model.weights native, not g4"),
+        ({"layer_bytes": 5.0}, "bytes of a layer"),
+        ({"codec": "g4"}, "cache.codec dense, not g4"),
+        ({"threads": 1}, "runtime.threads 2, not 1"),
+        ({"kernels": "v4"}, "runtime.level v3, not v4"),
+        ({"disk_bandwidth": None}, "offload.disk_bandwidth 95.37MiB, not auto"),
+    ],
+)
+def test_another_model_or_setting_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
+    made = profile_with()
+    made.check(dataclasses.replace(made.conditions, model="another name"))
+    with pytest.raises(ConfigError, match="the profile of tiny is not for this") as caught:
+        made.check(dataclasses.replace(made.conditions, **changes))
+    assert message in str(caught.value)
+
+
+# Tables.
+
+
+def test_a_curve_is_linear_between_its_counts_and_proportional_beyond() -> None:
+    curve = Curve((2, 4, 8), (1.0, 3.0, 4.0))
+    assert [curve.at(count) for count in (1, 2, 3, 4, 6, 8, 16)] == pytest.approx([1, 1, 2, 3, 3.5, 4, 8])
+
+
+def test_attention_is_linear_in_rows_and_context() -> None:
+    table = Attention((2, 4), (32, 64), ((1.0, 2.0), (3.0, 6.0)))
+    assert table.at(2, 32) == 1 and table.at(4, 64) == 6
+    assert table.at(3, 48) == pytest.approx(3.0)
+    assert table.at(8, 128) == pytest.approx(24.0)
+
+
+# Passes.
+
+
+@pytest.mark.parametrize(
+    ("prompts", "budget", "passes"),
+    [
+        ([64], 1024, [64]),
+        ([500] * 2, 1024, [1000]),
+        ([320] * 4, 1024, [1024, 256]),  # the last prompt's first chunk fits the first pass
+        ([2000], 1024, [1024, 976]),
+        ([100] * 12, 1024, [1000 + 0, 200]),
+    ],
+)
+def test_prompts_are_divided_as_the_scheduler_does(prompts: list[int], budget: int, passes: list[int]) -> None:
+    assert prompt_passes(prompts, budget) == passes
+
+
+def test_a_block_has_a_pass_for_each_token_and_more_for_its_prompts() -> None:
+    assert num_passes(Workload(64, 8), 4, BUDGET) == 8
+    assert num_passes(Workload(320, 8), 4, BUDGET) == 9
+    assert num_passes(Workload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 8
+
+
+# Predictions.
+
+
+def test_the_slower_stage_counts() -> None:
+    made = profile_with()
+    none, half = (predict(made, SIZES, WORK, on_disk(share), budget=BUDGET) for share in (0, 0.5))
+    # A step of 4 rows: products, attention, a tenth of the head.
+    context = 64 + 8
+    head = made.head.at(4)
+    compute = made.products.at(4) + made.attention.at(4, context) + head / 10
+    assert none.decode_seconds == pytest.approx(15 * 10 * compute)
+    assert half.decode_seconds == pytest.approx(15 * 10 * 0.5 * 4 * MIB / 100e6)
+    assert half.stages["decode"]["compute"] == pytest.approx(compute)
+    assert none.prefill_seconds == pytest.approx(10 * (made.products.at(256) + 4 * made.prompt.at(64)) + head)
+    assert none.throughput == pytest.approx(4 * 16 / none.seconds)
+
+
+def test_corrections_have_the_effects_that_they_are_named_for() -> None:
+    def seconds(share: float, work: Workload = WORK, **changes: float) -> tuple[float, float]:
+        made = profile_with(corrections=Corrections(**changes))
+        found = predict(made, SIZES, work, on_disk(share), budget=BUDGET)
+        return found.prefill_seconds, found.decode_seconds
+
+    prefill, decode = seconds(0)
+    assert seconds(0, prefill=2) == pytest.approx((2 * prefill, decode))
+    assert seconds(0, decode=2) == pytest.approx((prefill, 2 * decode))
+    assert seconds(0, step_seconds=0.5) == pytest.approx((prefill + 0.5, decode + 15 * 0.5))
+    assert seconds(0, sequence_seconds=0.5) == pytest.approx((prefill + 2, decode + 15 * 2))
+    assert seconds(0, disk=2, exposed=1) == pytest.approx((prefill, decode))
+    assert seconds(1, disk=2)[1] == pytest.approx(2 * seconds(1)[1])
+    both = seconds(1, exposed=1)[1]
+    assert both == pytest.approx(seconds(1)[1] + decode)
+    assert seconds(1, exposed=0.25)[1] == pytest.approx(seconds(1)[1] + 0.25 * decode)
+
+
+def test_prompts_in_two_passes_read_the_weights_twice() -> None:
+    one, two = (predict(profile_with(), SIZES, Workload(tokens, 2), on_disk(1.0), budget=256) for tokens in (64, 128))
+    assert two.stages["prefill"]["disk to cpu"] == pytest.approx(3 * one.stages["prefill"]["disk to cpu"])
+
+
+# The fit.
+
+
+def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = profile_with()
+    truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005)
+
+    def seconds_of(run: Run, corrections: Corrections) -> float:
+        work = Workload(run.prompt_tokens, run.output_tokens)
+        chosen = dataclasses.replace(made, corrections=corrections)
+        return predict(chosen, SIZES, work, on_disk(run.disk_share, run.sequences), budget=run.budget).seconds
+
+    shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
+    blank = [Run(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.1, 0.5, 1.0) for shape in shapes]
+    runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]
+    found = fit(runs, seconds_of)
+    assert [seconds_of(run, found) / run.seconds for run in runs] == pytest.approx([1] * len(runs), rel=0.02)
+    monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
+    found = fit(runs, seconds_of)
+    for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), found
+
+
+def test_one_run_leaves_what_it_does_not_show() -> None:
+    made = profile_with()
+
+    def seconds_of(run: Run, corrections: Corrections) -> float:
+        return corrections.disk
+
+    found = fit([dataclasses.replace(made.runs[0], seconds=2.0)], seconds_of)
+    assert found.disk == pytest.approx(2, rel=0.01)
+    assert (found.prefill, found.decode) == pytest.approx((1, 1), abs=1e-3)
+
+
+# Plans.
+
+ROOM = (100.0 * MIB, 1000.0 * MIB)
+
+
+@pytest.mark.parametrize("memory", [34, 48, 64])
+@pytest.mark.parametrize("exposed", [0.0, 0.4])
+def test_no_placement_of_a_grid_is_faster_than_the_plan(memory: int, exposed: float) -> None:
+    made = profile_with(corrections=Corrections(exposed=exposed, step_seconds=0.001))
+    room, sizes = (memory * float(MIB), 1000.0 * MIB), (1, 4, 8)
+    found = plan(made, SIZES, WORK, room, budget=BUDGET, micro_batches=sizes, num_batches=[1, 2])
+    shares = [each / 10 for each in range(11)]
+    grid = np.array(
+        [[1 - w, w, 1 - c, c, 1 - h, h, 0, 1] for w, c, h in itertools.product(shares, repeat=3)]
+    )  # as CostModel.vector
+    best = 0.0
+    for micro, count in itertools.product(sizes, (1, 2)):
+        model = model_of(made, SIZES, WORK, room, micro, count, budget=BUDGET)
+        fits = np.ones(len(grid), bool)
+        for rows, limit in zip(model.memory().values(), room, strict=True):
+            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
+        prefill, decode = (
+            np.max([grid @ bound for bound in bounds.values()], axis=0)
+            for bounds in (model.prefill_bounds(), model.decode_bounds())
+        )
+        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
+        best = max(best, *rates[fits], 0.0)
+    assert best > 0
+    assert found.prediction.throughput >= best * (1 - 1e-6)
+    assert found.prediction.memory["cpu"] <= room[0] * (1 + 1e-6)
+
+
+def test_only_weights_leave_cache_and_activations_in_memory() -> None:
+    made, tight = profile_with(), (26.0 * MIB, 1000.0 * MIB)
+    free = plan(made, SIZES, Workload(448, 16), tight, budget=BUDGET)
+    bound = plan(made, SIZES, Workload(448, 16), tight, budget=BUDGET, only_weights=True)
+    assert free.policy.cache.shares[1] > 0
+    assert bound.policy.cache.shares == (1, 0) and bound.policy.hidden.shares == (1, 0)
+    assert bound.policy.num_batches == 1
+    assert bound.prediction.throughput <= free.prediction.throughput * (1 + 1e-6)
+
+
+def test_too_little_memory_is_said_in_bytes() -> None:
+    with pytest.raises(PlanError, match="cpu lacks"):
+        plan(profile_with(), SIZES, WORK, (4.0 * MIB, 1000.0 * MIB), budget=BUDGET)
+    with pytest.raises(PlanError, match="scheduler.token_budget"):
+        plan(profile_with(), SIZES, WORK, ROOM, budget=BUDGET, micro_batches=[1000])
+
+
+# Measuring.
+
+
+def test_a_throttle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "FILE_BYTES", 8 * MIB)
+    monkeypatch.setattr(hardware, "READ_SIZES", (256 << 10,))
+    monkeypatch.setattr(hardware, "READ_THREADS", (1, 2))
+    monkeypatch.setattr(quiet, "MOST_TRIES", 1)
+    found = hardware.measure_disk(tmp_path, 32e6, 1)
+    assert [(read.request_bytes, read.threads) for read in found.reads] == [(256 << 10, 1), (256 << 10, 2)]
+    for rate in (found.streamed, found.writes, *(read.rate for read in found.reads)):
+        # A throttle lets 0.05 s more pass, and a busy machine wakes late.
+        assert 8e6 < rate.bandwidth < 45e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_quietest_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([1.5, 0.0, 0.3, 0.05, 2.0])
+    values = iter([9.0, 1.0, 5.0, 2.0, 9.0])
+
+    class Load:
+        def cores(self) -> float:
+            return next(loads)
+
+    monkeypatch.setattr(quiet, "OtherLoad", Load)
+    assert quiet.quietest(lambda: next(values), 2) == [1.0, 2.0]
+    loads, values = iter([0.5, 0.4, 0.3, 0.2]), iter([4.0, 3.0, 2.0, 1.0])
+    assert quiet.quietest(lambda: next(values), 1) == [1.0]
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Path]]:
+    """Measures a tiny model in seconds. Returns its folder and the profile."""
+    from quire.evaluation import offload_profile
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in {
+        "FILE_BYTES": 8 * MIB, "READ_SIZES": (MIB,), "READ_THREADS": (1,), "READ_SECONDS": 0.02, "COPY_BYTES": MIB,
+        "SAMPLE_SECONDS": 0.0, "COLD_BYTES": 0, "YARDSTICK": 32,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(hardware, name, value)
+    monkeypatch.setattr(quiet, "MOST_TRIES", 1)
+    monkeypatch.setattr(offload_profile, "QUIET_SECONDS", 0.03)
+    model, file = save_tiny(tmp_path / "model"), tmp_path / "machine.json"
+
+    def measure(*words: str) -> tuple[str, Path]:
+        given = ["--rounds", "1", "--cache.memory", "16MiB", "--model.dtype", "bfloat16", *words]
+        assert main(["plan", "hardware", str(model), "--output", str(file), *given]) == 0
+        return str(model), file
+
+    return measure
+
+
+SAME = ["--model.dtype", "bfloat16"]
+
+
+def test_a_machine_is_measured_and_planned_for(
+    quick: Callable[..., tuple[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = quick()
+    told = capsys.readouterr().out
+    assert "weights are read at" in told and "ms a layer" in told and "fitted: " in told
+    made = read_profile(file)
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
+    shape, sizes = sizes_from(model, config, Workload(1, 1))
+    made.check(conditions_of(model, shape, config, sizes))
+    assert made.products.counts == hardware.ROWS and made.conditions.dtype == "bfloat16"
+    shares = sorted({run.disk_share for run in made.runs})
+    assert len(shares) == 3 and shares[0] == 0 and shares[-1] == 1
+    assert all(run.predicted > 0 for run in made.runs)
+
+    output = tmp_path / "policy.json"
+    words = ["--hardware", str(file), "--input-tokens", "64", "--output-tokens", "8", "--json", *SAME]
+    assert main(["plan", "offload", model, *words, "--only-weights", "--output", str(output)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    policy = read_policy(output, MEASURED_TIERS)
+    assert policy.block == found["micro_batch"] and found["throughput"] > 0
+    assert found["weights"] == {"cpu": 1.0, "disk": 0.0}  # a tiny model fits
+    options = {"model.dtype": "bfloat16", "cache.memory": "16MiB", "offload.mode": str(output)}
+    with LLM(model, options) as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.dtype", "float32"], "model.dtype bfloat16, not float32"),
+        ([*SAME, "--model.weights", "g4"], "model.weights native, not g4"),
+        ([*SAME, "--cache.codec", "g4"], "cache.codec dense, not g4"),
+        ([*SAME, "--offload.disk_bandwidth", "100MB"], "offload.disk_bandwidth auto, not 95.37MiB"),
+        ([*SAME, "--form", "max"], "--form is for --hardware t4"),
+        ([*SAME, "--plan.gpu", "1GiB"], "--plan.gpu has no effect"),
+        ([*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64"], "cpu lacks"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    made_profile: tuple[str, Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = made_profile
+    assert main(["plan", "offload", model, "--hardware", str(file), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def made_profile(tmp_path: Path) -> tuple[str, Path]:
+    """A tiny model, and a made-up profile of it."""
+    model = str(save_tiny(tmp_path / "model"))
+    config = EngineConfig.from_options({"model.dtype": "bfloat16", "offload.mode": "auto"}, None)
+    shape, sizes = sizes_from(model, config, Workload(1, 1))
+    made = profile_with(conditions=conditions_of(model, shape, config, sizes))
+    file = tmp_path / "machine.json"
+    file.write_text(profile_text(made))
+    return model, file
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs --output FILE"),
+        (["--output", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+        (["--output", "x.json", "--plan.cpu", "1GiB"], "--plan.cpu is for quire plan offload"),
+        (["--output", "x.json", "--slack", "0.5"], "--slack is for quire plan offload, not for hardware"),
+        (["--output", "x.json", "--retain.budget", "0.5"], "measured without retain and tiers"),
+    ],
+)
+def test_wrong_arguments_of_plan_hardware_are_one_line(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    assert main(["plan", "hardware", str(model), *words]) == 2
+    assert message in capsys.readouterr().err
