@@ -237,6 +237,9 @@ class OffloadConfig(Group):
     mode: str = "off"
     """off: weights and cache are in memory. auto: the weights that fit into `offload.memory` are, and the others are
     read in every step. Otherwise a JSON file with a policy for the tiers cpu and disk."""
+    profile: str | None = None
+    """File made by `quire plan hardware` for this model: `quire generate --input` then plans the placement for its
+    prompts, within `offload.memory` for weights, cache and activations together."""
     memory: Bytes | None = None
     """Memory for weights, buffers included. auto: what is free beside the cache, less a tenth."""
     cache: Bytes | None = None
@@ -251,7 +254,7 @@ class OffloadConfig(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("memory", "cache", "micro_batch", "disk_bandwidth"):
+        for name in ("profile", "memory", "cache", "micro_batch", "disk_bandwidth"):
             if not self.is_on and getattr(self, name) is not None:
                 raise ConfigError(f"offload.{name} has no effect with offload.mode off; set offload.mode auto")
         if not self.is_on and not self.overlap:
@@ -261,8 +264,9 @@ class OffloadConfig(Group):
                 f"offload.disk_bandwidth is {format_bytes(self.disk_bandwidth)}; it must be at least"
                 f" {format_bytes(LEAST_BANDWIDTH)}"
             )
-        if self.mode not in ("off", "auto") and self.memory is not None:
-            raise ConfigError("offload.memory is for offload.mode auto; a policy's file has its own shares")
+        for name in ("profile", "memory"):
+            if self.mode not in ("off", "auto") and getattr(self, name) is not None:
+                raise ConfigError(f"offload.{name} is for offload.mode auto; a policy's file has its own shares")
 
     @property
     def is_on(self) -> bool:

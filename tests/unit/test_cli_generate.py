@@ -31,7 +31,7 @@ def fake(monkeypatch):
     engine.loads = 0
 
     @asynccontextmanager
-    async def loaded(_):
+    async def loaded(_, options=None):
         engine.loads += 1
         yield engine
 
@@ -534,7 +534,7 @@ def test_early_interrupts_leave_whole_lines_and_the_next_run_goes_on_with_the_ot
     engine = Interrupted()
 
     @asynccontextmanager
-    async def loaded(_):
+    async def loaded(_, options=None):
         yield engine
 
     monkeypatch.setattr("quire.cli.shared.engine", loaded)
@@ -580,7 +580,7 @@ from quire.cli import main, shared
 from tests.server.fake_engine import FakeEngine
 
 @asynccontextmanager
-async def loaded(_):
+async def loaded(_, options=None):
     yield FakeEngine(step_seconds=0.01)
 
 shared.engine = loaded

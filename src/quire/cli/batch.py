@@ -28,6 +28,7 @@ from quire.errors import CacheFullError, ConfigError, QueueFullError, QuireError
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.models.tokenizer import Tokenizer
 
 log = logging.getLogger("quire")
 
@@ -86,7 +87,7 @@ class Batch:
         num_first = FIRST_LINES
         if llm.config.offload.is_on:
             # A block is loaded and stored as a whole, and neighbours share what they begin with.
-            self.todo = deque(sorted(self.todo, key=lambda line: self._tokens_of(llm, line)))
+            self.to_tree_order(llm.tokenizer)
             num_first = llm.config.scheduler.max_running
         with self._progress(len(self.todo)) as (seconds, show):
             ticker = asyncio.create_task(_repeat(seconds, show))
@@ -133,21 +134,26 @@ class Batch:
         self._num_running -= 1
         self._start(GROWTH, llm, group)
 
-    @staticmethod
-    def _tokens_of(llm: AsyncLLM, line: Line) -> list[int]:
-        """The tokens of a line's prompt, which replace it; none if it is refused later."""
-        try:
-            prompt = _in_tokens(llm, line.prompt)
-        except RequestError:
-            return []
-        line.prompt.clear()
-        line.prompt.update(prompt)
-        ids: list[int] = prompt["prompt_token_ids"]
-        return ids
+    def to_tree_order(self, tokenizer: Tokenizer) -> None:
+        """Puts the lines that are left in the depth-first order of the tree of their prompts, as token ids. Lines that
+        the model will refuse come first, as they are.
+        """
+
+        def tokens_of(line: Line) -> list[int]:
+            try:
+                prompt = _in_tokens(tokenizer, line.prompt)
+            except RequestError:
+                return []
+            line.prompt.clear()
+            line.prompt.update(prompt)
+            ids: list[int] = prompt["prompt_token_ids"]
+            return ids
+
+        self.todo = deque(sorted(self.todo, key=tokens_of))
 
     async def _generate(self, llm: AsyncLLM, line: Line) -> dict[str, Any]:
         """The answer to one line, without its id."""
-        prompt = dict(line.prompt) if "messages" not in line.prompt else _in_tokens(llm, line.prompt)
+        prompt = dict(line.prompt) if "messages" not in line.prompt else _in_tokens(llm.tokenizer, line.prompt)
         num_choices = line.params.n
         choices: list[dict[str, Any]] = [{"text": "", "token_ids": []} for _ in range(num_choices)]
         usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
@@ -220,14 +226,14 @@ class Batch:
                 bar.update(task, completed=self.num_done, speed=speed())
 
 
-def _in_tokens(llm: AsyncLLM, prompt: dict[str, Any]) -> dict[str, Any]:
+def _in_tokens(tokenizer: Tokenizer, prompt: dict[str, Any]) -> dict[str, Any]:
     """A prompt of any kind, with its hints, as one of tokens. Raises RequestError."""
     hints = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
     if "messages" in prompt:
-        text = llm.tokenizer.chat(prompt["messages"], add_generation_prompt=True)
-        return hints | {"prompt_token_ids": llm.tokenizer.encode(text, add_special=False)}
+        text = tokenizer.chat(prompt["messages"], add_generation_prompt=True)
+        return hints | {"prompt_token_ids": tokenizer.encode(text, add_special=False)}
     if "prompt" in prompt:
-        return hints | {"prompt_token_ids": llm.tokenizer.encode(prompt["prompt"])}
+        return hints | {"prompt_token_ids": tokenizer.encode(prompt["prompt"])}
     return dict(prompt)
 
 

@@ -31,6 +31,7 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.cli.batch import Batch
+    from quire.cli.batch_plan import Planned
     from quire.engine.params import SamplingParams
 
 HELP = "continue a prompt, or a file of them"
@@ -74,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"failed lines, tried again: {batch.num_retried}", file=sys.stderr)
         try:
             if batch.todo:
-                with shared.runner() as loop:
-                    loop.run(_work(args, batch))
+                from quire.cli.batch_plan import planned
+
+                with planned(args, batch) as plan, shared.runner() as loop:
+                    loop.run(_work(args, batch, plan))
         except KeyboardInterrupt:
             if batch.num_tokens:
                 print(batch.summary(), file=sys.stderr)
@@ -110,6 +113,8 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
     return failure
 
 
-async def _work(args: argparse.Namespace, batch: Batch) -> None:
-    async with shared.engine(args) as llm:
+async def _work(args: argparse.Namespace, batch: Batch, plan: Planned) -> None:
+    async with shared.engine(args, plan.options) as llm:
         await batch.run(llm)
+        for line in plan.report(batch, llm.stats()):
+            print(line, file=sys.stderr)

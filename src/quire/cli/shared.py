@@ -67,10 +67,16 @@ def printed_config(args: argparse.Namespace, *, server: bool = False, origins: d
     return bool(args.print_config)
 
 
-def engine(args: argparse.Namespace, *, pins_at_start: bool = True) -> AsyncLLM:
-    """An engine for the command line's model. `async with` loads, runs and closes it. pins_at_start: see AsyncLLM."""
+def engine(args: argparse.Namespace, options: dict[str, Any] | None = None, *, pins_at_start: bool = True) -> AsyncLLM:
+    """An engine for the command line's model. `async with` loads, runs and closes it.
+
+    options        all settings by key, in place of flags and --config
+    pins_at_start  see AsyncLLM
+    """
     from quire.async_llm import AsyncLLM
 
+    if options is not None:
+        return AsyncLLM(args.model, options, pins_at_start=pins_at_start)
     return AsyncLLM(args.model, options_from(args, ENGINE_SECTIONS), args.config, pins_at_start=pins_at_start)
 
 

@@ -32,11 +32,12 @@ from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
 from quire.engine.offloading import (
+    cache_bytes,
     in_micro_batches,
     load_with_offload,
+    near_share,
     offload_counters,
     offloaded_table,
-    room_on_disk,
     with_offload,
 )
 from quire.engine.runner import Decode, LocalRunner
@@ -149,9 +150,13 @@ def resolve(
     open_pages = page_counts(codec.page_bytes, *layers_heads)
     pages = open_pages if sealed is None else page_counts(sealed, *layers_heads)
     chunk_bytes = sum(size * count for size, count in pages.items())
-    disk_room = room_on_disk(config, context, chunk_bytes) if config.offload.is_on else None
-    if disk_room is not None:
-        memory = disk_room
+    offloaded = None
+    if config.offload.is_on:
+        of_open = np.full(layers_heads, codec.page_bytes, np.int32)
+        of_sealed = of_open if sealed is None else np.broadcast_to(np.asarray(sealed, np.int32), layers_heads)
+        offloaded = cache_bytes(config, context, of_sealed, None if sealed is None else of_open)
+    if offloaded is not None:
+        memory = offloaded[0]
     elif isinstance(wanted, int):
         memory = wanted
         if memory > MAX_ARENA_BYTES:
@@ -184,8 +189,10 @@ def resolve(
             f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
         )
     memory = arena.num_bytes
-    if disk_room is not None:
-        memory = wanted if isinstance(wanted, int) else int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
+    if offloaded is not None:
+        memory = wanted if isinstance(wanted, int) else offloaded[1].with_near(near_share(config))
+        if memory >= arena.num_bytes:
+            log.info("cache.memory holds all of offload.cache: the cache is in memory")
         memory = min(memory, arena.num_bytes)
         fits = dataclasses.replace(fits, disk_bytes=arena.num_bytes - memory)
     # A full batch leaves prefill room for a chunk, and for the rows that retention profiles together.

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.config import EngineConfig, OffloadConfig, format_bytes
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
-from quire.offload.units import ALL, TIERS
+from quire.offload.units import ALL, TIERS, Share
 
 if TYPE_CHECKING:
     from quire.attention.plan import AttentionBackend
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
     from quire.offload.costs import Policy
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.table import OffloadedTable
+    from quire.offload.table import Needs, OffloadedTable
 
 log = logging.getLogger("quire")
+
+MICRO_BATCH = 8
+"""Without a policy, sequences of a micro-batch that buffers are made for, if the memory suffices."""
+
+NEAR = Share(0.1)
+"""Without a policy and without cache.memory, share of the longest sequences' chunks that there are frames for."""
 
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
 """With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
@@ -70,21 +77,38 @@ def policy_of(config: EngineConfig) -> Policy | None:
     return read_policy(Path(config.offload.mode), TIERS[1:])
 
 
-def room_on_disk(config: EngineConfig, context: int, chunk_bytes: int) -> int | None:
-    """Bytes of the cache if it is on the disk; None if it is in memory. Raises ConfigError.
+def near_share(config: EngineConfig) -> Share:
+    """The share of a cache on the disk that stays in memory: as the policy says, else a tenth."""
+    policy = policy_of(config)
+    return NEAR if policy is None else policy.cache.shares[0]
+
+
+def cache_bytes(
+    config: EngineConfig, context: int, sealed: NDArray[np.int32], open_: NDArray[np.int32] | None
+) -> tuple[int, Needs] | None:
+    """Bytes of the cache if it is on the disk, and what is needed in memory; None if it is in memory.
 
     context  tokens of the longest request
+    sealed   bytes of the pages of a sealed chunk, [L, H]
+    open_    of an open chunk, if it has another codec
+    Raises ConfigError.
     """
+    from quire.offload.table import Extents, Needs
+
     room, policy = config.offload.cache, policy_of(config)
+    max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
     if room is None and policy is not None and policy.cache.beyond(0) > 0:
-        room = policy.block * -(-context // PAGE_TOKENS) * chunk_bytes
+        # Prompts that others will begin with stay cached as long as their room is not needed.
+        room = (running + running // 4 + 1) * max_chunks * int(sealed.sum())
     if room is None:
         return None
     if config.retain.is_on:
         raise ConfigError("retention keeps the cache small, in memory; a cache on the disk (offload.cache) has none")
     if config.tiers.is_on:
         raise ConfigError("a cache on the disk (offload.cache) has no other tiers; leave tiers.disk out")
-    return room
+    micro_batch = config.offload.micro_batch or (min(MICRO_BATCH, running) if policy is None else policy.micro_batch)
+    extents = Extents(sealed), None if open_ is None else Extents(open_)
+    return room, Needs(*extents, running, max_chunks, min(micro_batch, running))
 
 
 def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Callable[[Ops], Model]) -> Model:
@@ -127,7 +151,7 @@ def offloaded_table(
 ) -> OffloadedTable:
     """A cache on the disk. Raises ConfigError."""
     from quire.offload.model import OffloadedModel
-    from quire.offload.table import Extents, OffloadedTable, Room
+    from quire.offload.table import OffloadedTable, Room
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
     free = shutil.disk_usage(model.folder).free
@@ -138,14 +162,17 @@ def offloaded_table(
         )
     shape, policy = model.shape, policy_of(config)
     layers_heads = shape.num_layers, shape.num_kv_heads
-    open_, *sealed = (Extents(np.broadcast_to(codec.page_bytes, layers_heads)) for codec in codecs)
-    most = -(-fits.max_context // PAGE_TOKENS)
-    room = Room.of(
-        config.cache.memory,
-        sealed[0] if sealed else open_,
-        open_ if sealed else None,
-        config.scheduler.max_running,
-        most,
+    pages = [np.broadcast_to(codec.page_bytes, layers_heads) for codec in codecs]
+    found = cache_bytes(config, fits.max_context, pages[-1], pages[0] if len(pages) > 1 else None)
+    assert found is not None
+    room = Room.of(config.cache.memory, found[1])
+    log.info(
+        "cache on the disk: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
+        format_bytes(fits.cache_bytes),
+        model.folder,
+        format_bytes(config.cache.memory),
+        room.num_open + room.num_near,
+        room.own_bytes // found[1].sealed.largest,
     )
     return OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),

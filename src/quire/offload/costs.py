@@ -113,6 +113,7 @@ class Sizes:
     decode        the same while tokens are generated
     head_flops    operations of the output head per sequence and step
     fixed_bytes   bytes on the first tier in any placement: embedding, head, last norm
+    open_bytes    bytes of a sequence's cache that stay on the first tier where others leave it
     """
 
     num_layers: int
@@ -126,6 +127,7 @@ class Sizes:
     decode: tuple[Scratch, ...] = ()
     head_flops: float = 0.0
     fixed_bytes: float = 0.0
+    open_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Options:
     early_cpu_cache    whether the second tier needs room for the whole cache already while prompts are computed
     hidden_on_last     whether activations may have homes on the last tier
     cache_on_last      whether the cache may
+    early_buffers      whether the first tier has buffers for loaded cache already while prompts are computed
     exposed            with Form.MAX: share of every other stage that the slowest one does not hide
     """
 
@@ -209,6 +212,7 @@ class Options:
     early_cpu_cache: bool = True
     hidden_on_last: bool = True
     cache_on_last: bool = True
+    early_buffers: bool = False
     exposed: float = 0.0
 
 
@@ -402,11 +406,12 @@ class CostModel:
         weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
         loaded = sizes.cache_bytes * work.cached_tokens(batch, work.output_tokens)
         cache = (self.beyond(Kind.CACHE, 0) - self.attended) * (2 * loaded)
+        kept = self.beyond(Kind.CACHE, 0) * (sizes.open_bytes * self.block)
         found = []
         for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
             hidden = self.beyond(Kind.HIDDEN, 0) * (sizes.hidden_bytes * tokens * batch)
-            base = self._homes(0, tokens, peak=True) + weights + hidden
-            if stages is sizes.decode:
+            base = self._homes(0, tokens, peak=True) + weights + hidden + kept
+            if stages is sizes.decode or self.options.early_buffers:
                 base = base + cache
             found += [base + scratch * batch for scratch in self._scratch(stages)]
         return found

@@ -29,6 +29,9 @@ MEASURED_TIERS = TIERS[1:]
 MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
 """Sizes of a micro-batch that are tried."""
 
+OPEN_CHUNKS = 1.25
+"""Chunks of a sequence that stay in memory where its cache is on the disk: see `table.Needs.num_open`."""
+
 UNLIMITED = (float("inf"), float("inf"))
 
 
@@ -126,10 +129,12 @@ def model_of(
         slack=(slack, slack),
         hidden_on_last=not only_weights,
         cache_on_last=not only_weights,
+        early_buffers=True,
         exposed=corrections.exposed,
     )
     machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
-    measured = dataclasses.replace(sizes, head_flops=0.0, prefill=scratch)
+    chunk = sizes.cache_bytes * PAGE_TOKENS * sizes.num_layers
+    measured = dataclasses.replace(sizes, head_flops=0.0, prefill=scratch, open_bytes=OPEN_CHUNKS * chunk)
     return CostModel(measured, workload, machine, micro_batch, num_batches, options)
 
 

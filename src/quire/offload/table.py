@@ -15,6 +15,7 @@ are read with one request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -112,29 +113,64 @@ class Room:
     shared_bytes: int
 
     @staticmethod
-    def of(memory: int, sealed: Extents, open_: Extents | None, max_running: int, max_chunks: int) -> Room:
-        """Divides `memory` bytes. Raises ConfigError if they are too few.
-
-        open_       None: open chunks have the codec of sealed ones
-        max_chunks  chunks of the longest sequence
-        """
-        # A sequence has one open chunk, and two in a step that fills one and begins the next. If open chunks are sealed
-        # where they are, such steps are few.
-        num_open = max_running + max_running // 4 + 1 if open_ is None else 2 * max_running
-        frames = num_open * (sealed if open_ is None else open_).num_bytes
-        buffer = max_chunks * sealed.largest
-        least = frames + 4 * buffer
+    def of(memory: int, needs: Needs) -> Room:
+        """Divides `memory` bytes. Raises ConfigError if they are too few."""
+        least = needs.frames + 4 * needs.buffer
         if memory < least:
             raise ConfigError(
-                f"an offloaded cache needs at least {least} bytes of cache.memory for {max_running} sequences of"
-                f" {max_chunks * PAGE_TOKENS} tokens, and has {memory}; raise it, or lower scheduler.max_running or"
-                " model.max_context"
+                f"an offloaded cache needs at least {least} bytes of cache.memory for {needs.max_running} sequences of"
+                f" {needs.max_chunks * PAGE_TOKENS} tokens, and has {memory}; raise it, or lower scheduler.max_running"
+                " or model.max_context"
             )
-        left = memory - least
-        # A micro-batch of many sequences wants large buffers; frames save what is read. Each gets half of what is left.
-        own = buffer + left // 4 // sealed.largest * sealed.largest
-        near = max(0, memory - frames - 2 * buffer - 2 * own) // sealed.num_bytes
-        return Room(num_open, near, own, buffer)
+        # First buffers for whole micro-batches, then frames, which save what is read.
+        own = needs.buffer + min((memory - least) // 2 // needs.sealed.largest * needs.sealed.largest, needs.more)
+        near = max(0, memory - needs.frames - 2 * needs.buffer - 2 * own) // needs.sealed.num_bytes
+        return Room(needs.num_open, near, own, needs.buffer)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a `Room` is for.
+
+    sealed       pages of sealed chunks
+    open         pages of open chunks; None if these have the codec of sealed ones
+    max_running  sequences at once
+    max_chunks   chunks of the longest sequence
+    micro_batch  sequences that are computed together
+    """
+
+    sealed: Extents
+    open: Extents | None
+    max_running: int
+    max_chunks: int
+    micro_batch: int
+
+    @property
+    def num_open(self) -> int:
+        """Frames of open chunks. A sequence has one open chunk, and two in a step that fills one and begins the next.
+        If open chunks are sealed where they are, such steps are few.
+        """
+        return self.max_running + self.max_running // 4 + 1 if self.open is None else 2 * self.max_running
+
+    @property
+    def frames(self) -> int:
+        """Bytes of these frames."""
+        return self.num_open * (self.open or self.sealed).num_bytes
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of the smallest buffer: a layer of the longest sequence."""
+        return self.max_chunks * self.sealed.largest
+
+    @property
+    def more(self) -> int:
+        """Bytes that a buffer can use beside these."""
+        return (self.micro_batch - 1) * self.buffer
+
+    def with_near(self, near: Share) -> int:
+        """Memory for whole micro-batches, and for a share of the longest sequences' chunks."""
+        num_near = math.ceil(near * self.max_running * self.max_chunks)
+        return self.frames + 4 * self.buffer + 2 * self.more + num_near * self.sealed.num_bytes
 
 
 class OffloadedTable(ChunkCounts):

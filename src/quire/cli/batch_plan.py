@@ -1,0 +1,105 @@
+"""The placement of a batch: planned before it runs if there is a profile, and compared with what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli import shared
+from quire.config import EngineConfig, format_bytes, options_from
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.cli.batch import Batch
+    from quire.planning.batches import BatchPlan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a batch runs with.
+
+    options  all settings by key; None: those of the command line
+    plan     the placement; None without a profile
+    """
+
+    options: dict[str, Any] | None = None
+    plan: BatchPlan | None = None
+
+    def report(self, batch: Batch, stats: Mapping[str, Any]) -> list[str]:
+        """What was near, what moved, and what the plan had said."""
+        from quire.offload.units import Share, percent
+
+        lines, moved = [], stats.get("offload")
+        if moved is not None:
+            near = [
+                f"{name} {percent(Share(moved[f'{name}_near']))}"
+                for name in ("weights", "cache", "hidden")
+                if f"{name}_near" in moved
+            ]
+            read = moved["weights_bytes_read"] + moved.get("cache_bytes_read", 0)
+            written = moved.get("cache_bytes_written", 0)
+            lines.append(
+                f"in memory: {', '.join(near)}; read {format_bytes(read)}, wrote {format_bytes(written)}, waited"
+                f" {moved['weights_wait_seconds']:.1f} s for weights"
+            )
+        if self.plan is not None and batch.num_tokens:
+            said, found = self.plan.rate(batch.num_done, batch.num_tokens), batch.num_tokens / batch.seconds
+            lines.append(f"predicted {said:.3g} tokens/s, measured {found:.3g} ({found / said - 1:+.0%})")
+        return lines
+
+
+@contextlib.contextmanager
+def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
+    """Plans the lines that are left, if the configuration has a profile, and prints the placement. The policy's file is
+    removed at the end. Raises ConfigError.
+    """
+    config = EngineConfig.from_options(options_from(args, shared.ENGINE_SECTIONS), args.config)
+    if config.offload.profile is None:
+        yield Planned()
+        return
+    from quire.models.resolve import resolve_model
+    from quire.models.tokenizer import load_tokenizer
+    from quire.offload.files import policy_text
+    from quire.offload.planner import MEASURED_TIERS
+    from quire.planning.batches import plan_batch
+
+    batch.to_tree_order(load_tokenizer(resolve_model(args.model), config.model.tokenizer, config.model.chat_template))
+    lines = [line for line in batch.todo if "prompt_token_ids" in line.prompt]
+    if any(line.params.n > 1 for line in lines):
+        raise ConfigError("a batch is planned for one answer a line; leave n or offload.profile out")
+    prompts = [line.prompt["prompt_token_ids"] for line in lines]
+    plan = plan_batch(args.model, config, prompts, [line.params.max_tokens for line in lines])
+    settings = {**config.to_options(), **plan.settings, "offload.profile": None, "offload.memory": None}
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        settings["offload.mode"] = "off"
+        if not plan.is_in_memory:
+            file = Path(folder) / "policy.json"
+            file.write_text(policy_text(plan.policy, MEASURED_TIERS))
+            settings["offload.mode"] = str(file)
+        else:
+            settings |= {"offload.cache": None, "offload.disk_bandwidth": None, "offload.micro_batch": None}
+            settings["offload.overlap"] = True
+        _tell(plan)
+        yield Planned(settings, plan)
+
+
+def _tell(plan: BatchPlan) -> None:
+    from quire.offload.units import percent
+
+    policy, said = plan.policy, plan.prediction
+    shares = ", ".join(
+        f"{name} {percent(split.shares[0])}"
+        for name, split in (("weights", policy.weights), ("cache", policy.cache), ("activations", policy.hidden))
+    )
+    print(
+        f"quire: blocks of {policy.num_batches} x {policy.micro_batch}; in memory: {shares}; predicted"
+        f" {said.throughput:.3g} tokens/s, limited by {', '.join(said.binding)}",
+        file=sys.stderr,
+        flush=True,
+    )

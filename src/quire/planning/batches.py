@@ -1,0 +1,120 @@
+"""Plans the placement for a batch of prompts on a machine with a profile."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.cache.ledger import PAGE_TOKENS
+from quire.config import EngineConfig
+from quire.engine.machine import available_memory
+from quire.errors import ConfigError
+from quire.offload.costs import Policy, Workload
+from quire.offload.planner import MICRO_BATCHES, plan
+from quire.offload.policy import PlanError, Prediction
+from quire.offload.profile import read_profile
+from quire.offload.units import ALL, Share
+from quire.planning.offload_sizes import conditions_of, sizes_from, token_budget_of
+
+SLACK = 0.9
+"""Share of the memory and of the disk's room that a plan uses."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch runs.
+
+    policy      for the tiers cpu and disk
+    prediction  of a block
+    settings    by key, beside offload.mode
+    """
+
+    policy: Policy
+    prediction: Prediction
+    settings: dict[str, Any]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing is on the disk."""
+        policy = self.policy
+        return max(each.beyond(0) for each in (policy.weights, policy.cache, policy.hidden)) <= 0
+
+    def rate(self, num_lines: int, num_tokens: int) -> float:
+        """Predicted tokens per second of a batch of some lines that have `num_tokens` tokens: of whole blocks."""
+        blocks = -(-num_lines // self.policy.block)
+        return num_tokens / (blocks * self.prediction.seconds)
+
+
+def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: Share = ALL) -> Workload:
+    """The mean request of a batch.
+
+    prompts  token ids, in the order of the prefix tree
+    outputs  tokens that are generated
+    kept     share of the prompts' tokens that retention keeps
+    """
+    count = len(prompts)
+    shared = [0, *(_common(before, prompt) for before, prompt in itertools.pairwise(prompts))]
+    num_prefixes = sum(1 for each in shared if not each)
+    tokens = sum(map(len, prompts)) / count
+    of_others = sum(shared) / max(1, count - num_prefixes)
+    if of_others == 0:
+        num_prefixes = 0
+    return Workload(tokens, sum(outputs) / count, of_others, num_prefixes, kept=kept, growth=kept)
+
+
+def _common(before: Sequence[int], prompt: Sequence[int]) -> int:
+    """Tokens of the whole chunks that two prompts begin with. The last chunk of a prompt is its own."""
+    most = min(len(before), len(prompt) - 1)
+    same = next((at for at in range(most) if before[at] != prompt[at]), most)
+    return same // PAGE_TOKENS * PAGE_TOKENS
+
+
+def plan_batch(
+    model: str, config: EngineConfig, prompts: Sequence[Sequence[int]], outputs: Sequence[int | None]
+) -> BatchPlan:
+    """The policy with the highest predicted throughput for a batch.
+
+    config   offload.mode is auto, and offload.profile names the machine's profile. offload.memory is the memory for
+             weights, cache and activations together, offload.cache the room for the cache on the disk
+    prompts  token ids, in the order of the prefix tree
+    outputs  most tokens of each answer; None: the rest of the context
+    Raises ConfigError if the profile is not for this model, and if nothing fits.
+    """
+    assert config.offload.profile is not None
+    profile = read_profile(Path(config.offload.profile))
+    budget = config.retain.budget
+    kept = ALL if budget == "off" else Share(min(1.0, budget))
+    shape, _ = sizes_from(model, config, Workload(1, 1))
+    context = config.model.max_context or shape.max_context
+    answers = [context - len(prompt) if most is None else most for prompt, most in zip(prompts, outputs, strict=True)]
+    workload = workload_of(prompts, answers, kept)
+    shape, sizes = sizes_from(model, config, workload)
+    profile.check(conditions_of(model, shape, config, sizes))
+    weights = sizes.layer_bytes * sizes.num_layers
+    longest = min(context, max(map(sum, zip(map(len, prompts), answers, strict=True))))
+    longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    room = config.offload.cache or int(shutil.disk_usage(profile.disk.folder).free * SLACK)
+    memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
+    most = min(config.scheduler.max_running, len(prompts))
+    rows = token_budget_of(config)
+    try:
+        found = plan(
+            profile, sizes, workload, (float(memory), weights + room), budget=rows,
+            only_weights=config.retain.is_on or config.tiers.is_on,
+            micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
+        )  # fmt: skip
+    except PlanError as error:
+        raise ConfigError(f"no placement fits: {error}; --model.weights g4 and --cache.codec g4 need less") from error
+    policy = found.policy
+    settings: dict[str, Any] = {
+        "model.max_context": longest, "scheduler.token_budget": rows, "scheduler.max_running": policy.block,
+    }  # fmt: skip
+    if policy.cache.beyond(0) <= 0:
+        settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * policy.block * (longest + PAGE_TOKENS))
+    return BatchPlan(policy, found.prediction, settings)
