@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.offload.costs import Policy, Workload
-from quire.offload.planner import MICRO_BATCHES, plan
+from quire.offload.planner import MICRO_BATCHES, plan_all
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
 from quire.offload.units import ALL, Share
@@ -46,9 +46,13 @@ class BatchPlan:
         return max(each.beyond(0) for each in (policy.weights, policy.cache, policy.hidden)) <= 0
 
     def rate(self, num_lines: int, num_tokens: int) -> float:
-        """Predicted tokens per second of a batch of some lines that have `num_tokens` tokens: of whole blocks."""
-        blocks = -(-num_lines // self.policy.block)
-        return num_tokens / (blocks * self.prediction.seconds)
+        """Predicted tokens per second of a batch of some lines that have `num_tokens` tokens."""
+        return num_tokens / seconds_of(self.policy, self.prediction, num_lines)
+
+
+def seconds_of(policy: Policy, prediction: Prediction, num_lines: int) -> float:
+    """Predicted seconds of a batch of some lines: of whole blocks."""
+    return -(-num_lines // policy.block) * prediction.seconds
 
 
 def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: Share = ALL) -> Workload:
@@ -59,13 +63,11 @@ def workload_of(prompts: Sequence[Sequence[int]], outputs: Sequence[int], kept: 
     kept     share of the prompts' tokens that retention keeps
     """
     count = len(prompts)
-    shared = [0, *(_common(before, prompt) for before, prompt in itertools.pairwise(prompts))]
-    num_prefixes = sum(1 for each in shared if not each)
     tokens = sum(map(len, prompts)) / count
-    of_others = sum(shared) / max(1, count - num_prefixes)
-    if of_others == 0:
-        num_prefixes = 0
-    return Workload(tokens, sum(outputs) / count, of_others, num_prefixes, kept=kept, growth=kept)
+    # As many shared tokens as there are, as if all prompts shared one beginning.
+    total = sum(_common(before, prompt) for before, prompt in itertools.pairwise(prompts))
+    shared = min(total / max(1, count - 1), tokens - 1)
+    return Workload(tokens, sum(outputs) / count, max(0.0, shared), int(total > 0), kept=kept, growth=kept)
 
 
 def _common(before: Sequence[int], prompt: Sequence[int]) -> int:
@@ -104,13 +106,14 @@ def plan_batch(
     most = min(config.scheduler.max_running, len(prompts))
     rows = token_budget_of(config)
     try:
-        found = plan(
+        blocks = plan_all(
             profile, sizes, workload, (float(memory), weights + room), budget=rows,
             only_weights=config.retain.is_on or config.tiers.is_on,
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
         )  # fmt: skip
     except PlanError as error:
         raise ConfigError(f"no placement fits: {error}; --model.weights g4 and --cache.codec g4 need less") from error
+    found = min(blocks, key=lambda each: seconds_of(each.policy, each.prediction, len(prompts)))
     policy = found.policy
     settings: dict[str, Any] = {
         "model.max_context": longest, "scheduler.token_budget": rows, "scheduler.max_running": policy.block,

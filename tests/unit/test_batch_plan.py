@@ -1,0 +1,140 @@
+"""Plans of a batch: the mean request, the policy and its settings, and a batch that runs as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.offload.costs import Workload
+from quire.offload.profile import profile_text
+from quire.offload.units import Share
+from quire.planning.batches import BatchPlan, plan_batch, workload_of
+from quire.planning.offload_sizes import conditions_of, sizes_from
+from tests.tiny_models import save_tiny
+from tests.unit.test_hardware_profile import profile_with
+
+SETTINGS = {"model.dtype": "float32", "runtime.threads": 1, "offload.mode": "auto", "offload.disk_bandwidth": 100 << 20}
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return sorted([generator.randrange(3, 250) for _ in range(generator.randrange(5, 150))] for _ in range(count))
+
+
+def test_the_mean_request_of_a_batch() -> None:
+    found = workload_of([[1] * 10, [2] * 30], [4, 8])
+    assert found == Workload(20, 6)
+
+
+def test_prefixes_are_shared_in_whole_chunks() -> None:
+    """130 tokens in common are two chunks. 64 tokens that are all of a prompt are computed."""
+    first, second = list(range(130)), [9] * 64
+    prompts = [[*first, 5], [*first, 6, 7], second, second]
+    found = workload_of(prompts, [1] * 4)
+    assert found.num_prefixes == 1
+    assert found.computed_tokens(4) == pytest.approx(sum(map(len, prompts)) - 128)
+    assert workload_of(prompts[:2], [1, 1]).shared_tokens == 128
+
+
+def test_retention_keeps_its_share() -> None:
+    found = workload_of([[1] * 10], [4], Share(0.25))
+    assert found.kept == found.growth == 0.25
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return save_tiny(path, num_hidden_layers=6, hidden_size=128, intermediate_size=256, num_attention_heads=4)
+
+
+@pytest.fixture
+def profile(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = EngineConfig.from_options(SETTINGS)
+    shape, sizes = sizes_from(str(model), config, Workload(1, 1))
+    made = profile_with(conditions=conditions_of(str(model), shape, config, sizes))
+    made = dataclasses.replace(made, disk=dataclasses.replace(made.disk, folder=str(tmp_path)))
+    file = tmp_path / "machine.json"
+    file.write_text(profile_text(made))
+    return file
+
+
+def plan_of(model: Path, profile: Path, prompts: list[list[int]], outputs: list[Any], **more: Any) -> BatchPlan:
+    settings = {**SETTINGS, "offload.profile": str(profile), **more}
+    return plan_batch(str(model), EngineConfig.from_options(settings), prompts, outputs)
+
+
+def test_memory_for_all_leaves_nothing_on_the_disk(model: Path, profile: Path) -> None:
+    prompts = prompts_of(20)
+    plan = plan_of(model, profile, prompts, [10] * 20)
+    assert plan.is_in_memory and plan.policy.block == 20
+    longest = max(map(len, prompts)) + 10
+    assert plan.settings["model.max_context"] == -(-longest // 64) * 64
+
+
+def test_less_memory_puts_more_on_the_disk_and_is_predicted_to_be_slower(model: Path, profile: Path) -> None:
+    prompts, plans = prompts_of(40), []
+    for memory in (64, 8, 4):
+        plans.append(plan_of(model, profile, prompts, [10] * 40, **{"offload.memory": memory << 20}))
+        assert plans[-1].prediction.memory["cpu"] <= memory << 20
+    rates = [plan.rate(40, 400) for plan in plans]
+    assert plans[0].is_in_memory and not plans[2].is_in_memory and rates == sorted(rates, reverse=True)
+
+
+def test_blocks_are_chosen_for_the_lines_that_there_are(model: Path, profile: Path) -> None:
+    """21 lines in blocks of 20 would take two blocks."""
+    plan = plan_of(model, profile, prompts_of(21), [10] * 21)
+    assert plan.policy.block == 21
+    seconds = plan.prediction.seconds
+    assert plan.rate(21, 210) == pytest.approx(210 / seconds) and plan.rate(22, 220) == pytest.approx(110 / seconds)
+
+
+def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
+    with pytest.raises(ConfigError, match="no placement fits: .*cpu lacks"):
+        plan_of(model, profile, prompts_of(4), [10] * 4, **{"offload.memory": 1 << 20})
+    with pytest.raises(ConfigError, match="made with runtime.threads 1, not 2"):
+        plan_of(model, profile, prompts_of(4), [10] * 4, **{"runtime.threads": 2})
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "5MiB"])
+def test_a_batch_runs_as_planned_and_answers_as_ever(
+    model: Path, profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    lines = [
+        {"prompt_token_ids": prompt, "max_tokens": 3 + len(prompt) % 9, "ignore_eos": True} for prompt in prompts_of(24)
+    ]
+    random.Random(1).shuffle(lines)
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--{key}={value}" for key, value in SETTINGS.items() if not key.startswith("offload")]
+    found = []
+    for name, more in (
+        ("plain", ["--cache.memory=32MiB"]),
+        (
+            "planned",
+            [
+                "--offload.mode=auto", f"--offload.profile={profile}", f"--offload.memory={memory}",
+                "--offload.disk_bandwidth=100MiB",
+            ],
+        ),
+    ):  # fmt: skip
+        output = tmp_path / f"{name}.jsonl"
+        words = ["generate", str(model), "--input", str(source), "--output", str(output), *flags, *more]
+        assert main(words) == 0
+        answers = map(json.loads, output.read_text().splitlines())
+        found.append({answer["id"]: answer["token_ids"] for answer in answers})
+    said = capsys.readouterr().err
+    assert found[0] == found[1] and len(found[0]) == 24
+    assert "quire: blocks of " in said and "predicted" in said.splitlines()[-2]
+    assert ("read " in said) == (memory == "5MiB"), "only what is on the disk is read"
