@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,18 +133,23 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
     except ImageError as error:
         raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
     if policy is not None and policy.hidden.beyond(0) > 0:
-        model.states = HiddenStates(mover_of(model), policy.hidden.beyond(0))
+        model.states = HiddenStates(mover_of(model, "activations"), policy.hidden.beyond(0))
     return model
 
 
-def mover_of(model: OffloadedModel) -> Mover:
-    """Threads and a file for what leaves memory beside a model's weights. Raises ConfigError."""
+def mover_of(model: OffloadedModel, what: str) -> Mover:
+    """Threads and a file for what leaves memory beside a model's weights. They end with the model. Raises ConfigError.
+
+    what  the contents, for errors
+    """
     from quire.offload.mover import Mover
 
     try:
-        return Mover(model.folder, model.stream.throttle)
+        mover = Mover(model.folder, model.stream.throttle, what)
     except OSError as error:
-        raise ConfigError(f"no file for the cache in {model.folder}: {error}") from error
+        raise ConfigError(f"no file for the {what} in {model.folder}: {error}") from error
+    weakref.finalize(model, mover.close)
+    return mover
 
 
 def offloaded_table(
@@ -154,12 +160,6 @@ def offloaded_table(
     from quire.offload.table import OffloadedTable, Room
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
-    free = shutil.disk_usage(model.folder).free
-    if fits.cache_bytes > free:
-        raise ConfigError(
-            f"the cache on the disk may take {format_bytes(fits.cache_bytes)}, and {model.folder} has"
-            f" {format_bytes(free)}; lower offload.cache"
-        )
     shape, policy = model.shape, policy_of(config)
     layers_heads = shape.num_layers, shape.num_kv_heads
     pages = [np.broadcast_to(codec.page_bytes, layers_heads) for codec in codecs]
@@ -174,15 +174,22 @@ def offloaded_table(
         room.num_open + room.num_near,
         room.own_bytes // found[1].sealed.largest,
     )
-    return OffloadedTable(
+    table = OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
         *layers_heads,
         *codecs,
         sinks=sinks,
         room=room,
-        mover=mover_of(model),
+        mover=mover_of(model, "cache"),
         near=ALL if policy is None else policy.cache.shares[0],
     )
+    free = shutil.disk_usage(model.folder).free
+    if table.file_bytes > free:
+        raise ConfigError(
+            f"the cache on the disk may take {format_bytes(table.file_bytes)}, and {model.folder} has"
+            f" {format_bytes(free)}; lower offload.cache"
+        )
+    return table
 
 
 def in_micro_batches(

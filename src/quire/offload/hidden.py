@@ -62,7 +62,10 @@ class HiddenStates:
         return sum(self._is_far) / max(1, len(self._is_far))
 
     def begin(self, count: int) -> None:
-        """Forgets the last step."""
+        """Forgets the last step, which may have failed."""
+        if self._mover is not None:
+            self._mover.settle()
+        self._written = [NOTHING, NOTHING]
         self._near.clear()
         self._away.clear()
         share = self.far if count > 1 else NONE

@@ -31,8 +31,9 @@ class Part(NamedTuple):
 class Ticket:
     """Parts that move together. `wait` returns once all of them have."""
 
-    def __init__(self, count: int, after: tuple[Ticket, ...]) -> None:
+    def __init__(self, count: int, after: tuple[Ticket, ...], what: str) -> None:
         self.left = count
+        self.what = what
         self.after = after
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -43,27 +44,29 @@ class Ticket:
         """Raises QuireError if a part could not be moved."""
         self.done.wait()
         if self.error is not None:
-            raise QuireError(f"the offloaded cache cannot be moved: {self.error}") from self.error
+            raise QuireError(f"the offloaded {self.what} cannot be moved: {self.error}") from self.error
 
 
-NOTHING = Ticket(0, ())
+NOTHING = Ticket(0, (), "")
 """A ticket without parts."""
 
 
 class Mover:
     """Threads that read and write one file, in the order in which parts were given.
 
-    bytes_read, bytes_written  of all parts so far
+    bytes_read, bytes_written  of all parts that were moved so far
     """
 
-    def __init__(self, folder: Path, throttle: Throttle) -> None:
-        """throttle: shared with others that use the disk. Raises OSError."""
+    def __init__(self, folder: Path, throttle: Throttle, what: str = "cache") -> None:
+        """throttle: shared with others that use the disk. what: the contents, for errors. Raises OSError."""
         self._throttle = throttle
+        self._what = what
         path = folder / f".quire-cache-{os.getpid()}-{os.urandom(4).hex()}.tmp"
         self._file = DirectFile(path, is_direct=allows_direct(folder), is_new=True)
         path.unlink()
         self._changed = threading.Condition()
         self._queue: deque[tuple[Ticket, bool, Part]] = deque()
+        self._num_moving = 0
         self._is_closed = False
         self.bytes_read = self.bytes_written = 0
         self._threads = [
@@ -74,12 +77,20 @@ class Mover:
             thread.start()
 
     def read(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
-        """Starts to fill the views, once the tickets `after` are done."""
+        """Starts to fill the views, once the tickets `after` are done. Fails if one of them does."""
         return self._add(parts, False, after)
 
     def write(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
-        """Starts to write the views, which must not change before it is done."""
+        """Starts to write the views, which must not change before it is done. after: as in `read`."""
         return self._add(parts, True, after)
+
+    def settle(self) -> None:
+        """Waits until nothing moves. A step that failed may have begun what still moves, from and to memory that the
+        next step uses.
+        """
+        with self._changed:
+            while (self._queue or self._num_moving) and not self._is_closed:
+                self._changed.wait()
 
     def close(self) -> None:
         """Ends the threads. Tickets that are not done fail."""
@@ -100,7 +111,8 @@ class Mover:
         todo = list(parts)
         if not todo:
             return NOTHING
-        ticket = Ticket(len(todo), tuple(each for each in after if not each.done.is_set()))
+        pending = tuple(each for each in after if not each.done.is_set() or each.error is not None)
+        ticket = Ticket(len(todo), pending, self._what)
         with self._changed:
             if self._is_closed:
                 raise QuireError("the offloaded cache was closed")
@@ -116,6 +128,7 @@ class Mover:
                 if self._is_closed:
                     return
                 ticket, is_write, part = self._queue.popleft()
+                self._num_moving += 1
             error: BaseException | None = None
             try:
                 # What a part waits for was given earlier, so another thread has it or has done it.
@@ -125,17 +138,17 @@ class Mover:
                     self._file.write([part.view], part.offset, self._throttle.take)
                 else:
                     self._file.read(part.view, part.offset, self._throttle.take)
-            except (OSError, QuireError) as failure:
+            except BaseException as failure:  # of any kind: the engine must not wait for ever
                 error = failure
-            except BaseException as failure:  # otherwise the engine would wait for ever
-                self._finish(ticket, failure)
-                raise
             with self._changed:
-                if is_write:
+                if error is None and is_write:
                     self.bytes_written += len(part.view)
-                else:
+                elif error is None:
                     self.bytes_read += len(part.view)
-            self._finish(ticket, error)
+                self._finish(ticket, error)
+                self._num_moving -= 1
+                if not self._queue and not self._num_moving:
+                    self._changed.notify_all()
 
     def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
         with self._changed:

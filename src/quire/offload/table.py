@@ -252,6 +252,7 @@ class OffloadedTable(ChunkCounts):
 
     def copy(self, source: int, target: int) -> None:
         """Copies the bytes of a whole chunk to another one of the same codec."""
+        self.mover.settle()
         assert self._frames[target] < 0 and not self._is_stored[target], "the target has bytes"
         self._step += 1
         self._use([source, target])
@@ -274,6 +275,7 @@ class OffloadedTable(ChunkCounts):
         """Prepares a step of some micro-batches, given by their slices: gives frames to chunks that must have one, and
         decides which others are loaded and stored. Returns the far chunks of each micro-batch, and those of several.
         """
+        self.mover.settle()
         self._step += 1
         reads: list[Int32s] = []
         fills: list[Int32s] = []
@@ -331,6 +333,11 @@ class OffloadedTable(ChunkCounts):
         """The buffer of a micro-batch in a layer."""
         start = self._own[(layer * num_batches + batch) % 2]
         return self._bytes[start : start + self.room.own_bytes]
+
+    @property
+    def file_bytes(self) -> int:
+        """Most bytes that the file takes on the disk."""
+        return self.ledger.num_bytes // self.chunk_bytes(self.sealed_codec) * self.sealed.num_bytes
 
     @property
     def near_share(self) -> float:
