@@ -93,6 +93,11 @@ class BlockPlan:
             return NOTHING
         return self._table.load_shared(layer, self._placed[1])
 
+    def enter(self, layer: int, batch: int) -> None:
+        """Must be called before a micro-batch is computed in a layer."""
+        if self._table is not None and self._placed is not None:
+            self._table.enter(layer, batch, len(self.batches), self._placed[0][batch])
+
     def store(self, layer: int, batch: int) -> Ticket:
         """Starts to store what a micro-batch has filled in a layer."""
         if self._table is None or self._placed is None:
@@ -199,6 +204,7 @@ def run(
             load(*order[number + 1])
         for ticket in (*stores[:-1], *loads.pop((layer, batch))):
             ticket.wait()
+        plan.enter(layer, batch)
         states.put(batch, model.layer(layer, states.get(batch), batches[batch].plan))
         stores = [*stores[-1:], plan.store(layer, batch)]
         if not overlaps:

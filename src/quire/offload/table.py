@@ -6,7 +6,8 @@ it is computed. So kernels and plans read the same table as ever.
 
     frames     open chunks, and as many others as `near` says
     own        two buffers, used in turn: the chunks that one micro-batch alone reads or fills
-    shared     two buffers, used in turn by layers: the chunks that several micro-batches read, each once a step
+    shared     two buffers, used in turn by layers: chunks that several micro-batches read, each once a step. If not all
+               of them fit, each micro-batch loads the others on its own
     sidecars   of first chunks; they stay in memory
 
 In the file, the layers of a chunk lie apart: layer l of all chunks, then layer l + 1. Chunks with neighbouring slots
@@ -87,14 +88,16 @@ class Run(NamedTuple):
 class Placed:
     """The far chunks of one micro-batch, or of all that share some.
 
-    rows     int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
-    loads    runs that are read
-    stores   runs that the step fills, and that are written
+    rows      int32 [n], in the order of their places in a buffer: those that are read, then those that are filled
+    loads     runs that are read
+    stores    runs that the step fills, and that are written
+    repeated  places of chunks that other micro-batches load too, into other places
     """
 
     rows: Int32s
     loads: list[Run]
     stores: list[Run]
+    repeated: Int64s
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,12 @@ class OffloadedTable(ChunkCounts):
         """Starts to load a layer of the chunks that several micro-batches read."""
         return self.mover.read(self._parts(layer, self._shared[layer % 2], placed.loads), *after)
 
+    def enter(self, layer: int, batch: int, num_batches: int, placed: Placed) -> None:
+        """Names the places of chunks that others load too. To be called before a micro-batch is computed in a layer."""
+        if len(placed.repeated):
+            starts = self._own[(layer * num_batches + batch) % 2] + placed.repeated * self.sealed.layer_bytes[layer]
+            self.pages[placed.rows[placed.repeated], layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
+
     def buffer(self, layer: int, batch: int, num_batches: int) -> memoryview:
         """The buffer of a micro-batch in a layer."""
         start = self._own[(layer * num_batches + batch) % 2]
@@ -478,14 +487,11 @@ class OffloadedTable(ChunkCounts):
         far = [rows[self._frames[rows] < 0] for rows in reads]
         every = np.concatenate(far)
         rows, times = np.unique(every, return_counts=True)
-        common = self._by_slot(rows[times > 1])
-        if len(common) * self.sealed.largest > self.room.shared_bytes:
-            raise CacheFullError(
-                f"{len(common)} chunks on the disk are shared by several micro-batches, and there is room for"
-                f" {self.room.shared_bytes // self.sealed.largest}; raise cache.memory"
-            )
+        several = rows[times > 1]
+        often = np.argsort(-times[times > 1], kind="stable")
+        common = self._by_slot(several[often[: self.room.shared_bytes // self.sealed.largest]])
         layers = np.arange(self.shape[0])
-        shared = Placed(common, _runs(self._slots[common]), [])
+        shared = Placed(common, _runs(self._slots[common]), [], np.empty(0, np.int64))
         self._name(common, np.array(self._shared)[layers % 2])
         found = []
         for batch, (read, fill) in enumerate(zip(far, fills, strict=True)):
@@ -494,7 +500,7 @@ class OffloadedTable(ChunkCounts):
             assert len(own) + len(new) <= self.own_chunks, f"{len(own)} and {len(new)} chunks, room {self.own_chunks}"
             both = np.concatenate((own, new))
             stores = [Run(first + len(own), slot, count) for first, slot, count in _runs(self._slots[new])]
-            found.append(Placed(both, _runs(self._slots[own]), stores))
+            found.append(Placed(both, _runs(self._slots[own]), stores, np.flatnonzero(np.isin(own, several))))
             self._name(both, np.array(self._own)[(layers * len(far) + batch) % 2])
             self._is_stored[new] = True  # by the end of the step
         self.num_layers_loaded += self.shape[0] * (len(common) + sum(len(each.rows) for each in found))
