@@ -23,7 +23,7 @@ from quire.cache.sinks import Sinks
 from quire.offload.blocks import BlockAttention, run
 from quire.offload.hidden import HiddenStates
 from quire.offload.mover import Mover, Ticket
-from quire.offload.table import Extents, OffloadedTable, Placed, Room
+from quire.offload.table import Extents, Needs, OffloadedTable, Placed, Room
 from quire.offload.units import ALL, Share
 from quire.stores.direct import DirectFile
 from quire.stores.throttle import Throttle
@@ -132,8 +132,8 @@ class Machine:
         self.max_running, self.max_chunks = max_running, max_chunks
         self.mover = Mover(folder, Throttle(None))
         sizes = [Extents(np.broadcast_to(codec.page_bytes, shape).astype(np.int32)) for codec in (open_codec, *sealed)]
-        wanted = (sizes[-1], sizes[0] if sealed else None, max_running, max_chunks)
-        room = Room.of(int(least_memory(*wanted) * memory), *wanted)
+        needs = Needs(sizes[-1], sizes[0] if sealed else None, max_running, max_chunks, micro_batch)
+        room = Room.of(int(needs.least * memory), needs)
         if num_shared is not None:
             room = replace(room, shared_bytes=num_shared * sizes[-1].largest)
         bytes_of = max(int(np.broadcast_to(codec.page_bytes, shape).sum()) for codec in (open_codec, *sealed))
@@ -313,14 +313,3 @@ class Kernels:
 
 def _ignore(layer: int) -> None:
     pass
-
-
-def least_memory(sealed: Extents, open_: Extents | None, max_running: int, max_chunks: int) -> int:
-    """The memory that the error of a room names."""
-    from quire.errors import ConfigError
-
-    try:
-        Room.of(0, sealed, open_, max_running, max_chunks)
-    except ConfigError as error:
-        return int(str(error).split("at least ")[1].split()[0])
-    raise AssertionError("no memory is enough")

@@ -118,7 +118,7 @@ class Room:
     @staticmethod
     def of(memory: int, needs: Needs) -> Room:
         """Divides `memory` bytes. Raises ConfigError if they are too few."""
-        least = needs.frames + 4 * needs.buffer
+        least = needs.least
         if memory < least:
             raise ConfigError(
                 f"an offloaded cache needs at least {least} bytes of cache.memory for {needs.max_running} sequences of"
@@ -166,6 +166,11 @@ class Needs:
         return self.max_chunks * self.sealed.largest
 
     @property
+    def least(self) -> int:
+        """The least memory that is enough."""
+        return self.frames + 4 * self.buffer
+
+    @property
     def more(self) -> int:
         """Bytes that a buffer can use beside these."""
         return (self.micro_batch - 1) * self.buffer
@@ -173,7 +178,7 @@ class Needs:
     def with_near(self, near: Share) -> int:
         """Memory for whole micro-batches, and for a share of the longest sequences' chunks."""
         num_near = math.ceil(near * self.max_running * self.max_chunks)
-        return self.frames + 4 * self.buffer + 2 * self.more + num_near * self.sealed.num_bytes
+        return self.least + 2 * self.more + num_near * self.sealed.num_bytes
 
 
 class OffloadedTable(ChunkCounts):
