@@ -170,6 +170,19 @@ def measure_machine(
     rounds  how often everything is measured
     Raises ConfigError, ModelError, and QuireError for a disk that cannot be measured.
     """
+    profile = measure_parts(subject, folder=folder, rounds=rounds, tell=tell)
+    runs: list[Run] = []
+    for share in disk_shares(subject):
+        with generator(subject.name, subject.options, subject.config_file, share) as made:
+            tell(f"generations with {made.disk_share:.0%} of the weights on the disk")
+            runs += measure_runs(made, run_shapes(subject), token_budget_of(subject.config), rounds)
+    return fitted(profile, subject.sizes, runs)
+
+
+def measure_parts(
+    subject: Subject, *, folder: Path | None = None, rounds: int = 3, tell: Told = lambda what: None
+) -> Profile:
+    """A profile without runs and corrections; see measure_machine."""
     with open_model(resolve_model(subject.name)) as checkpoint:
         shape = checkpoint.shape
     conditions = conditions_of(Path(subject.name).name, shape, subject.config, subject.sizes)
@@ -181,23 +194,14 @@ def measure_machine(
     timer = layer_timer(subject)
     products, head = measure_curve(timer.products, ROWS, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
     del timer
-    runs: list[Run] = []
-    attention = prompt = None
-    for share in _disk_shares(subject):
-        with generator(subject.name, subject.options, subject.config_file, share) as made:
-            if attention is None or prompt is None:
-                tell("attention")
-                spec = made.llm.engine.runner.attention.spec
-                attention, prompt = AttentionTimer(spec, made.llm.engine.max_context).curves(rounds)
-            tell(f"generations with {made.disk_share:.0%} of the weights on the disk")
-            runs += measure_runs(made, _shapes(subject), token_budget_of(subject.config), rounds)
-    assert attention is not None and prompt is not None
-    profile = Profile(
+    tell("attention")
+    with generator(subject.name, subject.options, subject.config_file, disk_shares(subject)[0]) as made:
+        engine = made.llm.engine
+        attention, prompt = AttentionTimer(engine.runner.attention.spec, engine.max_context).curves(rounds)
+    return Profile(
         _processor(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
-        products, head,
-        attention, prompt,
+        products, head, attention, prompt,
     )  # fmt: skip
-    return fitted(profile, subject.sizes, runs)
 
 
 def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget: int, rounds: int) -> list[Run]:
@@ -230,7 +234,7 @@ def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
     return predict(profile, sizes, work, policy, budget=run.budget).seconds
 
 
-def _shapes(subject: Subject) -> list[tuple[int, int, int]]:
+def run_shapes(subject: Subject) -> list[tuple[int, int, int]]:
     """The generations of a profile, shortened for a model with a small context, and without too large batches."""
     most = subject.config.scheduler.max_running
     fits = {
@@ -240,7 +244,7 @@ def _shapes(subject: Subject) -> list[tuple[int, int, int]]:
     return sorted(fits)
 
 
-def _disk_shares(subject: Subject) -> list[float]:
+def disk_shares(subject: Subject) -> list[float]:
     """Shares of the weights on the disk that runs have: as few as memory allows, all, and the middle."""
     import torch
 

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from quire.offload.profile import Corrections, Run
 
-PULL = 0.02
-"""Weight of the distance to no correction. It decides only what the runs leave open."""
+PULL = 0.1
+"""Weight of the distance to no correction: the error of a run over the expected size of a correction, 5 % over 0.5. It
+decides what noisy runs leave open.
+"""
 
 MOST_FACTOR = 5.0
 """Largest and inverse of the smallest factor on measured seconds."""

@@ -183,7 +183,7 @@ def yardstick() -> float:
         return time.perf_counter() - begun
 
     product()
-    return statistics.median(product() for _ in range(9))
+    return statistics.median(product() for _ in range(25))
 
 
 def measure_curve(seconds_of: Callable[[int], float], counts: Sequence[int], rounds: int) -> Curve:

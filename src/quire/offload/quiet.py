@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 QUIET_CORES = 0.1
-"""Cores that other programs may keep busy during a sample that counts as quiet."""
+"""Cores that other programs may keep busy during a sample that counts as quiet, beside those that torch leaves."""
 
 MOST_TRIES = 4
 """Samples taken for each that is wanted, at most."""
@@ -42,12 +44,13 @@ def _foreign_seconds() -> float:
 def quietest(sample: Callable[[], float], rounds: int) -> list[float]:
     """Samples until `rounds` of them were quiet, but at most MOST_TRIES for each. Returns the least disturbed ones."""
     found: list[tuple[float, float]] = []
+    limit = QUIET_CORES + max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
     num_quiet = 0
     while num_quiet < rounds and len(found) < MOST_TRIES * rounds:
         load = OtherLoad()
         value = sample()
         cores = load.cores()
-        num_quiet += cores <= QUIET_CORES
+        num_quiet += cores <= limit
         found.append((cores, value))
     return [value for _, value in sorted(found, key=lambda each: each[0])[:rounds]]
 

@@ -1,0 +1,286 @@
+"""Predicted and measured speed of placements of weights: how well `quire plan offload` knows this machine.
+
+    python benchmarks/offload_fidelity.py --work DIR [--rounds 5] [--json FILE]
+
+The model is a Llama shape with random weights: 199 million parameters, 398 MB in bf16. The disk is throttled to 300
+MB/s. First the parts of the profile are measured. Then, in every round, the generations that the profile is fitted to
+take turns with those of eight other policies, all in this process. They differ in share of weights on the disk, batch,
+prompt and answer. At last the corrections are fitted, without the eight, and the eight are predicted.
+
+A repeat is dropped if a calibration before or after it differs by more than 10 % from the profile's: a fixed product,
+or reads of the layer image. It is also dropped if other programs kept more than --quiet cores busy meanwhile, beside
+those that the engine leaves free. Dropped repeats are counted, and repeated up to --retries times in their round.
+
+bytes   weights read from the disk for a generation: passes over the layers times what each reads; they must be equal
+memory  of weights, buffers, cache and activations; measured as growth of the process's anonymous memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import ROOT, append_record, arguments, commit, format_table, hardware, hardware_line, median, spread
+from offload import make_model
+from tiers import Mark, marks_table
+
+SHAPE = {
+    "vocab_size": 16000,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+BANDWIDTH = "300MB"
+
+POLICIES = (
+    (0.0, 1, 64, 16), (0.0, 16, 64, 8), (0.15, 4, 64, 8), (0.25, 1, 128, 8), (0.25, 24, 48, 6), (0.35, 8, 128, 6),
+    (0.75, 2, 64, 8), (1.0, 16, 128, 4),
+)  # fmt: skip
+"""Requested share on the disk, sequences, tokens of a prompt and of an answer. None is a generation of the profile."""
+
+MOVED = 0.1
+"""Relative difference of a calibration from the profile's at which a repeat is dropped."""
+FITTED_SAMPLES = 3
+"""The least disturbed repeats of a generation of the profile that count."""
+
+
+@dataclass
+class Case:
+    """A policy and its repeats.
+
+    disk_share   as realised
+    seconds      of the repeats that were kept
+    all_seconds  of all repeats
+    loads        cores of other programs in all repeats
+    bytes_moved  (predicted, measured) of all repeats
+    memory       bytes of all repeats
+    """
+
+    requested: float
+    sequences: int
+    prompt: int
+    output: int
+    disk_share: float = math.nan
+    seconds: list[float] = field(default_factory=list)
+    all_seconds: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+    bytes_moved: list[tuple[int, int]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are generated."""
+        return self.sequences * self.output
+
+    def quietest(self) -> list[float]:
+        """Seconds of the repeats that were kept, or of the least disturbed ones if too few were."""
+        if len(self.seconds) >= FITTED_SAMPLES:
+            return self.seconds
+        order = sorted(range(len(self.loads)), key=lambda index: self.loads[index])
+        return [self.all_seconds[index] for index in order[:FITTED_SAMPLES]]
+
+
+class Drops:
+    """Repeats that were dropped, by reason."""
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, int] = {}
+
+    def count(self, reason: str) -> None:
+        """Counts one."""
+        self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
+
+
+class Calibration:
+    """Compares the machine with its profile."""
+
+    def __init__(self, profile: Any, image: Path) -> None:
+        self._profile, self._image = profile, image
+
+    def moved(self) -> str | None:
+        """What differs by more than MOVED, or None."""
+        from quire.offload.hardware import READ_SECONDS, read_rate, yardstick
+        from quire.offload.stream import NUM_READERS
+        from quire.stores.direct import REQUEST_BYTES
+
+        disk, limit = self._profile.disk, self._profile.conditions.disk_bandwidth
+        rate = read_rate(self._image, disk.is_direct, REQUEST_BYTES, NUM_READERS, limit, READ_SECONDS)
+        if abs(rate / disk.streamed.bandwidth - 1) > MOVED:
+            return "calibration read"
+        return "calibration product" if abs(yardstick() / self._profile.yardstick - 1) > MOVED else None
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
+
+
+@contextlib.contextmanager
+def watched(found: list[int]) -> Iterator[None]:
+    """Appends the largest anonymous memory meanwhile."""
+    ended, most = threading.Event(), [anonymous_bytes()]
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            most.append(anonymous_bytes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        found.append(max(most))
+
+
+def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
+    """One round: the profile's generations and the policies, in the order of their shares. runs: see main."""
+    from quire.evaluation.offload_profile import generator
+    from quire.offload.costs import Workload
+    from quire.offload.planner import num_passes
+    from quire.offload.quiet import OtherLoad
+
+    by_share: dict[float, list[Any]] = {}
+    for each in runs:
+        by_share.setdefault(each.requested, []).append(each)
+    for share, cases in sorted(by_share.items()):
+        gc.collect()  # the last engine's memory
+        before = anonymous_bytes()
+        with generator(subject.name, subject.options, None, share) as made:
+            made.run(1, 32, 2)
+            for case in cases:
+                case.disk_share = made.disk_share
+                passes = num_passes(Workload(case.prompt, case.output), case.sequences, given.budget)
+                for _ in range(1 + given.retries):
+                    reason, load, peak = calibration.moved(), OtherLoad(), list[int]()
+                    with watched(peak):
+                        timing = made.run(case.sequences, case.prompt, case.output)
+                    cores = load.cores()
+                    reason = reason or calibration.moved() or ("other programs" if cores > given.quiet else None)
+                    case.all_seconds.append(timing.seconds)
+                    case.bytes_moved.append((passes * made.model.weights.streamed_bytes, timing.bytes_read))
+                    case.memory.append(peak[0] - before)
+                    case.loads.append(cores)
+                    print(
+                        f"{made.disk_share:5.0%} on the disk, {case.sequences:2} x {case.prompt:3} + {case.output:2}:"
+                        f" {timing.seconds:7.3f} s, others {cores:.2f}{', dropped: ' * bool(reason)}{reason or ''}",
+                        file=sys.stderr, flush=True,
+                    )  # fmt: skip
+                    if reason is None:
+                        case.seconds.append(timing.seconds)
+                        break
+                    drops.count(reason)
+        del made
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Rank correlation."""
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(left, right).statistic)
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = arguments(__doc__)
+    parser.add_argument("--work", type=Path, default=ROOT / ".peers" / "offload_fidelity", help="folder of the model")
+    parser.add_argument("--quiet", type=float, default=0.2, help="cores of other programs (default: 0.2)")
+    parser.add_argument("--retries", type=int, default=2, help="of a dropped repeat in its round (default: 2)")
+    given = parser.parse_args()
+    given.quiet += max(0, len(os.sched_getaffinity(0)) - given.threads)
+    os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
+    from quire.evaluation.offload_profile import Subject, disk_shares, fitted, measure_parts, run_shapes
+    from quire.models.image_folder import list_images
+    from quire.offload.costs import Policy, Workload
+    from quire.offload.planner import predict
+    from quire.offload.profile import Run
+    from quire.offload.quiet import OtherLoad
+    from quire.offload.units import ALL, NONE, Share, Split
+    from quire.planning.offload_sizes import token_budget_of
+
+    model = make_model(given.work / "model", SHAPE)
+    options = {"offload.disk_bandwidth": BANDWIDTH, "cache.memory": "512MiB", "runtime.threads": given.threads}
+    subject, load = Subject.of(str(model), options), OtherLoad()
+    given.budget = token_budget_of(subject.config)
+    parts = measure_parts(subject, tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
+    calibration, drops = Calibration(parts, list_images()[0].path), Drops()
+    fitting = [Case(share, *shape) for share in disk_shares(subject) for shape in run_shapes(subject)]
+    cases = [Case(*policy) for policy in POLICIES]
+    assert not {(each.sequences, each.prompt, each.output) for each in fitting} & {each[1:] for each in POLICIES}
+    dropped = Drops()
+    for _ in range(given.rounds):
+        run_round(given, subject, calibration, fitting, dropped)
+        run_round(given, subject, calibration, cases, drops)
+    runs = [
+        Run(Share(each.disk_share), each.sequences, each.prompt, each.output, given.budget, median(each.quietest()))
+        for each in fitting
+    ]
+    profile = fitted(parts, subject.sizes, runs)
+    memory = Split((ALL, NONE))
+    rows, predicted, measured, errors, errors_of_all = [], [], [], [], []
+    for case in cases:
+        policy = Policy(case.sequences, 1, Split((Share(1 - case.disk_share), Share(case.disk_share))), memory, memory)
+        said = predict(profile, subject.sizes, Workload(case.prompt, case.output), policy, budget=given.budget)
+        seconds = median(case.seconds)
+        error = said.throughput * seconds / case.tokens - 1
+        errors_of_all.append(abs(said.throughput * median(case.all_seconds) / case.tokens - 1))
+        if case.seconds:
+            predicted.append(said.throughput)
+            measured.append(case.tokens / seconds)
+            errors.append(abs(error))
+        wrong = sum(left != right for left, right in case.bytes_moved)
+        rows.append([
+            f"{case.disk_share:.1%}", f"{case.sequences} x {case.prompt} + {case.output}", f"{said.throughput:.3g}",
+            f"{case.tokens / seconds:.3g}", f"{spread(case.seconds):.0%}", f"{error:+.1%}", len(case.seconds),
+            f"{case.bytes_moved[0][0] / 1e6:.1f}", f"{case.bytes_moved[0][1] / 1e6:.1f}", wrong,
+            f"{said.memory['cpu'] / 1e6:.0f}", f"{median(case.memory) / 1e6:.0f}",
+        ])  # fmt: skip
+    head = [
+        "on the disk", "generation", "tokens/s predicted", "measured", "spread", "error", "repeats",
+        "MB read, predicted", "measured", "unequal", "MB memory, predicted", "measured",
+    ]  # fmt: skip
+    print(format_table(head, rows))
+    print(f"\nfitted: {profile.corrections}")
+    fit_errors = [abs(run.error) for run in profile.runs]
+    print(f"median error of the {len(fit_errors)} fitted generations: {median(fit_errors):.1%}")
+    print(f"median error with the dropped repeats: {median(errors_of_all):.1%}")
+    for what, counted in (("policies", drops), ("profile", dropped)):
+        print(f"dropped repeats of the {what}: {counted.by_reason or 'none'}")
+    rank = spearman(predicted, measured) if len(predicted) > 2 else math.nan
+    unequal = sum(left != right for case in cases for left, right in case.bytes_moved)
+    marks = [
+        Mark("median error of the throughput", [median(errors)], 0.15, at_most=True),
+        Mark("Spearman's rank correlation", [rank], 0.9),
+        Mark("repeats with other bytes than predicted", [unequal], 0, at_most=True),
+    ]
+    print(f"\n{marks_table(marks, False)}\n")
+    print(f"{given.rounds} rounds, {given.threads} threads, other programs used {load.cores():.2f} cores; {commit()}")
+    print(hardware_line(hardware()))
+    if given.json:
+        record = {
+            "benchmark": "offload_fidelity", "threads": given.threads, "error": median(errors), "spearman": rank,
+            "dropped": drops.by_reason, "cases": [vars(case) for case in cases],
+            "profile": {"corrections": vars(profile.corrections), "runs": [vars(run) for run in profile.runs]},
+        }  # fmt: skip
+        append_record(given.json, record)
+    return int(any(mark.reached is False for mark in marks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
