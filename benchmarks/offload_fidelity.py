@@ -233,13 +233,15 @@ def main() -> int:
     ]
     profile = fitted(parts, subject.sizes, runs)
     memory = Split((ALL, NONE))
-    rows, predicted, measured, errors, errors_of_all = [], [], [], [], []
+    rows, predicted, predicted_all, measured, errors, errors_of_all = [], [], [], [], [], []
     for case in cases:
         policy = Policy(case.sequences, 1, Split((Share(1 - case.disk_share), Share(case.disk_share))), memory, memory)
         said = predict(profile, subject.sizes, Workload(case.prompt, case.output), policy, budget=given.budget)
         seconds = median(case.seconds)
         error = said.throughput * seconds / case.tokens - 1
-        errors_of_all.append(abs(said.throughput * median(case.all_seconds) / case.tokens - 1))
+        error_of_all = said.throughput * median(case.all_seconds) / case.tokens - 1
+        errors_of_all.append(abs(error_of_all))
+        predicted_all.append(said.throughput)
         if case.seconds:
             predicted.append(said.throughput)
             measured.append(case.tokens / seconds)
@@ -248,12 +250,13 @@ def main() -> int:
         rows.append([
             f"{case.disk_share:.1%}", f"{case.sequences} x {case.prompt} + {case.output}", f"{said.throughput:.3g}",
             f"{case.tokens / seconds:.3g}", f"{spread(case.seconds):.0%}", f"{error:+.1%}", len(case.seconds),
+            f"{case.tokens / median(case.all_seconds):.3g}", f"{error_of_all:+.1%}",
             f"{case.bytes_moved[0][0] / 1e6:.1f}", f"{case.bytes_moved[0][1] / 1e6:.1f}", wrong,
             f"{said.memory['cpu'] / 1e6:.0f}", f"{median(case.memory) / 1e6:.0f}",
         ])  # fmt: skip
     head = [
-        "on the disk", "generation", "tokens/s predicted", "measured", "spread", "error", "repeats",
-        "MB read, predicted", "measured", "unequal", "MB memory, predicted", "measured",
+        "on the disk", "generation", "tokens/s predicted", "measured", "spread", "error", "kept",
+        "measured, all", "error", "MB read, predicted", "measured", "unequal", "MB memory, predicted", "measured",
     ]  # fmt: skip
     print(format_table(head, rows))
     print(f"\nfitted: {profile.corrections}")
@@ -262,6 +265,8 @@ def main() -> int:
     print(f"median error with the dropped repeats: {median(errors_of_all):.1%}")
     for what, counted in (("policies", drops), ("profile", dropped)):
         print(f"dropped repeats of the {what}: {counted.by_reason or 'none'}")
+    of_all = [case.tokens / median(case.all_seconds) for case in cases]
+    print(f"rank correlation with the dropped repeats: {spearman(predicted_all, of_all):.2f}")
     rank = spearman(predicted, measured) if len(predicted) > 2 else math.nan
     unequal = sum(left != right for case in cases for left, right in case.bytes_moved)
     marks = [
@@ -275,7 +280,7 @@ def main() -> int:
     if given.json:
         record = {
             "benchmark": "offload_fidelity", "threads": given.threads, "error": median(errors), "spearman": rank,
-            "dropped": drops.by_reason, "cases": [vars(case) for case in cases],
+            "error_of_all": median(errors_of_all), "dropped": drops.by_reason, "cases": [vars(case) for case in cases],
             "profile": {"corrections": vars(profile.corrections), "runs": [vars(run) for run in profile.runs]},
         }  # fmt: skip
         append_record(given.json, record)

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.evaluation import offload_profile
+from quire.models.weights import open_model
 from quire.offload import hardware, quiet
 from quire.offload.costs import Policy, Sizes, Workload
 from quire.offload.files import read_policy
@@ -330,8 +333,18 @@ def test_only_weights_leave_cache_and_activations_in_memory() -> None:
 def test_too_little_memory_is_said_in_bytes() -> None:
     with pytest.raises(PlanError, match="cpu lacks"):
         plan(profile_with(), SIZES, WORK, (4.0 * MIB, 1000.0 * MIB), budget=BUDGET)
-    with pytest.raises(PlanError, match="scheduler.token_budget"):
+    with pytest.raises(ConfigError, match="scheduler.token_budget 1024"):
         plan(profile_with(), SIZES, WORK, ROOM, budget=BUDGET, micro_batches=[1000])
+
+
+def test_slack_leaves_memory_free() -> None:
+    made, room = profile_with(), (40.0 * MIB, 1000.0 * MIB)
+    needs = [
+        plan(made, SIZES, WORK, room, budget=BUDGET, micro_batches=[4], num_batches=[1], slack=slack).prediction.memory
+        for slack in (1.0, 0.8)
+    ]
+    assert needs[0]["cpu"] == pytest.approx(room[0], rel=0.01)
+    assert needs[1]["cpu"] == pytest.approx(0.8 * room[0], rel=0.01)
 
 
 # Measuring.
@@ -367,13 +380,60 @@ def test_the_quietest_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Path]]:
-    """Measures a tiny model in seconds. Returns its folder and the profile."""
-    from quire.evaluation import offload_profile
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels import load
 
     load()  # from the user's cache, before that is another one
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("cache_folder")
+@pytest.mark.parametrize("disk_share", [0.5, 1.0])
+def test_a_generation_reads_what_its_passes_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_share: float
+) -> None:
+    monkeypatch.setattr(offload_profile, "QUIET_SECONDS", 0.05)
+    model, budget = str(save_tiny(tmp_path / "model", num_hidden_layers=4)), 256
+    options = {
+        "cache.memory": "64MiB", "model.dtype": "bfloat16", "scheduler.token_budget": budget,
+        "scheduler.max_running": 64,
+    }  # fmt: skip
+    with offload_profile.generator(model, options, None, disk_share) as made:
+        made.run(1, 8, 2)
+        streamed = made.model.weights.streamed_bytes
+        assert streamed > 0
+        for sequences, prompt, output in ((1, 5, 3), (3, 100, 4), (20, 70, 2), (2, 400, 3)):
+            timing = made.run(sequences, prompt, output)
+            passes = num_passes(Workload(prompt, output), sequences, budget)
+            assert timing.bytes_read == passes * streamed and timing.seconds > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_layers_of_every_family_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(hardware, "COLD_BYTES", 0)
+    with open_model(save_tiny(tmp_path / "model", family, num_hidden_layers=3)) as checkpoint:
+        timer = hardware.LayerTimer(checkpoint, torch.bfloat16, "native", 1e6)
+        assert timer.num_layers == 2 < checkpoint.shape.num_layers
+    assert timer.products(5) > 0 and timer.head(3) > 0
+
+
+@pytest.mark.parametrize("codec", ["dense", "g4"])
+def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str) -> None:
+    model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
+    options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
+    with LLM(str(model), options) as llm:
+        free = llm.stats()["cache"]["bytes_free"]
+        timer = hardware.AttentionTimer(llm.engine.runner.attention.spec, 600)
+        assert timer.decode(3, 200) > 0 and timer.prompt(130) > 0
+        attention, prompt = timer.curves(1)
+        assert attention.contexts == (32, 480) and prompt.counts == (32, 112, 480)
+        assert llm.stats()["cache"]["bytes_free"] == free
+        llm.engine.scheduler.manager.check()
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_folder: None) -> Callable[..., tuple[str, Path]]:
+    """Measures a tiny model in seconds. Returns its folder and the profile."""
     for name, value in {
         "FILE_BYTES": 8 * MIB, "READ_SIZES": (MIB,), "READ_THREADS": (1,), "READ_SECONDS": 0.02, "COPY_BYTES": MIB,
         "SAMPLE_SECONDS": 0.0, "COLD_BYTES": 0, "YARDSTICK": 32,

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Planner:
+class Planner(ABC):
     """A model and a machine, from the command line.
 
     tiers       names, fastest first
@@ -113,9 +114,9 @@ class Planner:
         self.micro_batches = [args.micro_batch] if args.micro_batch else None
         self.num_batches = [args.num_batches] if args.num_batches else None
 
+    @abstractmethod
     def search(self) -> list[Found]:
         """The best placement of every block size that fits. Raises QuireError with what is missing if none does."""
-        raise NotImplementedError
 
 
 def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
@@ -180,7 +181,7 @@ class MeasuredPlanner(Planner):
         if args.form is not None:
             raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
         options = options_from(args, SECTIONS)
-        if "gpu" in {name.removeprefix("plan.") for name in options_from(args, ("plan",))}:
+        if "plan.gpu" in options_from(args, ("plan",)):
             raise ConfigError("--plan.gpu has no effect: a profile has the tiers cpu and disk")
         self.profile = read_profile(Path(args.hardware))
         super().__init__(args, {"offload.mode": "auto", **options})

@@ -118,11 +118,10 @@ def generator(
     memory = Split((ALL, NONE))
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
-        file.write_text(
-            policy_text(Policy(EngineConfig().scheduler.max_running, 1, split, memory, memory), MEASURED_TIERS)
-        )
-        given = {name: value for name, value in options.items() if name != "offload.memory"}
-        with LLM(model, {**given, "offload.mode": str(file), "cache.share": False}, config_file) as llm:
+        policy = Policy(EngineConfig().scheduler.max_running, 1, split, memory, memory)
+        file.write_text(policy_text(policy, MEASURED_TIERS))
+        given = {**options, "offload.mode": str(file), "offload.memory": "auto", "cache.share": False}
+        with LLM(model, given, config_file) as llm:
             yield Generator(llm)
 
 

@@ -229,6 +229,11 @@ class LayerTimer:
         self._dtype = dtype
         self._model = build_model(self._shape, checkpoint, MovingOps(Carver()), dtype, "cpu", form)
 
+    @property
+    def num_layers(self) -> int:
+        """Layers in memory, which take turns."""
+        return self._shape.num_layers
+
     @torch.inference_mode()
     def products(self, rows: int) -> float:
         """Seconds of one layer: products, norms and the calls from Python."""

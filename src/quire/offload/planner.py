@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
+from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
 from quire.offload.policy import BATCHES, PlanError, best, lacks_of, search
 from quire.offload.policy import predict as predict_with
@@ -156,13 +157,13 @@ def plan_all(
     micro_batches: Iterable[int] = MICRO_BATCHES,
     num_batches: Iterable[int] | None = None,
 ) -> list[Found]:
-    """The best placement of every block size that fits, in the order of the sizes. See `plan`."""
+    """The best placement of every block size that fits, in the order of the sizes. See `plan` for all else."""
     numbers = list(num_batches if num_batches is not None else [1] if only_weights else BATCHES)
     blocks = [(micro, count) for micro in micro_batches for count in numbers]
     # Prompts need room for a chunk beside a block that decodes.
     blocks = [each for each in blocks if each[0] * each[1] + PAGE_TOKENS <= budget]
     if not blocks:
-        raise PlanError(f"no block size leaves prompts {PAGE_TOKENS} of {budget} rows; raise scheduler.token_budget")
+        raise ConfigError(f"no block leaves prompts {PAGE_TOKENS} of scheduler.token_budget {budget}; raise it")
 
     def model(micro_batch: int, count: int) -> CostModel:
         return model_of(
@@ -199,7 +200,7 @@ def plan(
     micro_batches  sizes of a micro-batch that are tried
     num_batches    numbers of micro-batches that are tried. None: up to 20, or 1 with only_weights, where more gain
                    nothing
-    Raises PlanError with the memory that is missing if nothing fits.
+    Raises PlanError with the memory that is missing if nothing fits, and ConfigError for blocks above the budget.
     """
     found = best(
         plan_all(

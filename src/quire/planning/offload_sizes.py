@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
-from quire.engine.build import sealed_pages
+from quire.engine.build import TOKEN_BUDGET, sealed_pages
 from quire.engine.machine import usable_cores
 from quire.engine.sizes import page_counts
 from quire.kernels import runtime
@@ -74,18 +73,9 @@ def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Si
 
 def token_budget_of(config: EngineConfig) -> int:
     """Most rows of a step on a CPU."""
-    from quire.engine.build import TOKEN_BUDGET
-
     least = config.scheduler.max_running + PAGE_TOKENS
     return config.scheduler.token_budget or max(TOKEN_BUDGET["cpu"], least)
 
 
 def _dtype(shape: ModelShape, config: EngineConfig) -> str:
     return shape.dtype if config.model.dtype == "auto" else config.model.dtype
-
-
-def with_offloading(config: EngineConfig) -> EngineConfig:
-    """The configuration with offload.mode auto if it is off: a profile is for offloading."""
-    if config.offload.is_on:
-        return config
-    return dataclasses.replace(config, offload=dataclasses.replace(config.offload, mode="auto"))
