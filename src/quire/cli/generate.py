@@ -17,6 +17,10 @@ Each answer is written as soon as it is finished. The first lines run 8 at a tim
 lines run scheduler.max_running at a time. After an interruption, run the same command again: it skips ids that the
 output already has. Failed lines are removed from the output when a run begins, and tried again. Only one run at a time
 may write an output file. A run to stdout answers all lines. Exit code 1: the prompt, or some of the lines, failed.
+
+With --offload.mode auto a model larger than memory answers too: as many lines as possible run at once, in the order of
+the prefix tree. With --offload.profile FILE (of quire plan hardware) a linear program places weights, cache and
+activations for these prompts, and the predicted speed is printed beside the measured one.
 """
 
 from __future__ import annotations
