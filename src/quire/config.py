@@ -83,8 +83,17 @@ class CacheConfig(Group):
     """Every token attends to earlier chunks as they are stored, so results do not depend on which chunks were cached or
     computed together. false: a token reads chunks of the same step before they are encoded."""
 
+    sparse_values: Annotated[float, AtLeast(0)] = 1.0
+    """Share of the values that a decoded token reads, above 0, at most 1: of the tokens before it, those with the
+    largest attention weights in each query head. The weights stay as they are, so that the others are lost. It reads
+    all keys. Prompts read all values. 1: every token reads all values."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 < self.sparse_values <= 1:
+            raise ConfigError(
+                f"cache.sparse_values is {self.sparse_values}; it must be above 0 and at most 1, all of the values"
+            )
         if not self.strict and self.codec == DENSE:
             raise ConfigError("cache.strict is false, which has no effect on dense pages; leave it true")
         if self.pin is not None and not self.share:

@@ -92,10 +92,12 @@ def load_engine(
     retain = resolved.retain
     how = "threshold" if retain.threshold != "off" else "budget"
     retained = f", retention by a {how} of {getattr(retain, how)}" if retain.is_on else ""
+    share = resolved.cache.sparse_values
+    sparse = f", decoded tokens read {share:g} of the values" if share < 1 else ""
     disk = resolved.tiers
     on_disk = f", at most {format_bytes(disk.disk_bytes)} on the disk in {disk.disk_folder}" if disk.disk else ""
     log.info(
-        "%s: %s weights in %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s",
+        "%s: %s weights in %s, cache %s of %s for %d tokens, context %d, %s attention on %s%s%s%s",
         name,
         format_bytes(fits.weight_bytes),
         resolved.model.dtype,
@@ -106,6 +108,7 @@ def load_engine(
         resolved.attention.backend,
         _machine(resolved),
         retained,
+        sparse,
         on_disk,
     )
     is_given = tiers is not None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from quire.attention.columns import profiled_columns
-from quire.attention.plan import AttentionSpec, Layout, lay_out
+from quire.attention.plan import AttentionSpec, Layout, lay_out, sparse_singles
 from quire.attention.rows import RowSlice
 from quire.cache.codecs import CODECS, load
 from quire.cache.ledger import PAGE_TOKENS
@@ -24,10 +24,12 @@ _POINTERS = (
     "merge_parts", "partial_o", "partial_lse", "k", "v", "reads", "codec", "turns", "angles", "sidecars",
     "slot_positions", "bases", "seals", "ready", "lse", "scored_rows", "scores", "profiled_rows", "profiles", "columns",
     "kept_chunks", "queries", "limits", "kept_queries", "kept_limits", "kept_keys", "staged",
+    "sparse_rows", "sparse_scores", "sparse_slots", "value_reads",
 )  # fmt: skip
 _NUMBERS = (
     "num_pieces", "num_merges", "num_rows", "num_seals", "num_profiled_rows", "num_columns", "num_kept_rows",
     "num_kept_pages", "L", "H", "G", "D", "window", "sinks", "kind", "dense_page", "decode",
+    "num_sparse_rows",
 )  # fmt: skip
 
 
@@ -36,6 +38,7 @@ class _Plan(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("sparse_values", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
         *((name, ctypes.c_int32) for name in _NUMBERS),
     )
@@ -47,6 +50,8 @@ class CpuAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     reads        int32 [C, H], or None. Every layer's kernels add 1 for each page they read, beginning with the next
                  plan that is laid out
+    value_reads  int32 [C, H, 2], or None: as `reads`, for rows that take few values. The kernels add 1 for each page
+                 whose values they read, and the number of its slots that query heads take
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -55,6 +60,7 @@ class CpuAttention:
         runtime.check_mirrors(_Plan)
         self.plans_built = 0
         self.reads: torch.Tensor | None = None
+        self.value_reads: torch.Tensor | None = None
         self._last: CpuPlan | None = None
         # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
@@ -85,6 +91,7 @@ class CpuAttention:
             D=spec.head_dim,
             window=spec.window or 0,
             kind=runtime.DTYPE_IDS[spec.dtype],
+            sparse_values=spec.sparse_values,
         )
 
     def another(self) -> CpuAttention:
@@ -173,9 +180,14 @@ class CpuPlan:
             self._take_room(plan, staged=layout.num_staged * page_bytes)
         if any(piece.profiled is not None for piece in slices):
             self._profile(plan)
+        if num_sparse := sparse_singles(slices, spec.sparse_values):
+            self._choose_values(plan, slices[:num_sparse])
         if backend.reads is not None:
             self._reads = backend.reads
             plan.reads = self._reads.data_ptr()
+        if backend.value_reads is not None:
+            self._value_reads = backend.value_reads
+            plan.value_reads = self._value_reads.data_ptr()
         if layout.num_partials:
             heads = spec.num_kv_heads * spec.group_size
             self._partial_o = np.empty((layout.num_partials, heads, spec.head_dim), np.float32)
@@ -191,6 +203,24 @@ class CpuPlan:
         for name, size in num_bytes.items():
             self._room[name] = self._backend.room(name, size)
             setattr(plan, name, self._room[name].data_ptr())
+
+    def _choose_values(self, plan: _Plan, singles: Sequence[RowSlice]) -> None:
+        """Makes the kernels choose, for each of these rows, the values that it takes."""
+        spec = self._backend.spec
+        starts = np.array([piece.start for piece in singles], np.int64)
+        dropped = np.array([piece.num_dropped for piece in singles], np.int64)
+        low = np.maximum(0, starts + 1 - spec.window) // PAGE_TOKENS if spec.window is not None else 0 * starts
+        # With room for one more column, as the layout has.
+        columns = starts // PAGE_TOKENS + 2 - dropped - low
+        rows = np.empty((len(singles), 4), np.int64)
+        rows[:, 0] = (np.cumsum(columns) - columns) * PAGE_TOKENS
+        rows[:, 1] = (low + dropped) * PAGE_TOKENS
+        rows[:, 2] = columns
+        rows[:, 3] = [piece.reads_all for piece in singles]
+        self._sparse_rows = rows
+        plan.sparse_rows, plan.num_sparse_rows = rows.ctypes.data, len(rows)
+        places = int(columns.sum()) * spec.num_kv_heads * spec.group_size
+        self._take_room(plan, sparse_scores=places * PAGE_TOKENS * 4, sparse_slots=places * 8)
 
     def _profile(self, plan: _Plan) -> None:
         """Makes the kernels sum the attention of the profiled slices, and keep what `recovered` reads."""
@@ -240,6 +270,8 @@ class CpuPlan:
     def advance(self, slices: Sequence[RowSlice], moved: Sequence[int]) -> bool:
         """See Layout.advance."""
         before, self.slices = self.slices, slices
+        if any(before[row].reads_all != slices[row].reads_all for row in moved):
+            return False
         return self._layout.advance(before, slices, moved)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -48,6 +48,8 @@ class AttentionSpec:
     window    a row at position i sees only positions above i - window; None: it sees all
     strict    whether rows see earlier chunks of their own slice as stored, not as computed
     dtype     of queries, keys, values, the output, and dense pages
+    sparse_values  S: a slice of one row, unless it `reads_all`, adds up only the values with the largest weights: those
+              of int(S * (n - 1)) of the n - 1 other slots that it sees, and its own. 1: all values
     """
 
     table: ChunkTable
@@ -60,6 +62,7 @@ class AttentionSpec:
     sin: torch.Tensor | None
     window: int | None = None
     strict: bool = True
+    sparse_values: float = 1.0
 
 
 class AttentionPlan(StepPlan, Protocol):
@@ -162,6 +165,16 @@ class Layout:
     def _spare(self) -> list[int]:
         """How many more chunks each single row's run has room for."""
         return [1] * self.num_singles
+
+
+def sparse_singles(slices: Sequence[RowSlice], sparse_values: float) -> int:
+    """The number of leading slices of one row if any of them takes few values, else 0."""
+    if sparse_values == 1:
+        return 0
+    singles = leading_singles(slices)
+    late = [piece for piece in slices[len(singles) :] if piece.num_rows == 1 and not piece.reads_all]
+    assert not late, "a row that takes few values follows a slice of several rows"
+    return len(singles) if any(not piece.reads_all for piece in singles) else 0
 
 
 def leading_singles(slices: Sequence[RowSlice]) -> Sequence[RowSlice]:

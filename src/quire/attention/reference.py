@@ -2,6 +2,8 @@
 their tests.
 
 o_i = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j        over the stored positions j with i - window < j <= i
+
+With sparse values the sum of a decode row runs over fewer j, with the same weights: see `chosen`.
 """
 
 from __future__ import annotations
@@ -33,20 +35,52 @@ def attend_dense(
     query_positions: torch.Tensor,
     key_positions: torch.Tensor,
     window: int | None = None,
+    sparse_values: float = 1.0,
 ) -> Partial:
     """Partial attention of some rows over some tokens, already rotated.
 
     q                [R, H, G, D]
     k, v             [H, T, D]
     query_positions  [R];  key_positions [T] or [H, T], any order, any subset
+    sparse_values    below 1: the tokens are all that the rows see, and the values of the `chosen` ones are added up
     returns          the Partial over the visible tokens
     """
     scores, visible = visible_scores(q, k, query_positions, key_positions, window)
     lse = torch.logsumexp(scores, -1)
     weight = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    if sparse_values < 1:
+        own = key_positions.expand(k.shape[0], k.shape[1])[None] == query_positions[:, None, None]
+        weight = weight.where(chosen(scores, visible, own, sparse_values), 0.0)
     # An invisible token may be in an unwritten slot, which can hold NaN, and 0 * NaN is NaN.
     v = torch.where(visible.any(0)[..., None], v.float(), 0.0)
     return Partial(torch.einsum("rhgt,htd->rhgd", weight, v), lse)
+
+
+def chosen(scores: torch.Tensor, visible: torch.Tensor, own: torch.Tensor, share: float) -> torch.Tensor:
+    """The tokens whose values a decode row adds up in each query head, bool [R, H, G, T].
+
+    Of n visible tokens these are the row's own one and the int(share * (n - 1)) with the largest scores among the
+    others. Of equal scores the first on the path is taken: without retention the one with the lowest position. The
+    weights stay those of the softmax over all n tokens, so their sum is below 1.
+
+    scores   float32 [R, H, G, T]
+    visible  bool [R, H, T]
+    own      bool [R, H, T], a row's own token
+
+    Source: FlexGen, arXiv 2303.06865, section 5.3, and its public code (`_sparse_attention_value`). Ours differs: n
+    counts a sequence's own tokens, not a padded batch's; with retention n counts what a head has kept; a tie has a
+    rule; pages may be encoded; prompts never leave values out, and FlexGen's do not either.
+    """
+    others = visible & ~own
+    num_wanted = (share * (visible.sum(-1) - 1).double()).long()[..., None, None]
+    others = others[:, :, None].expand_as(scores)
+    order = scores.masked_fill(~others, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # A visible score may be -inf too.
+    order = order.gather(-1, others.gather(-1, order).byte().sort(dim=-1, descending=True, stable=True).indices)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    return (rank < num_wanted) & others | own[:, :, None]
 
 
 def rotate(
@@ -151,7 +185,8 @@ class ReferencePlan:
                 stored = piece.chunks[: index + 1 - piece.num_dropped - len(computed)].tolist()
                 k, v, at = self._path([*stored, *computed], layer, piece.num_dropped)
                 rows = slice(row, row + count)
-                found = attend_dense(q[rows], k, v, self.positions[rows], at, spec.window)
+                share = spec.sparse_values if piece.num_rows == 1 and not piece.reads_all else 1.0
+                found = attend_dense(q[rows], k, v, self.positions[rows], at, spec.window, share)
                 out.append(found.o)
                 if piece.profiled is not None:
                     seen = _Seen(q[rows], k, found.lse, self.positions[rows], at)

@@ -54,6 +54,7 @@ class RowSlice:
     filled    the open chunk with the slots before `start`, if this step fills it; `chunks` then names the chunk that it
               is encoded into. -1: none
     profiled  what the slice records for retention; None: nothing
+    reads_all    whether a slice of one row reads all values in any case: see `AttentionSpec.sparse_values`
     num_dropped  number of chunks that retention has removed from the path; only for slices of one row. If it is not 0,
               all of `chunks` but the last hold tokens from anywhere before the row, in the slots that the table's masks
               show. The last one holds the tokens next to the row
@@ -66,6 +67,7 @@ class RowSlice:
     filled: int = -1
     profiled: Profiled | None = None
     num_dropped: int = 0
+    reads_all: bool = False
 
     def __post_init__(self) -> None:
         if self.profiled is not None:

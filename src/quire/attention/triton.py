@@ -56,6 +56,7 @@ class TritonAttention:
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
+        assert spec.sparse_values == 1, "the Triton kernels read all values"
         table = spec.table
         device = table.arena.device
         assert spec.dtype == table.open_codec.dtype, f"queries in {spec.dtype}, pages in {table.open_codec.dtype}"

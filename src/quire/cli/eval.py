@@ -6,7 +6,7 @@ a dense cache with the same weights. Bytes are those that the request holds at t
 no request reads, such as the prompt's original pages after retention, can be evicted and are not counted.
 
 With retention only the last 256 tokens of a window are scored. They are computed one at a time after a prompt. The
-dense cache it is compared with keeps every token.
+dense cache it is compared with keeps every token. Likewise with cache.sparse_values; that cache reads every value.
 
 retrieval: hides a five-digit number at several depths of texts of several lengths, and asks for it at the end.
 
@@ -55,7 +55,8 @@ def add_arguments(parser: Arguments) -> None:
     ppl = parser.add_argument_group("ppl")
     add(ppl, "--context", shared.count, "N", "tokens per window (default: 2048)")
     text = (
-        "score only the last N tokens of a window, computed one step each after a prompt (default: 256 with retention)"
+        "score only the last N tokens of a window, computed one step each after a prompt (default: 256 with retention"
+        " or sparse values)"
     )
     add(ppl, "--continuation", shared.count, "N", text)
     add(ppl, "--tokens", shared.count, "N", "use only the first N tokens of the text")

@@ -155,6 +155,8 @@ def resolve(
         of_open = np.full(layers_heads, codec.page_bytes, np.int32)
         of_sealed = of_open if sealed is None else np.broadcast_to(np.asarray(sealed, np.int32), layers_heads)
         offloaded = cache_bytes(config, context, of_sealed, None if sealed is None else of_open)
+    if config.cache.sparse_values < 1:
+        _check_sparse_values(config.cache.sparse_values, backend, offloaded is not None)
     if offloaded is not None:
         memory = offloaded[0]
     elif isinstance(wanted, int):
@@ -369,6 +371,7 @@ def assemble(
         # A window that no request outgrows is none.
         shape.sliding_window if (shape.sliding_window or 0) < fits.max_context else None,
         config.cache.strict,
+        config.cache.sparse_values,
     )
     eos = tuple(dict.fromkeys((*shape.eos_token_ids, *tokenizer.eos_ids)))
     assert config.scheduler.token_budget is not None
@@ -382,6 +385,8 @@ def assemble(
         retention,
         tiers,
     )
+    if config.cache.sparse_values < 1:
+        manager.retention.replays = True
     scheduler = Scheduler(
         manager, config.scheduler.token_budget, config.scheduler.max_running, config.scheduler.max_queue
     )
@@ -426,6 +431,20 @@ def namespace_of(config: EngineConfig, shape: ModelShape, model_id: str, calibra
         strict=cache.strict,
         rope=repr(shape.rope),
     )
+
+
+def _check_sparse_values(share: float, backend: str, is_on_disk: bool) -> None:
+    """Raises ConfigError for sparse values where they cannot be. is_on_disk: whether the cache is offloaded."""
+    if backend == "triton":
+        raise ConfigError(
+            f"cache.sparse_values is {share:g}, but attention.backend triton reads all values; use attention.backend"
+            " reference, or set it to 1"
+        )
+    if is_on_disk:
+        raise ConfigError(
+            f"cache.sparse_values is {share:g}, but a cache on the disk (offload.cache) is read in whole pages, which"
+            " saves nothing; set it to 1"
+        )
 
 
 def _check_retention(config: EngineConfig, shape: ModelShape, backend: str, token_budget: int, context: int) -> None:

@@ -372,7 +372,9 @@ class Scheduler:
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Whether its next row is a decode row: of a new token, or of a replayed one."""
-        return sequence.num_pending == 1 or sequence.path.is_decided
+        if sequence.num_pending == 1 or sequence.path.is_decided:
+            return True
+        return self.manager.retention.replays and sequence.path.num_tokens >= sequence.num_prompt
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admits the first waiting sequence if it fits."""
@@ -456,6 +458,7 @@ class Scheduler:
             filled=path.filled,
             profiled=None if profiling is None else Profiled(path.sums, *profiling),
             num_dropped=path.num_dropped,
+            reads_all=end <= sequence.num_prompt,
             sequence_id=sequence.sequence_id,
             samples=end == len(sequence.token_ids),
             decides=last_rows > 0,

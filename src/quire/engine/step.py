@@ -54,6 +54,7 @@ class Slice(RowSlice):
             self.chunks is row.chunks
             and row.start % PAGE_TOKENS != 0
             and (self.filled, self.num_dropped, self.samples) == (row.filled, row.num_dropped, row.samples)
+            and self.reads_all == row.reads_all
             and not (row.decides or row.scores or self.decides or self.scores)
             and _look_alike(self.profiled, row.profiled)
         )

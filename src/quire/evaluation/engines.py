@@ -20,7 +20,7 @@ from quire.models.tokenizer import Tokenizer
 from quire.models.weights import open_model
 
 REFERENCE = DENSE
-"""The engine with which the others are compared: dense pages, without retention."""
+"""The engine with which the others are compared: dense pages, without retention, all values."""
 
 SPARE_CHUNKS = 8
 """Additional dense chunks of an automatic arena, because arenas are rounded down to whole slabs."""
@@ -37,7 +37,7 @@ def load_engines(
     compares: bool = False,
 ) -> tuple[dict[str, Engine], Tokenizer]:
     """Returns an engine per codec by its name, in the given order, with the same weights in memory; and their
-    tokenizer. With retention the name includes the setting: `nuq3, retain.budget 0.5`.
+    tokenizer. With retention or sparse values the name includes the setting: `nuq3, retain.budget 0.5`.
 
     model        a folder, a .gguf file, a hub id, or `smollm2`
     codecs       values of cache.codec; empty: the codec of the options
@@ -51,6 +51,7 @@ def load_engines(
     configs = _configs(codecs, dict(options or {}), config_file)
     if compares and REFERENCE not in configs:
         plain = dataclasses.replace(_dense(next(iter(configs.values()))), retain=RetainConfig())
+        plain = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, sparse_values=1.0))
         configs = {REFERENCE: plain, **configs}
     path = resolve_model(model)
     with open_model(path) as checkpoint:
@@ -94,17 +95,22 @@ def load_engines(
     return engines, loaded.tokenizer
 
 
-def retains(codecs: Sequence[str], options: Mapping[str, Any] | None, config_file: Path | None) -> bool:
-    """Whether the engines of `load_engines` retain. Raises ConfigError."""
-    return next(iter(_configs(codecs, dict(options or {}), config_file).values())).retain.is_on
+def decodes_apart(codecs: Sequence[str], options: Mapping[str, Any] | None, config_file: Path | None) -> bool:
+    """Whether the tokens of an answer see something else than those of a prompt, in the engines of `load_engines`.
+    Raises ConfigError.
+    """
+    config = next(iter(_configs(codecs, dict(options or {}), config_file).values()))
+    return config.retain.is_on or config.cache.sparse_values < 1
 
 
-def _name(codec: str, retain: RetainConfig) -> str:
+def _name(codec: str, config: EngineConfig) -> str:
     """The name of an engine in tables."""
-    if not retain.is_on:
-        return codec
-    setting = "budget" if retain.budget != "off" else "threshold"
-    return f"{codec}, retain.{setting} {getattr(retain, setting):g}"
+    retain, share = config.retain, config.cache.sparse_values
+    name = codec
+    if retain.is_on:
+        setting = "budget" if retain.budget != "off" else "threshold"
+        name += f", retain.{setting} {getattr(retain, setting):g}"
+    return name if share == 1 else f"{name}, cache.sparse_values {share:g}"
 
 
 def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path | None) -> dict[str, EngineConfig]:
@@ -114,22 +120,26 @@ def _configs(codecs: Sequence[str], options: dict[str, Any], config_file: Path |
     options["cache.check"] = False  # the evaluation measures the same thing
     if not codecs:
         config = EngineConfig.from_options(options, config_file)
-        return {_name(config.cache.codec, config.retain): config}
+        return {_name(config.cache.codec, config): config}
     found = {}
     for name in dict.fromkeys(codecs):
         uncalibrated = {} if name not in CODECS or CODECS[name].is_calibrated else {"cache.calibration": None}
         if name != REFERENCE:
             found[name] = EngineConfig.from_options(options | {"cache.codec": name} | uncalibrated, config_file)
     plain = _dense(next(iter(found.values()))) if found else EngineConfig.from_options(options, config_file)
-    return {
-        _name(codec, plain.retain): plain if codec == REFERENCE else found[codec] for codec in dict.fromkeys(codecs)
-    }
+    return {_name(codec, plain): plain if codec == REFERENCE else found[codec] for codec in dict.fromkeys(codecs)}
 
 
 def _dense(config: EngineConfig) -> EngineConfig:
     """The same options with dense pages; drops settings that only other codecs have."""
     cache = config.cache
-    plain = CacheConfig(codec=DENSE, memory=cache.memory, share=cache.share, lifetime=cache.lifetime)
+    plain = CacheConfig(
+        codec=DENSE,
+        memory=cache.memory,
+        share=cache.share,
+        lifetime=cache.lifetime,
+        sparse_values=cache.sparse_values,
+    )
     return dataclasses.replace(config, cache=plain)
 
 

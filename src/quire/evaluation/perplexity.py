@@ -22,20 +22,20 @@ from quire.engine.engine import Engine
 from quire.engine.reading import bytes_held, log_probabilities, read_continuation, read_window
 from quire.engine.runner import LOGIT_ROWS
 from quire.errors import ConfigError, ModelError
-from quire.evaluation.engines import REFERENCE, load_engines, retains
+from quire.evaluation.engines import REFERENCE, decodes_apart, load_engines
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 CONTINUATION = 256
-"""Scored tokens of a window with retention, as in benchmarks/retention_quality.py."""
+"""Scored tokens of a window with retention or sparse values, as in benchmarks/retention_quality.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
     """The result of one codec. Fields that need a reference are None without one.
 
-    codec             name of the codec, and the setting of retention if it is on: `nuq3, retain.budget 0.5`
+    codec             name of the codec, and the settings of retention and sparse values: `nuq3, retain.budget 0.5`
     context           tokens per window
     num_windows       number of scored windows
     num_tokens        number of scored tokens: all of a window but its first, or its continuation
@@ -100,8 +100,8 @@ def perplexity(
     codecs       values of cache.codec; empty: the codec of the options
     context      tokens per window
     continuation score only this number of last tokens of a window. They are computed one at a time, after a prompt of
-                 the tokens before them, so they read what retention keeps of it. None: 256 with retention; without it
-                 the whole window is a prompt and is scored
+                 the tokens before them, so they read what retention keeps of it, or few values. None: 256 with
+                 retention or sparse values; without them the whole window is a prompt and is scored
     max_tokens   use only this number of first tokens
     max_windows  use only this number of first windows
     kl           whether to compare with a dense cache without retention. It is then among the results: first, if it
@@ -112,7 +112,7 @@ def perplexity(
     """
     if context < 2:
         raise ConfigError(f"a window of {context} tokens has no token to score; it needs at least 2")
-    if continuation is None and retains(codecs, options, config_file):
+    if continuation is None and decodes_apart(codecs, options, config_file):
         continuation = CONTINUATION
     if continuation is not None and not 1 <= continuation <= context - 2:
         raise ConfigError(

@@ -34,6 +34,12 @@ struct ScoredRow {
     int64_t first, start, num_columns;
 };
 
+// A row that takes few values. first: the number of scores of earlier rows, counted for one query head. start: position of the first slot of the
+// first column. num_columns: columns that there is room for. reads_all: not 0 if it takes all values after all.
+struct SparseRow {
+    int64_t first, start, num_columns, reads_all;
+};
+
 // A slice of a prompt: consecutive rows. The last num_kept of them have indices from first_kept on among the kept rows.
 struct Profile {
     int32_t first_row, num_rows;
@@ -93,6 +99,12 @@ QUIRE_STRUCT(Plan,
     (float*, kept_limits)                // [L, H, kept rows * G]
     (uint8_t*, kept_keys)                // [L, H, kept pages, 64, D] as in dense pages
     (uint8_t*, staged)                   // dense pages [staged chunks, H] of the current layer; chunk id ~i is staged chunk i
+    (const SparseRow*, sparse_rows)      // [num_sparse_rows]; null: all rows add up all values
+    (float*, sparse_scores)              // [H * G, num_columns, 64] of each sparse row, of the current layer, base 2; then weights
+    (uint64_t*, sparse_slots)            // [H * G, num_columns] of each sparse row: bit t is slot t; those that it sees, then those that it takes
+    (int32_t*, value_reads)              // [C, H, 2], or null: sparse rows add, for each page, 1 if its values are read, and the slots that query
+                                         // heads take
+    (double, sparse_values)              // share of the values that a sparse row takes
     (int64_t, k_stride) (int64_t, v_stride)
     (int32_t, num_pieces) (int32_t, num_merges) (int32_t, num_rows) (int32_t, num_seals)
     (int32_t, num_profiled_rows) (int32_t, num_columns) (int32_t, num_kept_rows) (int32_t, num_kept_pages)
@@ -102,6 +114,7 @@ QUIRE_STRUCT(Plan,
     (int32_t, kind)                      // format of q, k, v and the output
     (int32_t, dense_page)                // bytes of a dense page
     (int32_t, decode)                    // one row per sequence, nothing to encode: a piece writes its row's key and value, which no other reads
+    (int32_t, num_sparse_rows)           // the first rows; all are slices of one row
 )
 
 // The scores of a row in query head g of G, for one column.
@@ -113,6 +126,10 @@ inline float* scores_of(const Plan& plan, const ScoredRow& row, int head, int g,
 // Adds the attention of a layer's profiled rows to the column sums. Runs after the layer's attention. Keeps what quire_recover reads. q: as of
 // quire_attend.
 void profile_columns(const Plan& plan, int layer, const void* q, int64_t q_stride);
+
+// Attention of the plan's sparse rows. Their keys and values are written, unless the plan decodes; then this writes them. q and out: as of
+// quire_attend.
+void attend_sparsely(const Plan& plan, int layer, const void* q, int64_t q_stride, void* out);
 
 }  // namespace quire
 

@@ -32,9 +32,13 @@ class NoRetention:
 
     per_chunk    the demand of a running sequence for one more chunk
     bytes_freed  bytes of the pages that retention took from requests since start
+    replays      whether the tokens of an answer are computed otherwise than those of a prompt, even before retention
+                 has decided anything. Then chunks with such tokens stay out of the tree, where prompts would find them,
+                 and after a preemption they are computed again one token at a time
     """
 
     bytes_freed = 0
+    replays = False
 
     def __init__(self, eviction: Eviction) -> None:
         self.eviction = eviction
@@ -46,13 +50,16 @@ class NoRetention:
 
     def limit(self, holder: Holder) -> int:
         """Number of chunks that a sequence may take from the cache. Its last token is computed, for its logits."""
-        return (len(holder.token_ids) - 1) // PAGE_TOKENS
+        last = len(holder.token_ids) - 1
+        return (min(last, holder.num_prompt) if self.replays else last) // PAGE_TOKENS
 
     def takes_whole(self, holder: Holder) -> bool:
         """Whether a sequence may take its last chunk, too, from the cache: a copy of it, in which its last token is
         computed again. Not where sealed chunks are encoded: the tokens of a chunk read each other exactly.
         """
-        return not self.table.encodes and len(holder.token_ids) % PAGE_TOKENS == 0
+        num_tokens = len(holder.token_ids)
+        is_whole = not self.table.encodes and num_tokens % PAGE_TOKENS == 0
+        return is_whole and not (self.replays and num_tokens > holder.num_prompt)
 
     def findable(self, holder: Holder) -> int:
         """Number of chunks up to which the cache is of use to a sequence."""
@@ -110,7 +117,10 @@ class NoRetention:
 
     def slice_end(self, holder: Holder) -> int:
         """Number of tokens at which the next slice must end, if not before."""
-        return len(holder.token_ids)
+        if not self.replays:
+            return len(holder.token_ids)
+        num_tokens, num_prompt = holder.path.num_tokens, holder.num_prompt
+        return num_prompt if num_tokens < num_prompt else num_tokens + 1
 
     def undivided(self, holder: Holder) -> int:
         """Number of tokens before the rows that must be computed in one slice; all if there are no such rows."""
@@ -139,7 +149,9 @@ class NoRetention:
     def seal(self, holder: Holder) -> Demand:
         """The sealed chunks of a sequence are computed: the tree gets them. Returns the demand of `attach`."""
         path = holder.path
-        self.table.give(self.tree.publish(path, holder.keys, path.num_sealed))
+        end = min(path.num_sealed, holder.num_prompt // PAGE_TOKENS) if self.replays else path.num_sealed
+        if end > path.num_shared or not self.replays:
+            self.table.give(self.tree.publish(path, holder.keys, end))
         return self.table.nothing
 
     def attach(self, holder: Holder) -> None:
