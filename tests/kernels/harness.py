@@ -26,6 +26,7 @@ class Shape:
     layers: int = 2
     window: int | None = None
     rotate: bool = True
+    sparse_values: float = 1.0
 
 
 def make_spec(
@@ -46,7 +47,10 @@ def make_spec(
     if shape.rotate:
         angle = torch.outer(torch.arange(positions), 10000.0 ** (-torch.arange(shape.dim // 2) / (shape.dim // 2)))
         cos, sin = angle.cos().float().to(device), angle.sin().float().to(device)
-    return AttentionSpec(table, shape.layers, shape.heads, shape.group, shape.dim, shape.dtype, cos, sin, shape.window)
+    heads = shape.heads, shape.group, shape.dim
+    return AttentionSpec(
+        table, shape.layers, *heads, shape.dtype, cos, sin, shape.window, sparse_values=shape.sparse_values
+    )
 
 
 def run(backend: AttentionBackend, spec: AttentionSpec, steps: list[list[RowSlice]], seed: int) -> list[torch.Tensor]:
