@@ -327,6 +327,12 @@ def test_only_weights_leave_cache_and_activations_in_memory() -> None:
     assert free.policy.cache.shares[1] > 0
     assert bound.policy.cache.shares == (1, 0) and bound.policy.hidden.shares == (1, 0)
     assert bound.policy.num_batches == 1
+    # Activations of 117 MB, one sequence's at a time in memory.
+    wide = dataclasses.replace(SIZES, hidden_bytes=65536.0)
+    given: Any = {"budget": BUDGET, "micro_batches": [1], "num_batches": [4]}
+    assert plan(made, wide, Workload(448, 16), (60.0 * MIB, 2000.0 * MIB), **given).policy.hidden.shares[1] > 0
+    with pytest.raises(PlanError, match="cpu lacks"):
+        plan(made, wide, Workload(448, 16), (60.0 * MIB, 2000.0 * MIB), only_weights=True, **given)
     assert bound.prediction.throughput <= free.prediction.throughput * (1 + 1e-6)
 
 

@@ -25,9 +25,6 @@ decides what noisy runs leave open.
 MOST_FACTOR = 5.0
 """Largest and inverse of the smallest factor on measured seconds."""
 
-STARTS = (0.0, 0.5)
-"""Exposed shares that the search starts at: the slowest stage has kinks."""
-
 
 def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) -> Corrections:
     """The corrections with the least squared relative error.
@@ -54,8 +51,5 @@ def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) ->
 
     most = math.log(MOST_FACTOR)
     low, high = [-most] * 3 + [0.0] * 3, [most] * 3 + [1.0] * 3
-    answers = [
-        least_squares(errors, [0.0, 0.0, 0.0, start, 0.01, 0.01], bounds=(low, high), diff_step=1e-4)
-        for start in STARTS
-    ]
-    return corrections(min(answers, key=lambda answer: float(answer.cost)).x)
+    answer = least_squares(errors, [0.0, 0.0, 0.0, 0.1, 0.01, 0.01], bounds=(low, high), diff_step=1e-4)
+    return corrections(answer.x)

@@ -47,9 +47,6 @@ def prompt_passes(prompts: Sequence[int], budget: int) -> list[int]:
         rows, finished = 0, 0
         for index in range(decoding, len(left)):
             free = budget - decoding - rows
-            is_new = left[index] == prompts[index]
-            if is_new and free < min(PAGE_TOKENS, left[index]):
-                break
             done = prompts[index] - left[index]
             whole = (done + free) // PAGE_TOKENS * PAGE_TOKENS - done
             taken = left[index] if left[index] <= free else max(0, whole)
