@@ -11,7 +11,8 @@ A repeat is dropped if a calibration before or after it differs by more than 10 
 or reads of the layer image. It is also dropped if other programs kept more than --quiet cores busy meanwhile, beside
 those that the engine leaves free. Dropped repeats are counted, and repeated up to --retries times in their round.
 
-bytes   weights read from the disk for a generation: passes over the layers times what each reads; they must be equal
+bytes   weights read from the disk for a generation: passes over the layers times what each reads; they must be equal.
+        Two policies also have a cache on the disk, and activations; their bytes are not among these
 memory  of weights, buffers, cache and activations; measured as growth of the process's anonymous memory
 """
 
@@ -47,10 +48,13 @@ SHAPE = {
 BANDWIDTH = "300MB"
 
 POLICIES = (
-    (0.0, 1, 64, 16), (0.0, 16, 64, 8), (0.15, 4, 64, 8), (0.25, 1, 128, 8), (0.25, 24, 48, 6), (0.35, 8, 128, 6),
-    (0.75, 2, 64, 8), (1.0, 16, 128, 4),
+    (0.0, 1, 64, 16), (0.0, 16, 64, 8), (0.15, 4, 64, 8), (0.25, 1, 128, 8), (0.25, 24, 48, 6), (0.75, 2, 64, 8),
+    (0.35, 8, 128, 6, 2, 1.0, 1.0), (1.0, 16, 256, 4, 4, 0.5, 0.0),
 )  # fmt: skip
-"""Requested share on the disk, sequences, tokens of a prompt and of an answer. None is a generation of the profile."""
+"""Requested share of the weights on the disk, sequences, tokens of a prompt and of an answer; for blocks of several
+micro-batches also their number, and the shares of the cache and of the activations on the disk. None is a generation of
+the profile.
+"""
 
 MOVED = 0.1
 """Relative difference of a calibration from the profile's at which a repeat is dropped."""
@@ -74,12 +78,29 @@ class Case:
     sequences: int
     prompt: int
     output: int
+    num_batches: int = 1
+    cache_share: float = 0.0
+    hidden_share: float = 0.0
     disk_share: float = math.nan
     seconds: list[float] = field(default_factory=list)
     all_seconds: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     bytes_moved: list[tuple[int, int]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+
+    def policy(self, disk_share: float) -> Any:
+        """Its policy with a share of the weights on the disk."""
+        from quire.offload.costs import Policy
+        from quire.offload.units import Share, Split
+
+        shares = [Split((Share(1 - each), Share(each))) for each in (disk_share, self.cache_share, self.hidden_share)]
+        return Policy(self.sequences // self.num_batches, self.num_batches, *shares)
+
+    @property
+    def engine(self) -> tuple[Any, ...]:
+        """Cases that are alike here run on the same engine."""
+        own = (self.sequences, self.prompt, self.output) if self.num_batches > 1 else ()
+        return (self.requested, *own)
 
     @property
     def tokens(self) -> int:
@@ -156,13 +177,18 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
     from quire.offload.planner import num_passes
     from quire.offload.quiet import OtherLoad
 
-    by_share: dict[float, list[Any]] = {}
+    by_engine: dict[tuple[Any, ...], list[Case]] = {}
     for each in runs:
-        by_share.setdefault(each.requested, []).append(each)
-    for share, cases in sorted(by_share.items()):
+        by_engine.setdefault(each.engine, []).append(each)
+    for _, cases in sorted(by_engine.items()):
         gc.collect()  # the last engine's memory
-        before = anonymous_bytes()
-        with generator(subject.name, subject.options, None, share) as made:
+        before, first, options = anonymous_bytes(), cases[0], subject.options
+        placement = first.requested
+        if first.num_batches > 1:
+            placement = first.policy(first.requested)
+            longest = -(-(first.prompt + first.output) // 64) * 64
+            options = {**options, "cache.memory": "auto", "model.max_context": longest}
+        with generator(subject.name, options, None, placement) as made:
             made.run(1, 32, 2)
             for case in cases:
                 case.disk_share = made.disk_share
@@ -207,11 +233,11 @@ def main() -> int:
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
     from quire.evaluation.offload_profile import Subject, disk_shares, fitted, measure_parts, run_shapes
     from quire.models.image_folder import list_images
-    from quire.offload.costs import Policy, Workload
+    from quire.offload.costs import Workload
     from quire.offload.planner import predict
     from quire.offload.profile import Run
     from quire.offload.quiet import OtherLoad
-    from quire.offload.units import ALL, NONE, Share, Split
+    from quire.offload.units import Share
     from quire.planning.offload_sizes import token_budget_of
 
     model = make_model(given.work / "model", SHAPE)
@@ -232,10 +258,9 @@ def main() -> int:
         for each in fitting
     ]
     profile = fitted(parts, subject.sizes, runs)
-    memory = Split((ALL, NONE))
     rows, predicted, predicted_all, measured, errors, errors_of_all = [], [], [], [], [], []
     for case in cases:
-        policy = Policy(case.sequences, 1, Split((Share(1 - case.disk_share), Share(case.disk_share))), memory, memory)
+        policy = case.policy(case.disk_share)
         said = predict(profile, subject.sizes, Workload(case.prompt, case.output), policy, budget=given.budget)
         seconds = median(case.seconds)
         error = said.throughput * seconds / case.tokens - 1
@@ -248,14 +273,17 @@ def main() -> int:
             errors.append(abs(error))
         wrong = sum(left != right for left, right in case.bytes_moved)
         rows.append([
-            f"{case.disk_share:.1%}", f"{case.sequences} x {case.prompt} + {case.output}", f"{said.throughput:.3g}",
+            f"{case.disk_share:.1%} / {case.cache_share:.0%} / {case.hidden_share:.0%}",
+            f"{case.num_batches} x {case.sequences // case.num_batches} x {case.prompt} + {case.output}",
+            f"{said.throughput:.3g}",
             f"{case.tokens / seconds:.3g}", f"{spread(case.seconds):.0%}", f"{error:+.1%}", len(case.seconds),
             f"{case.tokens / median(case.all_seconds):.3g}", f"{error_of_all:+.1%}",
             f"{case.bytes_moved[0][0] / 1e6:.1f}", f"{case.bytes_moved[0][1] / 1e6:.1f}", wrong,
             f"{said.memory['cpu'] / 1e6:.0f}", f"{median(case.memory) / 1e6:.0f}",
         ])  # fmt: skip
     head = [
-        "on the disk", "generation", "tokens/s predicted", "measured", "spread", "error", "kept",
+        "weights / cache / activations on the disk", "generation",
+        "tokens/s predicted", "measured", "spread", "error", "kept",
         "measured, all", "error", "MB read, predicted", "measured", "unequal", "MB memory, predicted", "measured",
     ]  # fmt: skip
     print(format_table(head, rows))

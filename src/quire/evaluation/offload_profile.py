@@ -111,18 +111,25 @@ class Generator:
 
 @contextlib.contextmanager
 def generator(
-    model: str, options: Mapping[str, Any], config_file: Path | None, disk_share: float
+    model: str, options: Mapping[str, Any], config_file: Path | None, placement: float | Policy
 ) -> Iterator[Generator]:
-    """An engine with this share of its layers' weights on the disk. options: as of `LLM`. Raises ConfigError."""
-    split = Split((Share(1 - disk_share), Share(disk_share)))
-    memory = Split((ALL, NONE))
+    """An engine with a placement: a policy, or the share of its layers' weights on the disk. options: as of `LLM`.
+    Raises ConfigError.
+    """
+    policy = placement if isinstance(placement, Policy) else weights_on_disk(placement)
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
-        policy = Policy(EngineConfig().scheduler.max_running, 1, split, memory, memory)
         file.write_text(policy_text(policy, MEASURED_TIERS))
         given = {**options, "offload.mode": str(file), "offload.memory": "auto", "cache.share": False}
         with LLM(model, given, config_file) as llm:
             yield Generator(llm)
+
+
+def weights_on_disk(share: float, sequences: int | None = None) -> Policy:
+    """A policy with a share of the weights on the disk, and one micro-batch of so many sequences, or of any number."""
+    memory = Split((ALL, NONE))
+    most = sequences or EngineConfig().scheduler.max_running
+    return Policy(most, 1, Split((Share(1 - share), Share(share))), memory, memory)
 
 
 @dataclass(frozen=True)
@@ -226,9 +233,7 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
 
 def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
     """The predicted seconds of a generation."""
-    memory = Split((ALL, NONE))
-    split = Split((Share(1 - run.disk_share), run.disk_share))
-    policy = Policy(run.sequences, 1, split, memory, memory)
+    policy = weights_on_disk(run.disk_share, run.sequences)
     work = Workload(run.prompt_tokens, run.output_tokens)
     return predict(profile, sizes, work, policy, budget=run.budget).seconds
 
