@@ -106,7 +106,8 @@ class Made:
 class Machine:
     """A table and a dictionary: row -> the bytes of its pages, by layer.
 
-    shape  layers and heads
+    take, give  called as `blocks.run` does for the weights of a layer
+    left        layers of micro-batches that are computed until one fails; None: none fails
     """
 
     def __init__(
@@ -129,6 +130,9 @@ class Machine:
     ) -> None:
         """memory: times the least that a room needs. num_shared: chunks of a shared buffer; None: as the room says."""
         self.generator, self.overlaps = generator, overlaps
+        self.take: Callable[[int], None] = lambda layer: None
+        self.give: Callable[[int], None] = lambda layer: None
+        self.left: int | None = None
         self.max_running, self.max_chunks = max_running, max_chunks
         self.mover = Mover(folder, Throttle(None))
         sizes = [Extents(np.broadcast_to(codec.page_bytes, shape).astype(np.int32)) for codec in (open_codec, *sealed)]
@@ -150,7 +154,7 @@ class Machine:
         self.table.arena.data.fill_(POISON)
         self.states_mover = Mover(folder, Throttle(None))
         self.states = HiddenStates(self.states_mover, far_states)
-        fake: Any = SimpleNamespace(plan=lambda slices, moved, ready: list(slices), another=lambda: fake)
+        fake: Any = SimpleNamespace(plan=lambda slices, *more: list(slices), another=lambda: fake)
         self.blocks = BlockAttention(fake, micro_batch, self.table)
         self.bytes: dict[int, dict[int, list[np.ndarray]]] = {}
         self.live: list[Made] = []
@@ -234,7 +238,7 @@ class Machine:
         plan = self.blocks.plan(slices)
         model: Any = Kernels(self)
         self.reads.clear()
-        found = run(model, rows, rows, plan, take=_ignore, give=_ignore, states=self.states, overlaps=self.overlaps)
+        found = run(model, rows, rows, plan, take=self.take, give=self.give, states=self.states, overlaps=self.overlaps)
         assert torch.equal(found, rows * 2 + model.shape.num_layers), "rows of one micro-batch came to another"
 
     def commit(self, made: Made, num_tokens: int) -> None:
@@ -266,6 +270,10 @@ class Machine:
             yield data[start : start + table.sinks.layer_bytes]
 
 
+class StepError(Exception):
+    """A step ends before its last layer."""
+
+
 class Kernels:
     """A model that compares what it reads with the dictionary, and writes random bytes."""
 
@@ -279,6 +287,11 @@ class Kernels:
 
     def layer(self, layer: int, state: tuple[torch.Tensor, ...], plan: list[RowSlice]) -> tuple[torch.Tensor, ...]:
         """Reads, then writes the pages of a micro-batch's slices in a layer."""
+        if self.machine.left is not None:
+            self.machine.left -= 1
+            if self.machine.left < 0:
+                self.machine.left = None
+                raise StepError
         for piece in plan:
             end, first = piece.start + piece.num_rows, piece.start // PAGE_TOKENS
             chunks = piece.chunks[: -(-end // PAGE_TOKENS)].tolist()
@@ -309,7 +322,3 @@ class Kernels:
         for part in self.machine.parts(row, layer):
             part[:] = np.frombuffer(self.machine.generator.randbytes(len(part)), np.uint8)
             new.append(part.copy())
-
-
-def _ignore(layer: int) -> None:
-    pass

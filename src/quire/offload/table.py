@@ -254,6 +254,7 @@ class OffloadedTable(ChunkCounts):
             self._give_frame(row)
         slots = self._slots[chunks]
         self._is_slot_free[slots[slots >= 0]] = True
+        self._filled = [row for row in self._filled if not (chunks == row).any()]
         self._slots[chunks] = NOWHERE
         self._is_stored[chunks] = self._is_sealed[chunks] = False
         super().give(chunks)
@@ -288,7 +289,7 @@ class OffloadedTable(ChunkCounts):
         reads: list[Int32s] = []
         fills: list[Int32s] = []
         whole: list[int] = []  # chunks that must have a frame: open ones, before or after this step
-        full: list[int] = []  # chunks that end with their last row
+        full: list[int] = []  # of them, those that are full after this step
         self._is_sealed[[row for row in self._filled if self._frames[row] >= 0]] = True
         for slices in batches:
             read, filled = [], []
@@ -300,10 +301,10 @@ class OffloadedTable(ChunkCounts):
                 elif piece.start % PAGE_TOKENS:
                     whole.append(int(chunks[begun]))
                     begun += 1
+                    if end >= begun * PAGE_TOKENS:
+                        full.append(whole[-1])
                 if end % PAGE_TOKENS:
                     whole.append(int(chunks[-1]))
-                elif not self.encodes:
-                    full.append(int(chunks[-1]))
                 read.append(chunks[:begun])
                 filled.append(chunks[begun:])
             reads.append(_distinct(read))
@@ -318,9 +319,10 @@ class OffloadedTable(ChunkCounts):
         for row in (row for rows in fills for row in rows.tolist()):
             if self._frames[row] < 0 and not self._is_sealed[row]:
                 self._begin(row)
+                self._is_sealed[row] = True
         self._is_sealed[used] = True
         self._is_sealed[whole] = False
-        self._filled = [row for row in full if not self._is_sealed[row]]
+        self._filled = full
         return self._placed(reads, fills)
 
     def load(self, layer: int, batch: int, num_batches: int, placed: Placed, *after: Ticket) -> Ticket:
