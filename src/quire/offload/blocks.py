@@ -20,7 +20,6 @@ import torch
 
 from quire.attention.plan import AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
-from quire.errors import QuireError
 from quire.offload.mover import NOTHING, Ticket
 
 if TYPE_CHECKING:
@@ -130,8 +129,7 @@ class BlockAttention:
         self, slices: Sequence[RowSlice], moved: Sequence[int] | None = None, ready: NDArray[np.int32] | None = None
     ) -> BlockPlan:
         """See AttentionBackend."""
-        if ready is not None:
-            raise QuireError("micro-batches do not wait for chunks in transfer")
+        assert ready is None or self._table is None, "a cache on the disk has no transfers"
         starts = self._divided(slices)
         if starts != self._starts:
             moved = None
@@ -145,7 +143,7 @@ class BlockAttention:
             part = slices[low:high]
             count = sum(piece.num_rows for piece in part)
             own = None if moved is None else [index - low for index in moved if low <= index < high]
-            batches.append(Batch(slice(row, row + count), slot.plan(part, own)))
+            batches.append(Batch(slice(row, row + count), slot.plan(part, own, ready)))
             row += count
         return BlockPlan(batches, starts, self._padded_rows, self._table, placed)
 
