@@ -68,8 +68,8 @@ def chosen(scores: torch.Tensor, visible: torch.Tensor, own: torch.Tensor, share
     own      bool [R, H, T], a row's own token
 
     Source: FlexGen, arXiv 2303.06865, section 5.3, and its public code (`_sparse_attention_value`). Ours differs: n
-    counts a sequence's own tokens, not a padded batch's; with retention n counts what a head has kept; a tie has a
-    rule; pages may be encoded; prompts never leave values out, and FlexGen's do not either.
+    counts the tokens that a head shows to the row, not those of a padded batch; a tie has a rule; pages may be
+    encoded, or packed by retention.
     """
     others = visible & ~own
     num_wanted = (share * (visible.sum(-1) - 1).double()).long()[..., None, None]
