@@ -97,6 +97,39 @@ def test_chunks_of_answers_stay_out_of_the_tree() -> None:
     assert plain.scheduler.manager.tree.num_chunks == 2, "answers that read all values are cached"
 
 
+def test_the_last_row_of_a_prompt_reads_all_values_even_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 of 129 tokens are cached: the prompt has a row left, and its plan does not go on as the answer's."""
+    engine = make_engine(SHAPE, **SHARE)
+    generate(engine, [_COMMON], SamplingParams(max_tokens=1))
+    plan, rows = engine.runner.attention.plan, list[tuple[int, int, bool]]()
+
+    def watched(slices: Any, *others: Any) -> Any:
+        rows.extend((piece.start, piece.num_rows, piece.reads_all) for piece in slices)
+        return plan(slices, *others)
+
+    monkeypatch.setattr(engine.runner.attention, "plan", watched)
+    (found,) = generate(engine, [PROMPTS[5]], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    assert rows == [(128, 1, True), (129, 1, False), (130, 1, False)]
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [128, 133])
+def test_a_preempted_answer_is_not_taken_from_prompts_that_begin_with_it(num_tokens: int) -> None:
+    """Another prompt's chunk with the answer's tokens is in the tree, computed from all values."""
+    prompt = PROMPTS[1]
+    (answer,), _ = answers([prompt], **SHARE)
+    engine = make_engine(SHAPE, **SHARE)
+    generate(engine, [[*prompt, *answer][:128]], SamplingParams(max_tokens=1))
+    (sequence,) = engine.add("answer", None, prompt, SamplingParams(max_tokens=90, temperature=0.0)).sequences
+    while len(sequence.token_ids) < num_tokens:
+        engine.step()
+    tree = engine.scheduler.manager.tree
+    assert tree.num_chunks == 2 and sequence.token_ids[:128] == [*prompt, *answer][:128]
+    engine.scheduler.preempt(sequence)
+    engine.step()
+    assert sequence.path.num_shared == 1 and sequence.path.num_tokens == 65, "one row after the prompt's chunk"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -372,9 +372,7 @@ class Scheduler:
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Whether its next row is a decode row: of a new token, or of a replayed one."""
-        if sequence.num_pending == 1 or sequence.path.is_decided:
-            return True
-        return self.manager.retention.replays and sequence.path.num_tokens >= sequence.num_prompt
+        return sequence.num_pending == 1 or sequence.path.is_decided
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admits the first waiting sequence if it fits."""
