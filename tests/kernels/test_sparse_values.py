@@ -114,7 +114,7 @@ def ragged(shape: Shape, lengths: list[tuple[int, int]]) -> tuple[AttentionSpec,
 @combine(strength=1, share=SHARES, dim=[64, 80, 24], group=[1, 3, 4, 12], window=[None, None, 70])
 def test_rows_attend_like_the_reference(share: float, dim: int, group: int, window: int | None) -> None:
     shape = Shape(dim=dim, group=group, window=window, sparse_values=share)
-    starts = [700, 0, 1, 63, 64, 65, 69, 70, 200]
+    starts = [450, 0, 1, 63, 64, 69, 70, 200]
     compare(*ragged(shape, [*((start, 1) for start in starts), (100, 30), (0, 64)]))
 
 
@@ -125,7 +125,7 @@ def test_every_cpu_level_attends_like_the_reference(
     use_level(level, monkeypatch)
     shape = Shape(dim=80, group=3, dtype=dtype, sparse_values=0.3)
     tolerance = TOLERANCE[dtype] if dtype == torch.float32 else NEAR_TIE
-    compare(*ragged(shape, [(700, 1), (63, 1), (200, 1), (10, 40)]), tolerance=tolerance)
+    compare(*ragged(shape, [(450, 1), (63, 1), (200, 1), (10, 40)]), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -157,7 +157,7 @@ def test_every_codec_attends_like_the_reference_in_16_bits(
     encoded.check_forest(CpuAttention, shape, CODECS[codec], num_rows=8, sinks=1)
 
 
-@combine(strength=1, codec=[name for name in CODECS if name != "mixed"], hides=[True, False])
+@combine(strength=1, codec=["nuq3", "g4"], hides=[True, False])
 def test_packed_pages_attend_like_the_reference(codec: str, hides: bool) -> None:
     shape = Shape(dim=16, group=2, layers=2, sparse_values=0.3)
     placing.check_batch(CpuAttention, shape, codec, [300, 447, 200], sinks=1, hides=hides)
