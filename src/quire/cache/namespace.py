@@ -13,7 +13,8 @@ class Namespace:
     """Everything that a page's bytes depend on besides the tokens up to it; and the salt. Requests share segments only
     within a namespace.
 
-    Retention is not part of it, because only complete chunks enter the tree.
+    Retention is not part of it, because only complete chunks enter the tree. Nor are sparse values: with them, no chunk
+    with tokens of an answer enters it (`NoRetention.replays`), and prompts read all values.
 
     model        the checkpoint's fingerprint, see `models.fingerprint`
     dtype        type of weights and activations
