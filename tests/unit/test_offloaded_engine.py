@@ -120,11 +120,13 @@ def least(path: Path, options: dict[str, Any]) -> int:
     return int(str(found.value).split("at least ")[1].split()[0])
 
 
-def found(path: Path, options: dict[str, Any], prompts: Any = PROMPTS, params: Any = PARAMS) -> list[list[int]]:
-    """What an engine with offloading answers, asked twice, in the least memory that it takes."""
+def found(
+    path: Path, options: dict[str, Any], prompts: Any = PROMPTS, params: Any = PARAMS, *, asks: int = 2
+) -> list[list[int]]:
+    """What an engine with offloading answers in the least memory that it takes."""
     with running(path, options | {"cache.memory": least(path, options)}) as run:
         assert run.table is not None
-        answers = run.ask(prompts, params) + run.ask(prompts, params)
+        answers = [answer for _ in range(asks) for answer in run.ask(prompts, params)]
         assert run.table.num_layers_loaded > 0 and run.table.num_layers_stored > 0
         return answers
 
@@ -164,9 +166,9 @@ def test_tokens_are_those_of_a_cache_in_memory(
 
 
 @combine(
-    sizes=whole([(2, 2), (1, 4), (3, 2), (4, 1), (2, 8)], 4),
+    sizes=whole([(2, 2), (1, 4), (3, 2), (4, 1), (2, 8)], 3),
     weights=[50, 0, 100],
-    cache=[0, 30, 70],
+    cache=[0, 30],
     hidden=[0, 50, 100],
     codec=["dense", "g4 sinks"],
 )
@@ -175,7 +177,7 @@ def test_tokens_are_those_of_memory_under_every_policy(
 ) -> None:
     options = CODECS[codec] | ON_DISK | {"offload.mode": policy_file(tmp_path, *sizes, weights, cache, hidden)}
     with poisoned():
-        assert found(model, options) == expected(model, options)
+        assert found(model, options, asks=1) == expected(model, options)[: len(PROMPTS)]
 
 
 @pytest.mark.parametrize("hidden", [100, 50, 0])
@@ -226,17 +228,18 @@ def test_sequences_that_lose_their_room_begin_again(model: Path, share: bool) ->
         assert run.engine.scheduler.counters.preemptions > 0
 
 
-@pytest.mark.parametrize("codec", ["dense", "g4 sinks"])
-def test_moves_that_take_any_time_change_nothing(model: Path, tmp_path: Path, codec: str, seed: int) -> None:
+def test_moves_that_take_any_time_change_nothing(model: Path, tmp_path: Path, seed: int) -> None:
     """Every read and write takes 0 to 20 ms longer."""
-    prompts, params = PROMPTS[:3] + PROMPTS[7:9], [greedy(3)] * 5
-    for number in range(tries(2)):
+    prompts, params = [*PROMPTS[:2], PROMPTS[4], PROMPTS[5]], [greedy(3)] * 4
+    for number in range(tries(3)):
         generator = random.Random(f"{seed} {number}")
         sizes = generator.choice(((1, 4), (2, 2), (3, 1)))
         shares = (generator.choice((0, 50)), generator.choice((0, 40)), generator.choice((0, 50)))
-        options = CODECS[codec] | ON_DISK | {"offload.mode": policy_file(tmp_path, *sizes, *shares)}
+        codec = CODECS[generator.choice(("dense", "dense", "g4 sinks"))]
+        options = codec | ON_DISK | {"offload.mode": policy_file(tmp_path, *sizes, *shares)}
+        wanted = expected(model, options, prompts, params)
         with poisoned(), delayed(number, 0.02):
-            assert found(model, options, prompts, params) == expected(model, options, prompts, params)
+            assert found(model, options, prompts, params, asks=1) == wanted[: len(prompts)]
 
 
 @pytest.mark.parametrize("window", [16, 100])
@@ -268,7 +271,7 @@ def test_the_bytes_that_move_are_those_of_the_layers_told(model: Path, codec: st
         assert mover.bytes_written == table.num_layers_stored * layer_bytes > 0
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_shared_beginning_is_loaded_once_a_layer(model: Path, micro_batch: int) -> None:
     """Four sequences share two chunks, which are on the disk, in every step of which they all decode."""
     prompts = [[*SHARED, place] for place in range(4)]
@@ -334,7 +337,7 @@ def test_a_move_that_fails_is_an_error_and_no_hang(
         mover: Mover = run.table.mover if contents == "cache" else run.model.states._mover
         move = getattr(mover._file, kind)
         wanted = run.ask(prompts, params)
-        for number in range(tries(3)):
+        for number in range(tries(2)):
             left = [generator.randrange(1, 12)]
 
             def failing(*arguments: Any, left: list[int] = left) -> None:
@@ -389,8 +392,7 @@ def test_a_disk_without_room_is_refused_with_the_reason(model: Path, monkeypatch
             Run(model, options | {"cache.memory": memory})
 
 
-@pytest.mark.parametrize("codec", ["dense", "g4", "nuq3"])
-@pytest.mark.parametrize("max_running", [1, 4, 9])
+@combine(codec=["dense", "g4", "g4 sinks"], max_running=[4, 1, 9], strength=1)
 def test_the_memory_that_an_error_names_is_the_least_that_is_enough(model: Path, codec: str, max_running: int) -> None:
     options = CODECS[codec] | ON_DISK | {"scheduler.max_running": max_running}
     enough = least(model, options)
