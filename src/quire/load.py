@@ -101,7 +101,7 @@ def load_engine(
         name,
         format_bytes(fits.weight_bytes),
         resolved.model.dtype,
-        format_bytes(fits.cache_bytes),
+        fits.cache_text,
         resolved.cache.codec,
         fits.tokens,
         fits.max_context,

@@ -242,7 +242,7 @@ def _print_table(
     console.print(f"[bold]{name}[/]: {shape.architecture}, {shape.num_parameters / 1e6:,.0f}M parameters, {heads}")
     table = Table.grid(padding=(0, 3))
     chosen = ", chosen: cache.memory is auto" if given.cache.memory == "auto" else ""
-    cache = ("cache", format_bytes(sizes.cache_bytes), f"codec {config.cache.codec}{chosen}")
+    cache = ("cache", sizes.cache_text, f"codec {config.cache.codec}{chosen}")
     rows = [
         ("weights", format_bytes(sizes.weight_bytes), f"on {config.runtime.device}, rows in {config.model.dtype}"),
         *((f"  {part.stored}", format_bytes(part.num_bytes), _held_note(part)) for part in weights),

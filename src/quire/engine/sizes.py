@@ -106,6 +106,12 @@ class Sizes:
         return self.weight_bytes + self.cache_bytes - self.disk_bytes
 
     @property
+    def cache_text(self) -> str:
+        """The cache's size for people."""
+        size = format_bytes(self.cache_bytes)
+        return f"{size} ({format_bytes(self.cache_bytes - self.disk_bytes)} in memory)" if self.disk_bytes else size
+
+    @property
     def tokens(self) -> int:
         """Tokens that fit, if every chunk is full."""
         return self.num_chunks * PAGE_TOKENS
