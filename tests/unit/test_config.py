@@ -207,6 +207,7 @@ def test_a_printed_configuration_is_a_file_that_gives_it_back(tmp_path):
         "lifetime": "auto",
         "pin": "none",
         "strict": True,
+        "sparse_values": 1.0,
     }
     nuq = {"calibration": "none", "outlier_slots": 1, "sink_tokens": 1}
     assert tomllib.loads(text)["cache"] == {**cache, **nuq}
