@@ -264,16 +264,18 @@ def test_values_of_pages_without_a_chosen_slot_are_not_read(codec: str | None) -
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_plan_that_goes_on_over_the_ends_of_chunks_attends_like_the_reference(shares: bool) -> None:
     spec = make_spec(Shape(dim=16, heads=1, layers=1, sparse_values=0.2), 30)
-    prefix, paths = spec.table.take(3, spec.table.open_codec), [Path() for _ in range(3)]
+    prefix, paths = spec.table.take(3, spec.table.open_codec), [Path() for _ in range(2)]
     for path in paths:
         path.append(prefix)
         path.append(spec.table.take(1, spec.table.open_codec))
     names = ((7, 3),) if shares else ()
-    slices = [RowSlice(192, 1, path.chunks, names) for path in paths]
-    steps: list[list[RowSlice]] = [[RowSlice(0, 192, prefix)], [replace(piece, reads_all=True) for piece in slices]]
-    moves: list[list[int] | None] = [None, None]
-    for count in range(130):
-        moved = [0, 1, 2] if count == 0 else []
+    slices = [RowSlice(192 + 55, 1, path.chunks, names) for path in paths]
+    steps: list[list[RowSlice]] = [[RowSlice(0, 192, prefix)]]
+    steps += [[RowSlice(192, 55, path.chunks)] for path in paths]
+    steps.append([replace(piece, reads_all=True) for piece in slices])
+    moves: list[list[int] | None] = [None] * len(steps)
+    for count in range(75):
+        moved = [0, 1] if count == 0 else []
         slices = [replace(piece, start=piece.start + 1) for piece in slices]
         for row, path in enumerate(paths):
             if slices[row].start % 64 == 0:
@@ -292,8 +294,8 @@ def test_a_plan_that_goes_on_over_the_ends_of_chunks_attends_like_the_reference(
     expected = run(ReferenceAttention(spec), spec, steps, 1)
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert relative_rms(one, other) < TOLERANCE[torch.float32], f"step {number}"
-    # The rows of the prompt have a plan of their own, and one more chunk fits into the next plan.
-    assert 3 <= backend.plans_built <= 5
+    # Beside the prompts' plans: the rows of a prompt have one of their own, and one more chunk fits into the next plan.
+    assert backend.plans_built - 3 == 3
 
 
 def test_micro_batches_choose_with_scratch_of_their_own() -> None:

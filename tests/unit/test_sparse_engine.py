@@ -67,14 +67,14 @@ def test_answers_are_those_of_the_reference_however_they_are_computed(options: d
     found, _ = answers(**SHARE, **options)
     reference, _ = answers(PROMPTS[2:5], **SHARE, **options, **{"attention.backend": "reference"})
     assert found[2:5] == reference
-    alone, _ = answers(**SHARE, **options, **{"cache.share": False, "scheduler.max_running": 1})
-    assert found == alone
+    alone, _ = answers(PROMPTS[3:], **SHARE, **options, **{"cache.share": False, "scheduler.max_running": 1})
+    assert found[3:] == alone
     if not options:
         assert found == preempted_answers()
-    plain, _ = answers(**options)
-    assert found != plain, "few values made no difference"
-    # The first token of an answer is the prompt's own, which reads all values.
-    assert [each[0] for each in found] == [each[0] for each in plain]
+        plain, _ = answers()
+        assert found != plain, "few values made no difference"
+        # The first token of an answer is the prompt's own, which reads all values.
+        assert [each[0] for each in found] == [each[0] for each in plain]
 
 
 def test_with_all_values_answers_are_those_without_the_setting() -> None:
