@@ -100,7 +100,7 @@ def run(given: argparse.Namespace, policy: Any, settings: dict[str, Any], seed: 
         options = {
             "offload.mode": str(file), "offload.disk_bandwidth": BANDWIDTH, "runtime.threads": given.threads,
             "scheduler.max_running": policy.block,
-            "cache.memory": given.cache if policy.cache.beyond(0) <= 0 else "auto",
+            "cache.memory": given.cache * policy.block if policy.cache.beyond(0) <= 0 else "auto",
             **settings,
         }  # fmt: skip
         params = SamplingParams(max_tokens=given.output, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -142,7 +142,8 @@ def main() -> int:
         "offload.disk_bandwidth": BANDWIDTH, "runtime.threads": given.threads,
     }  # fmt: skip
     config = EngineConfig.from_options(settings)
-    given.cache = given.lines * (given.prompt + given.output + 64) * 2 * 4 * 64 * 2 * SHAPE["num_hidden_layers"]
+    # Of a sequence: its chunks, one to grow, and one because slabs are whole; 4 heads of 64, keys and values.
+    given.cache = (-(-(given.prompt + given.output) // 64) + 2) * 64 * 2 * 4 * 64 * 2 * SHAPE["num_hidden_layers"]
     wanted = variants(given, config)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
     for number in range(given.rounds):

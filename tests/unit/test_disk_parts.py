@@ -48,6 +48,16 @@ def test_a_throttle_passes_its_bytes_over_time_and_no_burst(seed: int) -> None:
     assert now - begun == pytest.approx(10, rel=0.1)
 
 
+def test_what_passes_first_waits_for_its_own_bytes_and_later_ones_make_up_for_it() -> None:
+    waits: list[float] = []
+    throttle = Throttle(1e6, lambda: 0.0, waits.append)
+    for _ in range(2):
+        throttle.take(1_000_000)
+    throttle.take(100_000, first=True)
+    throttle.take(1_000_000)
+    assert waits == pytest.approx([1 - BURST_SECONDS, 2 - BURST_SECONDS, 0.1, 3.1 - BURST_SECONDS], abs=0.06)
+
+
 def test_threads_share_a_throttle_and_closing_ends_their_wait() -> None:
     throttle, begun = Throttle(20e6), time.monotonic()
     threads = [threading.Thread(target=lambda: [throttle.take(MIB) for _ in range(4)]) for _ in range(2)]

@@ -99,8 +99,8 @@ def cache_bytes(
     room, policy = config.offload.cache, policy_of(config)
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
     if room is None and policy is not None and policy.cache.beyond(0) > 0:
-        # Prompts that others will begin with stay cached as long as their room is not needed.
-        room = (running + running // 4 + 1) * max_chunks * int(sealed.sum())
+        # An admission leaves every sequence room for a chunk to grow; and one more, because slabs are whole.
+        room = running * (max_chunks + 2) * int(sealed.sum())
     if room is None:
         return None
     if config.retain.is_on:

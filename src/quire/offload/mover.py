@@ -135,9 +135,9 @@ class Mover:
                 for earlier in ticket.after:
                     earlier.wait()
                 if is_write:
-                    self._file.write([part.view], part.offset, self._throttle.take)
+                    self._file.write([part.view], part.offset, self._pay)
                 else:
-                    self._file.read(part.view, part.offset, self._throttle.take)
+                    self._file.read(part.view, part.offset, self._pay)
             except BaseException as failure:  # of any kind: the engine must not wait for ever
                 error = failure
             with self._changed:
@@ -149,6 +149,10 @@ class Mover:
                 self._num_moving -= 1
                 if not self._queue and not self._num_moving:
                     self._changed.notify_all()
+
+    def _pay(self, num_bytes: int) -> None:
+        # A micro-batch waits for its few bytes, while weights are read two layers ahead.
+        self._throttle.take(num_bytes, first=True)
 
     def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
         with self._changed:

@@ -26,6 +26,10 @@ SLACK = 0.9
 """Share of the memory and of the disk's room that a plan uses."""
 
 
+MARGIN, SLABS_BYTES = 0.02, 4 << 20
+"""Memory of a cache beyond its chunks, because slabs are whole."""
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How a batch runs.
@@ -119,5 +123,7 @@ def plan_batch(
         "model.max_context": longest, "scheduler.token_budget": rows, "scheduler.max_running": policy.block,
     }  # fmt: skip
     if policy.cache.beyond(0) <= 0:
-        settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * policy.block * (longest + PAGE_TOKENS))
+        # An admission leaves every sequence room for a chunk to grow.
+        tokens = policy.block * (longest + PAGE_TOKENS)
+        settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * tokens * (1 + MARGIN)) + SLABS_BYTES
     return BatchPlan(policy, found.prediction, settings)

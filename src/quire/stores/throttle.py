@@ -28,14 +28,18 @@ class Throttle:
         self._lock = threading.Lock()
         self._paid_until = clock()
 
-    def take(self, num_bytes: int) -> None:
-        """Waits until these bytes may pass. Requests pass in the order of their calls."""
+    def take(self, num_bytes: int, *, first: bool = False) -> None:
+        """Waits until these bytes may pass. Requests pass in the order of their calls.
+
+        first  they pass before all that wait: after the time of their own bytes. Later requests make up for it
+        """
         if self.bandwidth is None:
             return
         with self._lock:
             now = self._clock()
-            self._paid_until = max(self._paid_until, now - BURST_SECONDS) + num_bytes / self.bandwidth
-            seconds = self._paid_until - now
+            own = num_bytes / self.bandwidth
+            self._paid_until = max(self._paid_until, now - BURST_SECONDS) + own
+            seconds = min(self._paid_until - now, own) if first else self._paid_until - now
         if seconds > 0 and not self._closed.is_set():
             self._sleep(seconds)
 
