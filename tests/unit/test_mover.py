@@ -186,14 +186,14 @@ def test_closing_fails_what_is_left_and_ends_the_threads(tmp_path: Path) -> None
 
 
 def test_a_part_waits_for_the_bandwidth(tmp_path: Path) -> None:
-    taken: list[int] = []
+    taken: list[tuple[int, bool]] = []
     throttle = Throttle(None)
-    throttle.take = taken.append  # type: ignore[method-assign]
+    throttle.take = lambda size, first=False: taken.append((size, first))  # type: ignore[method-assign]
     mover = Mover(tmp_path, throttle)
     mover.write([part(0, 1, blocks=3)[0]]).wait()
     mover.read([part(1)[0]]).wait()
     mover.close()
-    assert taken == [3 * BLOCK_BYTES, BLOCK_BYTES]
+    assert taken == [(3 * BLOCK_BYTES, True), (BLOCK_BYTES, True)], "before weights"
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
