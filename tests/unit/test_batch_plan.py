@@ -72,7 +72,18 @@ def profile(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def plan_of(model: Path, profile: Path, prompts: list[list[int]], outputs: list[Any], **more: Any) -> BatchPlan:
     settings = {**SETTINGS, "offload.profile": str(profile), **more}
-    return plan_batch(str(model), EngineConfig.from_options(settings), prompts, outputs)
+    plan = plan_batch(str(model), EngineConfig.from_options(settings), prompts, outputs)
+    assert plan is not None
+    return plan
+
+
+def test_prompts_that_the_model_refuses_are_not_planned_for(model: Path, profile: Path) -> None:
+    settings = {**SETTINGS, "offload.profile": str(profile), "model.max_context": 128}
+    config, prompts = EngineConfig.from_options(settings), [[5] * 200, [5] * 100]
+    plan = plan_batch(str(model), config, prompts, [None, 90])
+    assert plan is not None and plan.policy.block == 1 and plan.settings["model.max_context"] == 128
+    assert plan_batch(str(model), config, prompts[:1], [1]) is None
+    assert plan_batch(str(model), config, [], []) is None
 
 
 def test_memory_for_all_leaves_nothing_on_the_disk(model: Path, profile: Path) -> None:

@@ -75,6 +75,9 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
         raise ConfigError("a batch is planned for one answer a line; leave n or offload.profile out")
     prompts = [line.prompt["prompt_token_ids"] for line in lines]
     plan = plan_batch(args.model, config, prompts, [line.params.max_tokens for line in lines])
+    if plan is None:  # every line will be refused, with its reason
+        yield Planned()
+        return
     settings = {**config.to_options(), **plan.settings, "offload.profile": None, "offload.memory": None}
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         settings["offload.mode"] = "off"

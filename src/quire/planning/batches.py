@@ -83,27 +83,32 @@ def _common(before: Sequence[int], prompt: Sequence[int]) -> int:
 
 def plan_batch(
     model: str, config: EngineConfig, prompts: Sequence[Sequence[int]], outputs: Sequence[int | None]
-) -> BatchPlan:
-    """The policy with the highest predicted throughput for a batch.
+) -> BatchPlan | None:
+    """The policy with the least predicted seconds for a batch; None if the context holds none of its prompts.
 
     config   offload.mode is auto, and offload.profile names the machine's profile. offload.memory is the memory for
              weights, cache and activations together, offload.cache the room for the cache on the disk
     prompts  token ids, in the order of the prefix tree
-    outputs  most tokens of each answer; None: the rest of the context
+    outputs  most tokens of each answer, as far as the context goes; None: the rest of it
     Raises ConfigError if the profile is not for this model, and if nothing fits.
     """
     assert config.offload.profile is not None
     profile = read_profile(Path(config.offload.profile))
     budget = config.retain.budget
     kept = ALL if budget == "off" else Share(min(1.0, budget))
-    shape, _ = sizes_from(model, config, Workload(1, 1))
+    shape, _ = sizes_from(model, config, Workload(1, 1))  # sizes depend on the workload, and it on the context
     context = config.model.max_context or shape.max_context
-    answers = [context - len(prompt) if most is None else most for prompt, most in zip(prompts, outputs, strict=True)]
+    fits = [index for index, prompt in enumerate(prompts) if len(prompt) < context]  # the engine refuses the others
+    if not fits:
+        return None
+    prompts, outputs = [prompts[index] for index in fits], [outputs[index] for index in fits]
+    rooms = [context - len(prompt) for prompt in prompts]
+    answers = [room if most is None else min(most, room) for most, room in zip(outputs, rooms, strict=True)]
     workload = workload_of(prompts, answers, kept)
     shape, sizes = sizes_from(model, config, workload)
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
-    longest = min(context, max(map(sum, zip(map(len, prompts), answers, strict=True))))
+    longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
     longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     room = config.offload.cache or int(shutil.disk_usage(profile.disk.folder).free * SLACK)
     memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
