@@ -39,7 +39,8 @@ def poisoned() -> Iterator[None]:
     def spoiling(self: OffloadedTable, layer: int, batch: int, count: int, placed: Placed, *after: Ticket) -> Ticket:
         for ticket in after:
             ticket.wait()
-        np.frombuffer(self.buffer(layer, batch, count), np.uint8)[:] = POISON
+        start = self._own[(layer * count + batch) % 2]
+        np.frombuffer(self._bytes[start : start + self.room.own_bytes], np.uint8)[:] = POISON
         return load(self, layer, batch, count, placed, *after)
 
     def spoiling_shared(self: OffloadedTable, layer: int, placed: Placed, *after: Ticket) -> Ticket:

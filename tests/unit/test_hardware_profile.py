@@ -25,8 +25,8 @@ from quire.offload import hardware, quiet
 from quire.offload.costs import Policy, Sizes, Workload
 from quire.offload.files import read_policy
 from quire.offload.fit import fit
-from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan, predict, prompt_passes
-from quire.offload.policy import PlanError
+from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan_all, predict, prompt_passes
+from quire.offload.policy import Found, PlanError, best
 from quire.offload.profile import (
     Attention,
     Conditions,
@@ -71,6 +71,13 @@ def profile_with(**changes: Any) -> Profile:
         runs=(Run(Share(0.5), 4, 64, 8, BUDGET, 1.0, 0.1, 1.1),),
     )
     return dataclasses.replace(found, **changes)
+
+
+def plan(*arguments: Any, **more: Any) -> Found:
+    """The block size and placement with the highest throughput."""
+    found = best(plan_all(*arguments, **more))
+    assert found is not None
+    return found
 
 
 def on_disk(share: float, block: int = 4) -> Policy:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
-from quire.offload.policy import BATCHES, PlanError, best, lacks_of, search
+from quire.offload.policy import BATCHES, PlanError, lacks_of, search
 from quire.offload.policy import predict as predict_with
 from quire.offload.units import TIERS
 
@@ -173,37 +173,4 @@ def plan_all(
         micro_batch, count = blocks[0]
         size = f"with blocks of {count} x {micro_batch}"
         raise PlanError(f"{size}, {lacks_of(model(micro_batch, count))}")
-    return found
-
-
-def plan(
-    profile: Profile,
-    sizes: Sizes,
-    workload: Workload,
-    capacities: tuple[float, float],
-    *,
-    budget: int,
-    slack: float = 1.0,
-    only_weights: bool = False,
-    micro_batches: Iterable[int] = MICRO_BATCHES,
-    num_batches: Iterable[int] | None = None,
-) -> Found:
-    """The placement and block size with the highest throughput, and its prediction.
-
-    capacities     bytes of memory and disk that weights, cache and activations may take
-    budget         scheduler.token_budget
-    slack          share of each capacity that may be used
-    only_weights   whether cache and activations stay in memory
-    micro_batches  sizes of a micro-batch that are tried
-    num_batches    numbers of micro-batches that are tried. None: up to 20, or 1 with only_weights, where more gain
-                   nothing
-    Raises PlanError with the memory that is missing if nothing fits, and ConfigError for blocks above the budget.
-    """
-    found = best(
-        plan_all(
-            profile, sizes, workload, capacities, budget=budget, slack=slack, only_weights=only_weights,
-            micro_batches=micro_batches, num_batches=num_batches,
-        )
-    )  # fmt: skip
-    assert found is not None, "a plan without placements"
     return found

@@ -188,7 +188,7 @@ class OffloadedTable(ChunkCounts):
 
     near        share of the sealed chunks that stay in memory, as far as there are frames
     num_layers_loaded, num_layers_stored  layers of chunks that were moved
-    arena, pages, positions, bases, masks, takes  as of `ChunkTable`, for kernels
+    arena, pages, positions, bases, masks  as of `ChunkTable`, for kernels
     """
 
     def __init__(
@@ -344,11 +344,6 @@ class OffloadedTable(ChunkCounts):
         if len(placed.repeated):
             starts = self._own[(layer * num_batches + batch) % 2] + placed.repeated * self.sealed.layer_bytes[layer]
             self.pages[placed.rows[placed.repeated], layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
-
-    def buffer(self, layer: int, batch: int, num_batches: int) -> memoryview:
-        """The buffer of a micro-batch in a layer."""
-        start = self._own[(layer * num_batches + batch) % 2]
-        return self._bytes[start : start + self.room.own_bytes]
 
     @property
     def file_bytes(self) -> int:
