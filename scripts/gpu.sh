@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks and measurements that need a GPU, run from the working tree; nothing is installed.
 #
-#     scripts/gpu.sh tests|attention|shared|encoded|decode|retention|retention-encoded [ARGUMENT...]
+#     scripts/gpu.sh tests|attention|shared|encoded|decode|retention|retention-encoded|offload [ARGUMENT...]
 #
 # tests      the kernels and decode graphs against the reference, and the kernels compiled for sm_90     about 8 minutes
 # attention  benchmarks/gpu_attention.py: attention on pages against torch's (--sweep tries launches)    about 2 minutes
@@ -10,6 +10,7 @@
 # decode     benchmarks/gpu_decode.py: the Llama-3-8B shape against copy speed and transformers          about 4 minutes
 # retention  masks, sums and recovery against the reference, then benchmarks/gpu_retention.py           about 4 minutes
 # retention-encoded  the same comparisons where sealed chunks are encoded                               about 5 minutes
+# offload    tokens beside a GPU's memory, then benchmarks/gpu_offload.py: the OPT-30B shape in 16 GiB  about 8 minutes
 #
 # Needs torch with CUDA, triton, numpy, pytest; `decode` also transformers. Says so and succeeds where there is no GPU.
 set -euo pipefail
@@ -44,5 +45,10 @@ case "$stage" in
         exec timeout 540 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=10 \
             -o "markers=gpu: needs a CUDA device" -k encoded tests/gpu/test_retention.py "$@"
         ;;
-    *) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    offload)
+        timeout 200 "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q \
+            -o "markers=gpu: needs a CUDA device" tests/gpu/test_offload.py
+        exec timeout 390 "$PYTHON" benchmarks/gpu_offload.py "$@"
+        ;;
+    *) sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -40,7 +40,7 @@ def poisoned() -> Iterator[None]:
         for ticket in after:
             ticket.wait()
         start = self._own[(layer * count + batch) % 2]
-        np.frombuffer(self._bytes[start : start + self.room.own_bytes], np.uint8)[:] = POISON
+        self.arena.data[start : start + self.room.own_bytes] = POISON
         return load(self, layer, batch, count, placed, *after)
 
     def spoiling_shared(self: OffloadedTable, layer: int, placed: Placed, *after: Ticket) -> Ticket:
@@ -149,7 +149,7 @@ class Machine:
             *sealed,
             sinks=sinks,
             room=room,
-            mover=self.mover,
+            home=self.mover,
             near=near,
         )
         self.table.arena.data.fill_(POISON)

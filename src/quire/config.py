@@ -245,15 +245,16 @@ class OffloadConfig(Group):
 
     mode: str = "off"
     """off: weights and cache are in memory. auto: the weights that fit into `offload.memory` are, and the others are
-    read in every step. Otherwise a JSON file with a policy for the tiers cpu and disk."""
+    read in every step. Otherwise a JSON file with a policy for the tiers cpu and disk, and on a GPU for gpu, cpu and
+    disk."""
     profile: str | None = None
     """File made by `quire plan hardware` for this model: `quire generate --input` then plans the placement for its
     prompts, within `offload.memory` for weights, cache and activations together."""
     memory: Bytes | None = None
-    """Memory for weights, buffers included. auto: what is free beside the cache, less a tenth."""
+    """Memory for weights, buffers included; on a GPU its memory. auto: what is free beside the cache, less a tenth."""
     cache: Bytes | None = None
-    """Room for the cache on the disk. `cache.memory` is then the memory for the part that a step computes with. none:
-    the cache is in memory, or as a policy says."""
+    """Room for the cache on the disk, on a GPU in the host's memory. `cache.memory` is then the memory for what a step
+    computes with. none: the cache is in memory, or as a policy says."""
     micro_batch: Count | None = None
     """Most sequences that are computed together; the others follow, layer by layer. auto: all, or as a policy says."""
     overlap: bool = True
@@ -287,13 +288,16 @@ LEAST_BANDWIDTH = 1 << 20
 LEAST_DISK = 64 << 20
 
 
+Backend = Literal["auto", "reference", "cpu", "triton"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Group):
     """The kernels that compute attention."""
 
     key: ClassVar[str] = "attention"
 
-    backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    backend: Backend = "auto"
     """reference: plain torch in float32, slow, the definition of the others. auto: triton on a GPU, else cpu."""
 
 

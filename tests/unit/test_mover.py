@@ -35,7 +35,7 @@ def mover(tmp_path: Path) -> Iterator[Mover]:
 def part(offset: int, value: int = 0, blocks: int = 1) -> tuple[Part, torch.Tensor]:
     """A part at a block of the file, and its memory, filled with a byte."""
     memory = huge_pages(blocks * BLOCK_BYTES).fill_(value)
-    return Part(offset * BLOCK_BYTES, memory.numpy().data), memory
+    return Part(offset * BLOCK_BYTES, memory), memory
 
 
 def test_the_file_has_no_name(tmp_path: Path, mover: Mover) -> None:

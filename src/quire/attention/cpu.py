@@ -52,6 +52,8 @@ class CpuAttention:
                  plan that is laid out
     value_reads  int32 [C, H, 2], or None: as `reads`, for rows that take few values. The kernels add 1 for each page
                  whose values they read, and the number of its slots that query heads take
+    keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
+    encodes_by_layer  true: the kernels encode in each layer what it fills
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -61,6 +63,8 @@ class CpuAttention:
         self.plans_built = 0
         self.reads: torch.Tensor | None = None
         self.value_reads: torch.Tensor | None = None
+        self.keeps_lse = False
+        self.encodes_by_layer = True
         self._last: CpuPlan | None = None
         # A tall piece reuses a page's scratch tiles. Beyond about 192 query rows, it leaves the second-level cache.
         self.block_rows = 64 if spec.group_size <= 4 else 32
@@ -122,6 +126,19 @@ class CpuAttention:
         self._last = CpuPlan(self, layout, slices, ready)
         return self._last
 
+    def reading(self, slices: Sequence[RowSlice]) -> CpuPlan:
+        """A plan of single rows that only read: all chunks of the slices precede them and have bases in the table."""
+        spec = self.spec
+        layout = lay_out(
+            slices,
+            block_rows=self.block_rows,
+            num_heads=spec.num_kv_heads,
+            workers=runtime.num_threads(),
+            window=None,
+        )
+        layout.pieces[:, 4] = 0  # so that no piece ends behind its row, and none writes
+        return CpuPlan(self, layout, slices, only_reads=True)
+
     def room(self, name: str, num_bytes: int) -> torch.Tensor:
         """A buffer of at least `num_bytes`, initially zero. The next call with the same name may return it again."""
         if name not in self._room or len(self._room[name]) < num_bytes:
@@ -156,7 +173,13 @@ class CpuPlan:
     """One step of the CPU backend. It holds references to all that the kernels read: layout, table and arena."""
 
     def __init__(
-        self, backend: CpuAttention, layout: Layout, slices: Sequence[RowSlice], ready: NDArray[np.int32] | None = None
+        self,
+        backend: CpuAttention,
+        layout: Layout,
+        slices: Sequence[RowSlice],
+        ready: NDArray[np.int32] | None = None,
+        *,
+        only_reads: bool = False,
     ) -> None:
         self._backend = backend  # kernels read its tables until the step is done
         spec = backend.spec
@@ -173,7 +196,7 @@ class CpuPlan:
         # The thread that attends with a row of a decode step also writes its key and value. So every row must have a
         # chunk of its own to write to.
         written = layout.write_chunk.tolist()
-        plan.decode = not plan.num_seals and len(written) == len(slices) == len({*written})
+        plan.decode = only_reads or (not plan.num_seals and len(written) == len(slices) == len({*written}))
         self._room: dict[str, torch.Tensor] = {}  # buffers of the backend that kernels write, by field of the plan
         if layout.num_staged:
             page_bytes = spec.num_kv_heads * spec.table.open_codec.page_bytes
@@ -193,6 +216,11 @@ class CpuPlan:
             self._partial_o = np.empty((layout.num_partials, heads, spec.head_dim), np.float32)
             self._partial_lse = np.empty((layout.num_partials, heads), np.float32)
             plan.partial_o, plan.partial_lse = self._partial_o.ctypes.data, self._partial_lse.ctypes.data
+        self.lse: torch.Tensor | None = None
+        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
+        if backend.keeps_lse:
+            self.lse = torch.empty(plan.num_rows, spec.num_kv_heads * spec.group_size)
+            plan.lse = self.lse.data_ptr()
         self._plan = plan
         self.address = ctypes.addressof(plan)
         self._attend = backend.kernels.quire_attend

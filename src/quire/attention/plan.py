@@ -324,9 +324,11 @@ def lay_out(
     # A row that fills a chunk to be encoded writes and reads the chunk's dense source.
     for row in np.flatnonzero((positions + 1) % PAGE_TOKENS == 0).tolist() if encodes else ():
         runs[row] = np.append(runs[row][:-1], sources.of(singles[row]))
-    # A row's own chunk is the last of its run.
-    write_chunk = np.concatenate((np.empty(0, np.int32), *runs))[np.cumsum(blocks[:, 3]) - 1]
+    # A row's own chunk is the last of its run. Only rows that write nothing may have an empty one.
+    write_chunk = np.concatenate((np.zeros(1, np.int32), *runs))[np.cumsum(blocks[:, 3])]
     if common:
+        runs = [run for run in runs if len(run)]
+        blocks = blocks[blocks[:, 3] > 0]
         shared = [(first, count, 0, high - low, low, _LEAVES_PARTIALS) for first, count, low, high in common]
         blocks = np.concatenate((blocks, np.array(shared, np.int32)))
         runs += [slices[first].chunks[low:high] for first, _, low, high in common]

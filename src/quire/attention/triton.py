@@ -15,6 +15,7 @@ chunk that it fills.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,8 @@ class TritonAttention:
     plans_built  number of plans laid out; other steps advanced the last plan
     copies       number of copies from host to device so far: of plans, and of rows of the mirror
     reads        int32 [C, H] on the device, or None: attention of every layer adds 1 for each page it reads
+    keeps_lse    whether plans keep the log-sum-exp of their rows, so that the output is a partial
+    encodes_by_layer  whether a decode step encodes what it fills in each layer and not at its end
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -99,13 +102,25 @@ class TritonAttention:
             )
         self.plans_built = self._plan_copies = 0
         self.reads: Tensor | None = None
+        self.keeps_lse = self.encodes_by_layer = False
         self._last: TritonPlan | None = None
         self._num_moved = 0  # the table's `num_moved_pages` at the last plan
+        self._decode = self._new_decode_buffer()
+
+    def another(self) -> TritonAttention:
+        """A backend of the same table with plans of its own: both plans may be alive. They share the memory that one
+        launch uses at a time.
+        """
+        found = copy.copy(self)
+        found._last, found._decode = None, self._new_decode_buffer()
+        return found
+
+    def _new_decode_buffer(self) -> Tensor:
         largest = self.batch_sizes[-1]
-        self._decode = torch.zeros(
+        return torch.zeros(
             plan_offsets(largest, self.max_pieces(largest), MAX_PARTIALS)[-1] + MAX_DECODE_INDICES + 2 * largest,
             dtype=torch.int32,
-            device=device,
+            device=self.device,
         )
 
     @property

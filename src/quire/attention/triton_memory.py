@@ -16,8 +16,8 @@ class TableMirror:
 
     pages      int32 [C, L, H] on the device; rows of chunks that no plan has named yet are undefined
     sidecars   int32 [C], likewise
-    masks      int64 [C, L, H], likewise, with the same bits; None without retention
-    positions  int32 [C, L, H], likewise; None without retention, or if pages hold rotated keys
+    masks      int64 [C, L, H], likewise, with the same bits; None if no path has gaps
+    positions  int32 [C, L, H], likewise; None if no path has gaps, or if pages hold rotated keys
     bases      int32 [C], likewise
     is_whole   bool [C] on the host, likewise: no slot of the chunk is masked, and their positions are consecutive and
                follow from the chunk's index in its path
@@ -32,7 +32,7 @@ class TableMirror:
         self.pages = torch.zeros(table.pages.shape, dtype=torch.int32, device=device)
         self.sidecars = torch.zeros(len(table.sidecars), dtype=torch.int32, device=device)
         self.masks = self.positions = self.bases = None
-        if table.sums is not None:
+        if table.has_gaps:
             self.masks = torch.zeros(table.masks.shape, dtype=torch.int64, device=device)
             if table.encodes:
                 self.positions, self.bases = torch.zeros_like(self.pages), torch.zeros_like(self.sidecars)
@@ -55,7 +55,7 @@ class TableMirror:
         if count == 0:
             return 0
         self._seen[ids] = table.takes[ids]
-        if table.sums is not None:
+        if table.has_gaps:
             is_plain = (table.positions[ids] < 0).all((1, 2)) & (table.bases[ids] < 0)
             self.is_whole[ids] = (table.masks[ids] == ALL_SLOTS).all((1, 2)) & is_plain
         # The ids as int64, then the rows of each array.

@@ -84,6 +84,8 @@ class TritonPlan:
         self.batch_size = batch_size
         self.shares = layout.num_common > 0
         self.is_decode = layout.is_decode
+        self.lse: Tensor | None = None
+        """Of the last layer's rows, float32 [R, H * G], natural log; None unless the backend keeps it."""
         self._new: tuple[int, Tensor, Tensor] | None = None
         short, tall, num_entries = layout.short, layout.tall, len(layout.entries)
         rows, max_short, max_tall, max_entries = self.num_rows, len(short), len(tall), num_entries
@@ -160,7 +162,7 @@ class TritonPlan:
 
         The last layer's `attend` calls it. Whoever replays a graph instead must call it too.
         """
-        if self.is_decode:
+        if self.is_decode and not self._backend.encodes_by_layer:
             self._encode(0, self._backend.spec.num_layers)
             self._num_seals = 0
 
@@ -223,6 +225,9 @@ class TritonPlan:
             _check(spec, k, spec.num_kv_heads, rows)
             _check(spec, v, spec.num_kv_heads, rows)
         out = torch.empty(rows, spec.num_kv_heads * spec.group_size * spec.head_dim, dtype=q.dtype, device=q.device)
+        found_lse = None  # in base 2
+        if backend.keeps_lse:
+            found_lse = torch.empty(rows, spec.num_kv_heads * spec.group_size, device=q.device)
         # Pieces of padded rows follow the step's own.
         padded = self.batch_size is None or rows == self.batch_size
         short = self.short if padded else self.short[: self._num_short]
@@ -236,7 +241,7 @@ class TritonPlan:
             inputs = q, k if append else None, v if append else None, out
             lists = self.positions, self.indices, pieces, self.entries
             left = partials.o, partials.lse, partials.arrivals
-            lse = None if self.profile is None else self.profile.lse
+            lse = found_lse if self.profile is None else self.profile.lse
             strides = layer, q.stride(0), 0 if k is None else k.stride(0), 0 if v is None else v.stride(0)
             options = page_sizes(spec) | {
                 "G": spec.group_size, "ROWS": launch.rows, "WINDOW": spec.window or 0, "ROTATE": spec.cos is not None,
@@ -265,6 +270,10 @@ class TritonPlan:
             )  # fmt: skip
         if self.profile is not None:
             self.profile.add(layer, q, self.positions, self._staged_id)
+        if found_lse is not None:
+            self.lse = found_lse * math.log(2)
+        if self.is_decode and backend.encodes_by_layer:
+            self._encode(layer, 1)
         if layer == spec.num_layers - 1:
             self.seal()
         return out

@@ -70,6 +70,11 @@ class ChunkTable(ChunkCounts):
         self.num_moved_pages = 0
         self.layouts: dict[tuple[bytes, ...], Any] = {}
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether paths may lack chunks or slots, so that masks and bases are read."""
+        return self.sums is not None
+
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         """May move pages of other chunks. Call it between steps only, when no kernel reads. Copies on a GPU are
         enqueued on the current stream.

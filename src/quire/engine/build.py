@@ -34,6 +34,7 @@ from quire.engine.machine import available_memory, usable_cores
 from quire.engine.offloading import (
     cache_bytes,
     in_micro_batches,
+    load_beside_device,
     load_with_offload,
     near_share,
     offload_counters,
@@ -307,6 +308,8 @@ def load_model(checkpoint: Checkpoint, config: EngineConfig) -> Model:
     def build(ops: Ops) -> Model:
         return build_model(checkpoint.shape, checkpoint, ops, dtype, device, form)
 
+    if config.offload.is_on and device.type == "cuda":
+        return load_beside_device(checkpoint, config, ops_type("triton").kinds, build)
     if config.attention.backend != "cpu":
         return build(ops_type(config.attention.backend)())
     from quire.models import images
@@ -395,7 +398,8 @@ def assemble(
         attention,
         Sampler(shape.vocab_size, device, eos),
         device,
-        decode=_decode(model, attention, device),
+        # A layer that is loaded while others are computed cannot be in a graph.
+        decode=None if config.offload.is_on else _decode(model, attention, device),
         decide=manager.retention.choose if isinstance(manager.retention, Retainer) else None,
         padded_rows=padded_rows,
     )

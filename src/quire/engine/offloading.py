@@ -6,15 +6,16 @@ import dataclasses
 import logging
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
-from quire.config import EngineConfig, OffloadConfig, format_bytes
+from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
+    from quire.offload.blocks import Slot
     from quire.offload.costs import Policy
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
@@ -42,17 +44,27 @@ MICRO_BATCH = 8
 NEAR = Share(0.1)
 """Without a policy and without cache.memory, share of the longest sequences' chunks that there are frames for."""
 
+HALF = Share(0.5)
+"""A policy that attends to at least this share of the cache on the host does so with all that is there."""
+
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
 """With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
 
 
-def with_offload(config: EngineConfig, backend: str, weight_bytes: int, available: int) -> tuple[EngineConfig, int]:
+def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, available: int) -> tuple[EngineConfig, int]:
     """The configuration with offload.memory, and the bytes of weights that stay in memory. Raises ConfigError."""
+    config = dataclasses.replace(config, attention=dataclasses.replace(config.attention, backend=backend))
     offload = config.offload
-    if backend != "cpu":
-        raise ConfigError(f"offload.mode {offload.mode} needs attention.backend cpu, not {backend}")
-    if not config.model.images:
+    if backend == "reference":
+        raise ConfigError(f"offload.mode {offload.mode} needs attention.backend cpu or triton, not reference")
+    if backend == "cpu" and not config.model.images:
         raise ConfigError("offload.mode reads weights from a layer image; set model.images true")
+    if backend == "triton" and offload.disk_bandwidth is not None:
+        raise ConfigError("offload.disk_bandwidth limits a disk, but beside a GPU none is read; leave it out")
+    if backend == "triton" and offload.profile is not None:
+        raise ConfigError(
+            "offload.profile is of a CPU's memory and disk, but attention.backend is triton; leave it out"
+        )
     policy = policy_of(config)
     if policy is not None:
         running = min(config.scheduler.max_running, policy.block)
@@ -72,10 +84,18 @@ def with_offload(config: EngineConfig, backend: str, weight_bytes: int, availabl
 
 
 def policy_of(config: EngineConfig) -> Policy | None:
-    """The policy of offload.mode's file; None without one. Raises ConfigError."""
-    if config.offload.mode in ("off", "auto"):
+    """The policy of offload.mode's file; None without one. attention.backend is resolved. Raises ConfigError."""
+    mode = config.offload.mode
+    if mode in ("off", "auto"):
         return None
-    return read_policy(Path(config.offload.mode), TIERS[1:])
+    if config.attention.backend != "triton":
+        return read_policy(Path(mode), TIERS[1:])
+    policy = read_policy(Path(mode), TIERS)
+    if policy.weights.beyond(1) + policy.cache.beyond(1) > 0:
+        raise ConfigError(f"offload.mode {mode}: beside a GPU nothing is on the disk; give gpu and cpu all shares")
+    if policy.hidden.beyond(0) > 0:
+        raise ConfigError(f"offload.mode {mode}: activations stay on a GPU; give it all of hidden, and plan with that")
+    return policy
 
 
 def near_share(config: EngineConfig) -> Share:
@@ -137,13 +157,42 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
     return model
 
 
+def load_beside_device(
+    checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str], build: Callable[[Ops], Model]
+) -> OffloadedModel:
+    """The model with its weights on a GPU and in the host's memory. kinds: of blocks that the GPU multiplies.
+
+    Raises ConfigError.
+    """
+    from quire.models.images import section_of
+    from quire.models.loading import held_sizes
+    from quire.offload.device import load_on_device
+    from quire.offload.homes import Place, fitting
+
+    policy = policy_of(config)
+    if policy is not None:
+        split = policy.weights
+    else:
+        assert config.offload.memory is not None
+        layers: list[list[Place]] = [[] for _ in range(checkpoint.shape.num_layers)]
+        fixed: list[Place] = []
+        sizes = held_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
+        for name, num_bytes in sizes.items():
+            section, place = section_of(name), Place(name, 0, num_bytes)
+            (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
+        split = fitting(layers, fixed, config.offload.memory).requested
+    return load_on_device(build, split, torch.device(config.runtime.device), overlaps=config.offload.overlap)
+
+
 def mover_of(model: OffloadedModel, what: str) -> Mover:
     """Threads and a file for what leaves memory beside a model's weights. They end with the model. Raises ConfigError.
 
     what  the contents, for errors
     """
     from quire.offload.mover import Mover
+    from quire.offload.stream import WeightStream
 
+    assert model.folder is not None and isinstance(model.stream, WeightStream)
     try:
         mover = Mover(model.folder, model.stream.throttle, what)
     except OSError as error:
@@ -152,11 +201,17 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
     return mover
 
 
+def home_of_cache(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
+    """Where chunks go that leave memory: a file. Beside a GPU, which is then the result, the host's memory."""
+    return torch.device(config.runtime.device) if model.folder is None else mover_of(model, "cache")
+
+
 def offloaded_table(
     model: Model, config: EngineConfig, fits: Sizes, codecs: tuple[DenseCodec, *tuple[Codec, ...]], sinks: Sinks | None
 ) -> OffloadedTable:
     """A cache on the disk. Raises ConfigError."""
     from quire.offload.model import OffloadedModel
+    from quire.offload.mover import Mover
     from quire.offload.table import OffloadedTable, Room
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
@@ -165,11 +220,14 @@ def offloaded_table(
     pages = [np.broadcast_to(codec.page_bytes, layers_heads) for codec in codecs]
     found = cache_bytes(config, fits.max_context, pages[-1], pages[0] if len(pages) > 1 else None)
     assert found is not None
-    room = Room.of(config.cache.memory, found[1])
+    room, home = Room.of(config.cache.memory, found[1]), home_of_cache(model, config)
+    is_file = isinstance(home, Mover)
+    attends = not is_file and (policy is None or policy.attended >= HALF)
     log.info(
-        "cache on the disk: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
+        "cache: at most %s in %s%s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
         format_bytes(fits.cache_bytes),
-        model.folder,
+        model.folder if is_file else "the host's memory",
+        ", where decoded tokens attend to it" if attends else "",
         format_bytes(config.cache.memory),
         room.num_open + room.num_near,
         room.own_bytes // found[1].sealed.largest,
@@ -180,9 +238,13 @@ def offloaded_table(
         *codecs,
         sinks=sinks,
         room=room,
-        mover=mover_of(model, "cache"),
+        home=home,
         near=ALL if policy is None else policy.cache.shares[0],
+        attends=attends,
     )
+    if not isinstance(home, Mover):
+        return table
+    assert model.folder is not None
     free = shutil.disk_usage(model.folder).free
     if table.file_bytes > free:
         raise ConfigError(
@@ -199,15 +261,13 @@ def in_micro_batches(
     padded_rows: Callable[[int], int],
 ) -> AttentionBackend:
     """Attention in micro-batches, where the configuration wants them. table: the cache, if it is on the disk."""
-    from quire.attention.cpu import CpuAttention
     from quire.offload.blocks import BlockAttention
 
     policy = policy_of(config)
     size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
     if table is None and (size is None or size >= config.scheduler.max_running):
         return attention
-    assert isinstance(attention, CpuAttention)
-    return BlockAttention(attention, size or config.scheduler.max_running, table, padded_rows)
+    return BlockAttention(cast("Slot", attention), size or config.scheduler.max_running, table, padded_rows)
 
 
 def offload_counters(model: Model, table: OffloadedTable | None) -> Callable[[], dict[str, Any]]:

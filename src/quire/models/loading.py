@@ -70,14 +70,27 @@ def held(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[
     """Groups a checkpoint's tensors by type, the largest group first. Does not count a second copy of a tied head."""
     found: dict[tuple[str, str], Held] = {}
     for name, size in weights.shape.tensor_shapes.items():
-        stored = weights.kind(name)
-        kind = held_kind(name, size, stored, form, kinds)
-        key = stored, kind or str(dtype).removeprefix("torch.")
+        kind, num_bytes = _held(weights, name, dtype, form, kinds)
+        key = weights.kind(name), kind or str(dtype).removeprefix("torch.")
         entry = found.setdefault(key, Held(*key))
         entry.tensors += 1
         entry.numbers += math.prod(size)
-        entry.num_bytes += math.prod(size) * dtype.itemsize if kind is None else size[0] * held_bytes(kind, size[1])
+        entry.num_bytes += num_bytes
     return sorted(found.values(), key=lambda entry: -entry.num_bytes)
+
+
+def held_sizes(weights: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> dict[str, int]:
+    """Bytes of each tensor of a checkpoint in memory."""
+    return {name: _held(weights, name, dtype, form, kinds)[1] for name in weights.shape.tensor_shapes}
+
+
+def _held(
+    weights: Checkpoint, name: str, dtype: torch.dtype, form: Form, kinds: Collection[str]
+) -> tuple[str | None, int]:
+    """The block type of a tensor in memory, and its bytes."""
+    size = weights.shape.tensor_shapes[name]
+    kind = held_kind(name, size, weights.kind(name), form, kinds)
+    return kind, math.prod(size) * dtype.itemsize if kind is None else size[0] * held_bytes(kind, size[1])
 
 
 class WeightSource:

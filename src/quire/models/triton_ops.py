@@ -129,6 +129,11 @@ class TritonLinear:
         self._many = TorchHead(weight) if wide else TorchLinear(weight, bias)
         self._vector = vector and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the weight. Their memory may be replaced between products."""
+        return [self._weight]
+
     def __call__(self, x: Tensor) -> Tensor:
         """See layers.Linear."""
         if len(x) != 1 or not self._vector:
@@ -165,6 +170,11 @@ class PackedLinear:
         self._sums = any(isinstance(part, PackedMatrix) and part.format.minima for part in parts)
         self._wide = wide
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """See TritonLinear."""
+        return [tensor for part in self._parts for tensor in part.tensors]
+
     def __call__(self, x: Tensor) -> Tensor:
         """See layers.Linear."""
         out = torch.empty(len(x), sum(self._outputs), dtype=torch.float32 if self._wide else x.dtype, device=x.device)
@@ -193,7 +203,7 @@ class TritonOps:
     def __init__(self, vector: bool = True) -> None:
         self._vector = vector
 
-    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | PackedLinear:
         """Keeps a single tensor itself; repacks blocks."""
         matrices = [read(weight) for weight in parts]
         weights = [weight for weight in matrices if isinstance(weight, Tensor)]

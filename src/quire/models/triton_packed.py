@@ -344,9 +344,14 @@ class PackedMatrix:
         }  # fmt: skip
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The planes."""
+        return [plane for plane in self._planes if plane is not None]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all planes."""
-        return sum(plane.nbytes for plane in self._planes if plane is not None)
+        return sum(plane.nbytes for plane in self.tensors)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None) -> None:
         """Writes x @ W^T + bias.

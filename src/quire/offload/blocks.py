@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from quire.attention.plan import AttentionPlan
+from quire.attention.plan import AttentionBackend, AttentionPlan
 from quire.cache.ledger import PAGE_TOKENS
+from quire.offload.attended import DividedPlan, divided, on_host
 from quire.offload.mover import NOTHING, Ticket
 
 if TYPE_CHECKING:
@@ -28,10 +29,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.attention.cpu import CpuAttention
+    from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
     from quire.models.plan import Model
     from quire.offload.hidden import HiddenStates
     from quire.offload.table import OffloadedTable, Placed
+
+
+class Slot(AttentionBackend, Protocol):
+    """A backend of which several may plan at once. The attributes are those of `TritonAttention`."""
+
+    spec: AttentionSpec
+    keeps_lse: bool
+    encodes_by_layer: bool
+
+    def another(self) -> Slot:
+        """One with plans and scratch of its own, of the same table."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class BlockAttention:
 
     def __init__(
         self,
-        attention: CpuAttention,
+        attention: Slot,
         micro_batch: int,
         table: OffloadedTable | None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
@@ -123,6 +136,13 @@ class BlockAttention:
         self._padded_rows = padded_rows
         self._table = table
         self._slots = [attention]
+        self._far: CpuAttention | None = None
+        if table is not None:
+            attention.encodes_by_layer = True  # a layer is stored before the next one is computed
+        if table is not None and table.attends:
+            assert table.host is not None
+            attention.keeps_lse = True
+            self._far = on_host(attention.spec, table.host)
         self._starts: list[int] = []
 
     def plan(
@@ -143,9 +163,30 @@ class BlockAttention:
             part = slices[low:high]
             count = sum(piece.num_rows for piece in part)
             own = None if moved is None else [index - low for index in moved if low <= index < high]
-            batches.append(Batch(slice(row, row + count), slot.plan(part, own, ready)))
+            plan = slot.plan(part, own, ready) if self._far is None else self._divided_plan(slot, part)
+            batches.append(Batch(slice(row, row + count), plan))
             row += count
         return BlockPlan(batches, starts, self._padded_rows, self._table, placed)
+
+    def _divided_plan(self, slot: Slot, slices: Sequence[RowSlice]) -> AttentionPlan:
+        """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
+        and go far.
+        """
+        assert self._table is not None and self._table.host is not None and self._far is not None
+        near, far, rows, row = [], [], [], 0
+        for piece in slices:
+            if piece.num_rows == 1:
+                is_far = self._table.is_far(piece.chunks[: piece.start // PAGE_TOKENS])
+                if is_far.any():
+                    piece, beyond = divided(piece, is_far)
+                    far.append(beyond)
+                    rows.append(row)
+            near.append(piece)
+            row += piece.num_rows
+        plan = slot.plan(near)
+        if not far:
+            return plan
+        return DividedPlan(plan, self._far.reading(far), rows, self._table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""
@@ -181,7 +222,7 @@ def run(
     states.begin(len(batches))
     for index, each in enumerate(batches):
         count = each.rows.stop - each.rows.start
-        inputs = torch.zeros(2, plan.padded_rows(count), dtype=torch.int64)
+        inputs = tokens.new_zeros(2, plan.padded_rows(count))
         inputs[0, :count], inputs[1, :count] = tokens[each.rows], positions[each.rows]
         states.put(index, model.begin(inputs[0], inputs[1]))
     order = list(itertools.product(range(model.shape.num_layers), range(len(batches))))

@@ -85,7 +85,7 @@ class HiddenStates:
         buffer = self._buffer("write", far.num_bytes)
         for part, each in zip(_views(buffer, far.alike), state, strict=True):
             part.copy_(each)
-        far.moved = self._written[turn] = self._mover.write([Part(index * STRIDE, buffer.numpy().data)])
+        far.moved = self._written[turn] = self._mover.write([Part(index * STRIDE, buffer)])
         self._away[index] = far
 
     def load(self, index: int) -> Ticket:
@@ -95,7 +95,7 @@ class HiddenStates:
             return NOTHING
         assert self._mover is not None
         far.buffer = self._buffer("read", far.num_bytes)
-        far.moved = self._mover.read([Part(index * STRIDE, far.buffer.numpy().data)], far.moved)
+        far.moved = self._mover.read([Part(index * STRIDE, far.buffer)], far.moved)
         return far.moved
 
     def get(self, index: int) -> State:

@@ -37,8 +37,8 @@ class Piece:
     places: tuple[Place, ...]
 
 
-def homes(sizes: Sequence[Sequence[int]], split: Split) -> list[list[int]]:
-    """The tier of every matrix, given their bytes [layers][matrices].
+class Homes:
+    """Gives each matrix its tier, layer by layer.
 
     Every layer has nearly the same share of each tier, so that all layers take the same time to load. At each matrix
     the tier that is farthest behind its share gets it. The realised bytes of a tier differ from the requested ones by
@@ -47,19 +47,24 @@ def homes(sizes: Sequence[Sequence[int]], split: Split) -> list[list[int]]:
     Source: FlexGen's public code walks the tensors of each layer alone, and realises 80 % where 50 % is requested if
     one tensor has 80 % of a layer's bytes. Ours carries the difference on to the next layer.
     """
-    placed = [0.0] * len(split.shares)
-    total = 0
-    found = []
-    for layer in sizes:
-        tiers = []
-        for size in layer:
-            total += size
-            behind = [share * total - size_so_far for share, size_so_far in zip(split.shares, placed, strict=True)]
-            tier = max(range(len(behind)), key=lambda each: behind[each])
-            placed[tier] += size
-            tiers.append(tier)
-        found.append(tiers)
-    return found
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._placed = [0] * len(split.shares)
+
+    def tier(self, size: int) -> int:
+        """The tier of the next matrix, which has so many bytes."""
+        total = sum(self._placed) + size
+        behind = [share * total - placed for share, placed in zip(self._split.shares, self._placed, strict=True)]
+        tier = max(range(len(behind)), key=lambda each: behind[each])
+        self._placed[tier] += size
+        return tier
+
+
+def homes(sizes: Sequence[Sequence[int]], split: Split) -> list[list[int]]:
+    """The tier of every matrix, given their bytes [layers][matrices]."""
+    found = Homes(split)
+    return [[found.tier(size) for size in layer] for layer in sizes]
 
 
 def realised(sizes: Sequence[Sequence[int]], tiers: Sequence[Sequence[int]], num_tiers: int) -> Split:

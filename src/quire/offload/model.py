@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -32,18 +32,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire")
 
 
+class Stream(Protocol):
+    """Loads layers in order, pass after pass: see `WeightStream`."""
+
+    num_loads: int
+    bytes_read: int
+    wait_seconds: float
+
+    def begin(self) -> None:
+        """Begins a pass."""
+
+    def take(self, layer: int) -> None:
+        """A layer is computed after this call."""
+
+    def give(self, layer: int) -> None:
+        """A layer has been computed."""
+
+    def close(self) -> None:
+        """Ends."""
+
+
 class OffloadedModel:
     """See `models.plan.Model`. Each layer waits for its weights, and gives their memory back.
 
     weights   where the matrices are
-    stream    reads those on the disk
+    stream    loads those that are not where they are computed
     states    activations of micro-batches between layers
-    folder    where the weights are, and where others may be put
+    folder    where the weights are on the disk, and where others may be put; None: in no file
     overlaps  whether bytes move while others are computed
     """
 
     def __init__(
-        self, model: Model, weights: Weights, stream: WeightStream, folder: Path, *, overlaps: bool = True
+        self, model: Model, weights: Weights, stream: Stream, folder: Path | None, *, overlaps: bool = True
     ) -> None:
         self.shape = model.shape
         self.folder = folder

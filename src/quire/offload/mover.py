@@ -10,11 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.errors import QuireError
 from quire.stores.direct import DirectFile, allows_direct
 from quire.stores.throttle import Throttle
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_MOVERS = 2
 CLOSE_SECONDS = 1.0
@@ -22,10 +25,12 @@ CLOSE_SECONDS = 1.0
 
 
 class Part(NamedTuple):
-    """Bytes to move: `view` is all of them, `offset` their place in the file. Both are multiples of 4 KiB."""
+    """Bytes to move: `view`, uint8 [n], is all of them, `offset` their place in the file. Both are multiples of 4 KiB,
+    unless the file is the host's memory.
+    """
 
     offset: int
-    view: memoryview
+    view: Tensor
 
 
 class Ticket:
@@ -134,10 +139,11 @@ class Mover:
                 # What a part waits for was given earlier, so another thread has it or has done it.
                 for earlier in ticket.after:
                     earlier.wait()
+                view = part.view.numpy().data
                 if is_write:
-                    self._file.write([part.view], part.offset, self._pay)
+                    self._file.write([view], part.offset, self._pay)
                 else:
-                    self._file.read(part.view, part.offset, self._pay)
+                    self._file.read(view, part.offset, self._pay)
             except BaseException as failure:  # of any kind: the engine must not wait for ever
                 error = failure
             with self._changed:

@@ -68,7 +68,9 @@ class WeightStream:
         self._changed = threading.Condition()
         self._next = (0, 0)  # the next request: layer counted since the start, and its number there
         self._left: dict[int, int] = {}  # requests of a layer that are not done
-        self._loaded = self._given = self._wanted = 0
+        self.num_loads = 0
+        """Layers that were loaded so far."""
+        self._given = self._wanted = 0
         self._error: BaseException | None = None
         self._is_closed = False
         self.bytes_read = 0
@@ -80,11 +82,6 @@ class WeightStream:
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def num_loads(self) -> int:
-        """Layers that were loaded so far."""
-        return self._loaded
 
     def begin(self) -> None:
         """Begins a pass. If the last one ended early, the layers that it did not use are skipped."""
@@ -105,7 +102,7 @@ class WeightStream:
             assert number == self._given, f"layer {layer} is taken out of order"
             self._wanted = number + 1
             self._changed.notify_all()
-            while self._loaded <= number and self._error is None and not self._is_closed:
+            while self.num_loads <= number and self._error is None and not self._is_closed:
                 self._changed.wait()
             self.wait_seconds += time.perf_counter() - begun
             if self._error is not None:
@@ -176,7 +173,7 @@ class WeightStream:
 
     def _limit(self) -> int:
         """Layers before this one may be read now."""
-        free = min(self._given, self._loaded) + self._num_buffers
+        free = min(self._given, self.num_loads) + self._num_buffers
         return free if self._overlaps else min(free, self._wanted)
 
     def _finish(self, number: int, size: int) -> None:
@@ -184,10 +181,10 @@ class WeightStream:
             self.bytes_read += size
             self._left[number] -= 1
             # Layers become available in order, even if a later one was read first.
-            while self._left.get(self._loaded) == 0:
-                del self._left[self._loaded]
-                self._announce(self._loaded)
-                self._loaded += 1
+            while self._left.get(self.num_loads) == 0:
+                del self._left[self.num_loads]
+                self._announce(self.num_loads)
+                self.num_loads += 1
             self._changed.notify_all()
 
     def _announce(self, number: int) -> None:

@@ -12,6 +12,9 @@ it is computed. So kernels and plans read the same table as ever.
 
 In the file, the layers of a chunk lie apart: layer l of all chunks, then layer l + 1. Chunks with neighbouring slots
 are read with one request.
+
+If the memory is a device's, the host's memory takes the place of the file. There, pages may be read where they are:
+rows that decode attend to far chunks on the host (`offload.attended`), and only the rows of prompts load them.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quire.attention.rows import RowSlice
@@ -32,7 +37,9 @@ from quire.cache.codecs.dense import DenseCodec
 from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, UNIT, Demand, PageCounts
 from quire.cache.sinks import Sinks
+from quire.cache.table import ALL_SLOTS
 from quire.errors import CacheFullError, ConfigError
+from quire.offload.host import HostMemory
 from quire.offload.mover import Mover, Part, Ticket
 from quire.offload.units import ALL, Share
 from quire.stores.direct import padded
@@ -181,6 +188,21 @@ class Needs:
         return self.least + 2 * self.more + num_near * self.sealed.num_bytes
 
 
+class HostPages:
+    """The chunks of an `OffloadedTable` in the host's memory, as the CPU's kernels read a table: see `ChunkTable`. Only
+    what is in a slot has bytes there.
+    """
+
+    def __init__(self, table: OffloadedTable, memory: HostMemory) -> None:
+        self.memory = memory
+        self.arena = SimpleNamespace(data=memory.memory)
+        self.pages = np.zeros_like(table.pages)
+        self.sidecars = np.full_like(table.sidecars, -1)
+        self.kinds, self.masks, self.positions, self.bases = table.kinds, table.masks, table.positions, table.bases
+        self.sums, self.sinks, self.encodes = None, table.sinks, table.encodes
+        self.open_codec, self.sealed_codec = table.open_codec, table.sealed_codec
+
+
 class OffloadedTable(ChunkCounts):
     """See the module. Chunks are not retained, transferred or shared by page.
 
@@ -200,11 +222,16 @@ class OffloadedTable(ChunkCounts):
         *sealed_codecs: Codec,
         sinks: Sinks | None = None,
         room: Room,
-        mover: Mover,
+        home: Mover | torch.device,
         near: Share = ALL,
+        attends: bool = False,
     ) -> None:
+        """home: moves chunks to a file. Or a device: the arena is there, and chunks move to the host's memory.
+
+        attends  whether rows that decode attend to far chunks where they are, on the host
+        """
         super().__init__(ledger, num_layers, num_heads, open_codec, *sealed_codecs, sinks=sinks)
-        self.room, self.mover, self.near = room, mover, near
+        self.room, self.near, self.attends = room, near, attends
         self.sealed = Extents(self.page_sizes(self.sealed_codec))
         self._open = Extents(self.page_sizes(open_codec)) if self.encodes else self.sealed
         sizes = room.own_bytes, room.own_bytes, room.shared_bytes, room.shared_bytes
@@ -221,12 +248,12 @@ class OffloadedTable(ChunkCounts):
         self._sidecars = Pool(at, max(UNIT, self.sidecar_bytes), self.capacity if sinks is not None else 0)
         at += self._sidecars.count * self._sidecars.num_bytes
         # Memory that is never touched is not taken.
-        self.arena = Arena(padded(max(at, UNIT)))
-        self._bytes = self.arena.data.numpy().data
+        device = home if isinstance(home, torch.device) else torch.device("cpu")
+        self.arena = Arena(padded(max(at, UNIT)), device)
         self.pages = np.zeros((self.capacity, *self.shape), np.int32)
         self.positions = np.full(self.pages.shape, -1, np.int32)
         self.bases = np.full(self.capacity, -1, np.int32)
-        self.masks = np.zeros((0, *self.shape), np.uint64)
+        self.masks = np.full((self.capacity if attends else 0, *self.shape), ALL_SLOTS)
         self._frames = np.full(self.capacity, NOWHERE, np.int64)
         self._slots = np.full(self.capacity, NOWHERE, np.int64)
         self._is_slot_free = np.ones(self.capacity, bool)
@@ -235,15 +262,30 @@ class OffloadedTable(ChunkCounts):
         self._used = np.zeros(self.capacity, np.int64)  # the step that used it last
         self._step = 0
         self._filled: list[int] = []  # chunks in frames that the last step filled
-        self._file_starts = np.cumsum(self.sealed.layer_bytes) * self.capacity - self.sealed.layer_bytes * self.capacity
+        self._file_starts = self.sealed.starts * self.capacity
         self.num_layers_loaded = self.num_layers_stored = 0
+        self.takes = np.zeros(self.capacity, np.int64)
+        self.num_moved_pages = 0
+        self.host: HostPages | None = None
+        self.mover: Mover | HostMemory
+        if isinstance(home, torch.device):
+            self._host_sidecars = self.capacity * self.sealed.num_bytes
+            self.mover = HostMemory(self._host_sidecars + self.capacity * self.sidecar_bytes, home)
+            self.host = HostPages(self, self.mover)
+        else:
+            assert not attends, "a file cannot be attended to"
+            self.mover = home
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     def _take(self, count: int, codec: PageFormat, sidecar: bool, demand: Demand) -> Int32s:
         chunks = super()._take(count, codec, sidecar, demand)
         if sidecar:
-            self.sidecars[chunks[0]] = self._sidecars.take() // UNIT
+            row = int(chunks[0])
+            self.sidecars[row] = self._sidecars.take() // UNIT
+            if self.host is not None:
+                self.host.sidecars[row] = (self._host_sidecars + row * self.sidecar_bytes) // UNIT
+        self.takes[chunks] += 1
         return chunks
 
     def give(self, chunks: Int32s) -> None:
@@ -256,6 +298,9 @@ class OffloadedTable(ChunkCounts):
         self._is_slot_free[slots[slots >= 0]] = True
         self._filled = [row for row in self._filled if not (chunks == row).any()]
         self._slots[chunks] = NOWHERE
+        self.bases[chunks] = -1
+        if self.host is not None:
+            self.host.sidecars[chunks] = -1
         self._is_stored[chunks] = self._is_sealed[chunks] = False
         super().give(chunks)
 
@@ -268,8 +313,8 @@ class OffloadedTable(ChunkCounts):
         self._take_frame(target)
         at = int(self._frames[target])
         if self._frames[source] >= 0:
-            start = int(self._frames[source])
-            self._bytes[at : at + self.sealed.num_bytes] = self._bytes[start : start + self.sealed.num_bytes]
+            start, data = int(self._frames[source]), self.arena.data
+            data[at : at + self.sealed.num_bytes] = data[start : start + self.sealed.num_bytes]
         else:
             self._wait_for(self.mover.read(self._frame_parts(at, int(self._slots[source]))))
 
@@ -305,11 +350,15 @@ class OffloadedTable(ChunkCounts):
                         full.append(whole[-1])
                 if end % PAGE_TOKENS:
                     whole.append(int(chunks[-1]))
-                read.append(chunks[:begun])
+                if self.attends:
+                    self.bases[chunks] = np.arange(len(chunks)) * PAGE_TOKENS
+                if not self.attends or piece.num_rows > 1:
+                    read.append(chunks[:begun])
                 filled.append(chunks[begun:])
             reads.append(_distinct(read))
             fills.append(_distinct(filled))
-        used = _distinct([*reads, *fills, np.array(whole, np.int32)])
+        paths = [piece.chunks for slices in batches for piece in slices] if self.attends else []
+        used = _distinct([*reads, *fills, *paths, np.array(whole, np.int32)])
         self._use(used)
         self._is_sealed[whole] = False
         self._retire()
@@ -325,6 +374,16 @@ class OffloadedTable(ChunkCounts):
         self._filled = full
         return self._placed(reads, fills)
 
+    @property
+    def has_gaps(self) -> bool:
+        """See ChunkTable: a row that decodes attends to near and far chunks apart."""
+        return self.attends
+
+    def is_far(self, chunks: Int32s) -> Bools:
+        """Of sealed chunks: whether they have no frame."""
+        found: Bools = self._frames[chunks] < 0
+        return found
+
     def load(self, layer: int, batch: int, num_batches: int, placed: Placed, *after: Ticket) -> Ticket:
         """Starts to load a layer of the far chunks of a micro-batch."""
         start = self._own[(layer * num_batches + batch) % 2]
@@ -333,7 +392,11 @@ class OffloadedTable(ChunkCounts):
     def store(self, layer: int, batch: int, num_batches: int, placed: Placed) -> Ticket:
         """Starts to store the chunks that a micro-batch has filled in a layer."""
         start = self._own[(layer * num_batches + batch) % 2]
-        return self.mover.write(self._parts(layer, start, placed.stores))
+        parts = [*self._parts(layer, start, placed.stores)]
+        if self.host is not None and self.sinks is not None:
+            filled = [row for run in placed.stores for row in placed.rows[run.first : run.first + run.length].tolist()]
+            parts += self._sidecar_parts(filled, layer * self.sinks.layer_bytes, self.sinks.layer_bytes)
+        return self.mover.write(parts)
 
     def load_shared(self, layer: int, placed: Placed, *after: Ticket) -> Ticket:
         """Starts to load a layer of the chunks that several micro-batches read."""
@@ -344,6 +407,7 @@ class OffloadedTable(ChunkCounts):
         if len(placed.repeated):
             starts = self._own[(layer * num_batches + batch) % 2] + placed.repeated * self.sealed.layer_bytes[layer]
             self.pages[placed.rows[placed.repeated], layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
+            self.takes[placed.rows[placed.repeated]] += 1
 
     @property
     def file_bytes(self) -> int:
@@ -358,11 +422,12 @@ class OffloadedTable(ChunkCounts):
 
     def stats(self) -> dict[str, float]:
         """See `LLM.stats`."""
-        return {
+        found = {
             "cache_near": self.near_share,
             "cache_bytes_read": self.mover.bytes_read,
             "cache_bytes_written": self.mover.bytes_written,
         }
+        return found | ({} if self.host is None else {"cache_bytes_crossed": self.host.memory.bytes_crossed})
 
     def check(self) -> None:
         """See ChunkCounts.check. Also proves that frames, slots and sidecars have one owner each."""
@@ -398,6 +463,7 @@ class OffloadedTable(ChunkCounts):
         self._frames[row] = at
         extents = self.sealed if pool is self._near_frames else self._open
         self.pages[row] = (at + extents.starts[:, None] + extents.heads) // UNIT
+        self.takes[row] += 1
 
     def _give_frame(self, row: int) -> None:
         self._pool(row).give(int(self._frames[row]))
@@ -417,7 +483,7 @@ class OffloadedTable(ChunkCounts):
         if spare > 0 and self._num_near + 1 <= self.near * (self._num_sealed + 1):
             self._take_frame(row)
         elif self._slots[row] < 0:
-            self._slots[row] = self._free_slots(1)[0]
+            self._give_slots([row])
 
     @property
     def _reserved(self) -> int:
@@ -444,10 +510,11 @@ class OffloadedTable(ChunkCounts):
 
     def _spill(self, rows: list[int]) -> None:
         """Stores chunks and gives their frames back."""
-        new = [row for row in rows if self._slots[row] < 0]
-        self._slots[new] = self._free_slots(len(new))
+        self._give_slots([row for row in rows if self._slots[row] < 0])
         parts = [part for row in rows for part in self._frame_parts(int(self._frames[row]), int(self._slots[row]))]
         self.num_layers_stored += len(parts)
+        if self.host is not None and self.sinks is not None:
+            parts += self._sidecar_parts(rows, 0, self.sidecar_bytes)
         self.mover.write(parts).wait()
         self._is_stored[rows] = True
         for row in rows:
@@ -458,6 +525,12 @@ class OffloadedTable(ChunkCounts):
         ticket.wait()
 
     # ---- the file --------------------------------------------------------------------------------------------------
+
+    def _give_slots(self, rows: list[int]) -> None:
+        slots = self._slots[rows] = self._free_slots(len(rows))
+        if self.host is not None:
+            starts = self._file_starts + slots[:, None] * self.sealed.layer_bytes
+            self.host.pages[rows] = (starts[:, :, None] + self.sealed.heads) // UNIT
 
     def _free_slots(self, count: int) -> Int64s:
         """Takes slots, next to each other if there are such."""
@@ -474,13 +547,23 @@ class OffloadedTable(ChunkCounts):
     def _frame_parts(self, frame: int, slot: int) -> Iterator[Part]:
         for layer, size in enumerate(self.sealed.layer_bytes.tolist()):
             at = frame + int(self.sealed.starts[layer])
-            yield Part(int(self._file_starts[layer]) + slot * size, self._bytes[at : at + size])
+            yield Part(int(self._file_starts[layer]) + slot * size, self.arena.data[at : at + size])
 
     def _parts(self, layer: int, start: int, runs: list[Run]) -> Iterator[Part]:
         size, base = int(self.sealed.layer_bytes[layer]), int(self._file_starts[layer])
         for first, slot, count in runs:
             at = start + first * size
-            yield Part(base + slot * size, self._bytes[at : at + count * size])
+            yield Part(base + slot * size, self.arena.data[at : at + count * size])
+
+    def _sidecar_parts(self, rows: Iterable[int], start: int, num_bytes: int) -> list[Part]:
+        """A range of the sidecars of those of some rows that have one."""
+        found = []
+        for row in rows:
+            if self.sidecars[row] >= 0:
+                at = int(self.sidecars[row]) * UNIT + start
+                there = self._host_sidecars + row * self.sidecar_bytes + start
+                found.append(Part(there, self.arena.data[at : at + num_bytes]))
+        return found
 
     # ---- far chunks ------------------------------------------------------------------------------------------------
 
@@ -519,6 +602,7 @@ class OffloadedTable(ChunkCounts):
         """Puts the pages of rows at the beginning of the buffers that start at `starts`, [L]."""
         places = np.arange(len(rows))[:, None] * self.sealed.layer_bytes + starts
         self.pages[rows] = (places[:, :, None] + self.sealed.heads) // UNIT
+        self.takes[rows] += 1
 
 
 def _distinct(parts: Sequence[NDArray[np.int32]]) -> Int32s:

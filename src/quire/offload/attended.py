@@ -1,0 +1,101 @@
+"""Attention of decoded rows to chunks that are not in the device's memory: it is computed where the chunks are, and the
+two partials are merged. Queries and partials cross, not keys and values.
+
+    queries ---------> near chunks on the device ---> (o, lse) --.
+       |                                                          merged
+       '--> crosses -> far chunks on the host ------> (o, lse) --'
+
+Source: FlexGen, arXiv 2303.06865, section 4.1 (delegation of attention to the CPU). Ours differs: only what is far is
+attended to on the host; packed codecs stay packed there; and rows that share far chunks read them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from quire.attention.rows import RowSlice
+from quire.cache.ledger import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from quire.attention.cpu import CpuAttention, CpuPlan
+    from quire.attention.plan import AttentionPlan, AttentionSpec
+    from quire.cache.arrays import Bools
+    from quire.cache.table import ChunkTable
+    from quire.offload.host import HostMemory
+    from quire.offload.table import HostPages
+
+
+def divided(piece: RowSlice, is_far: Bools) -> tuple[RowSlice, RowSlice]:
+    """A slice of one row over its near chunks, and one over the far ones. is_far: of all chunks before the row's own.
+
+    Both have gaps, so the table must have the bases of all chunks.
+    """
+    begun = piece.start // PAGE_TOKENS
+    assert piece.num_rows == 1 and len(is_far) == begun and not piece.num_dropped, "a slice that cannot be divided"
+    chunks, own = piece.chunks[:begun], piece.chunks[begun : begun + 1]
+    near_shared, far_shared, at = [], [], 0
+    for name, count in piece.shared:
+        num_far = int(is_far[at : at + count].sum())
+        near_shared.append((name, count - num_far))
+        far_shared.append((name, num_far))
+        at += count
+    near, far = np.concatenate((chunks[~is_far], own)), chunks[is_far]
+    return (
+        dataclasses.replace(piece, chunks=near, shared=tuple(near_shared), num_dropped=len(far)),
+        RowSlice(piece.start, 1, far, tuple(far_shared), num_dropped=begun + 1 - len(far)),
+    )
+
+
+def on_host(spec: AttentionSpec, pages: HostPages) -> CpuAttention:
+    """The backend of far chunks. spec: that of the device."""
+    from quire.attention.cpu import CpuAttention
+
+    cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
+    found = CpuAttention(dataclasses.replace(spec, table=cast("ChunkTable", pages), cos=cos, sin=sin))
+    found.keeps_lse = True
+    return found
+
+
+class DividedPlan:
+    """See AttentionPlan. Some rows attend to chunks on the host, too."""
+
+    def __init__(self, near: AttentionPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
+        """near: of all rows. far: of those that `rows` names. Both keep the lse."""
+        self._near: Any = near
+        self._far = far
+        self._host = host
+        first, last = rows[0], rows[-1] + 1
+        self._rows: slice | Tensor = slice(first, last)
+        if last - first > len(rows):
+            self._rows = torch.tensor(rows, device=host.device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See StepPlan."""
+        self._near.write(layer, k, v)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepPlan."""
+        crossed = self._host.to_host(q[self._rows])
+        out: Tensor = self._near.attend(layer, q)
+        self._host.arrived()
+        far = self._host.to_device(self._far.attend(layer, crossed))
+        assert self._far.lse is not None
+        far_lse = self._host.to_device(self._far.lse)
+        rows, heads = self._rows, far_lse.shape[1]
+        weight = torch.sigmoid(far_lse - self._near.lse[rows]).unsqueeze(2)
+        near = out[rows].float().view(len(far_lse), heads, -1)
+        merged = torch.lerp(near, far.float().view_as(near), weight)
+        out[rows] = merged.view(len(far_lse), -1).to(out.dtype)
+        return out
+
+    def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
+        """See AttentionPlan."""
+        return self._near.recovered(slice_index, kept, local)  # type: ignore[no-any-return]

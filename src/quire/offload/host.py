@@ -1,0 +1,118 @@
+"""Memory of the host beside the memory of a device that computes: chunks move between the two, or are attended to where
+they are.
+
+It takes the place of a `Mover` and its file. On a GPU, copies run on streams of their own, so that they overlap with
+kernels. A device without streams copies at once; with such a one, tests count what crosses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.kernels.memory import huge_pages
+from quire.offload.mover import NOTHING, Part, Ticket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Copied(Ticket):
+    """Copies on a stream. `wait` makes the device wait, not the host."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        super().__init__(0, (), "")
+        self.event = event
+
+    def wait(self) -> None:
+        """See Ticket."""
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class HostMemory:
+    """See `Mover`: reads are copies to the device, writes are copies to the host.
+
+    memory         uint8 [num_bytes] of the host, pinned if the device is a GPU
+    bytes_read, bytes_written  chunks that moved
+    bytes_crossed  queries and partials of attention on the host, both ways
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises ConfigError if there is not that much memory."""
+        self.device = device
+        self._is_gpu = device.type == "cuda"
+        # Memory that is never touched is not taken, unless it is pinned.
+        self.memory = (
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if self._is_gpu else huge_pages(num_bytes)
+        )
+        self._to_device = torch.cuda.Stream(device) if self._is_gpu else None
+        self._to_host = torch.cuda.Stream(device) if self._is_gpu else None
+        self.bytes_read = self.bytes_written = self.bytes_crossed = 0
+
+    def read(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+        """Starts to fill the views, once the device has done what it was given so far, and the tickets `after`."""
+        return self._copy(list(parts), False, after)
+
+    def write(self, parts: Iterable[Part], *after: Ticket) -> Ticket:
+        """Starts to write the views, once the device has done what it was given so far, and the tickets `after`."""
+        return self._copy(list(parts), True, after)
+
+    def settle(self) -> None:
+        """Waits until nothing moves."""
+        for stream in (self._to_device, self._to_host):
+            if stream is not None:
+                stream.synchronize()
+
+    def close(self) -> None:
+        """Waits until nothing moves."""
+        self.settle()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy on the host. The device may go on with other work that it is given; the host waits."""
+        self.bytes_crossed += tensor.nbytes
+        if not self._is_gpu:
+            return tensor.clone()
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with self._after_device(self._to_host):
+            found.copy_(tensor, non_blocking=True)
+        return found
+
+    def arrived(self) -> None:
+        """Waits for what `to_host` copies."""
+        if self._to_host is not None:
+            self._to_host.synchronize()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy on the device. The tensor may be overwritten once this returns."""
+        self.bytes_crossed += tensor.nbytes
+        if not self._is_gpu:
+            return tensor.clone()
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _copy(self, parts: list[Part], is_write: bool, after: tuple[Ticket, ...]) -> Ticket:
+        if not parts:
+            return NOTHING
+        stream = self._to_host if is_write else self._to_device
+        with self._after_device(stream):
+            for ticket in after:
+                ticket.wait()
+            for offset, view in parts:
+                here = self.memory[offset : offset + len(view)]
+                target, source = (here, view) if is_write else (view, here)
+                target.copy_(source, non_blocking=True)
+        num_bytes = sum(len(part.view) for part in parts)
+        self.bytes_written += num_bytes * is_write
+        self.bytes_read += num_bytes * (not is_write)
+        return NOTHING if stream is None else _Copied(stream.record_event())
+
+    @contextlib.contextmanager
+    def _after_device(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
