@@ -86,6 +86,15 @@ def test_prompts_that_the_model_refuses_are_not_planned_for(model: Path, profile
     assert plan_batch(str(model), config, [], []) is None
 
 
+def test_a_plan_keeps_to_the_limits_that_are_set(model: Path, profile: Path) -> None:
+    prompts, tight = prompts_of(40), {"offload.memory": 5 << 20}
+    assert plan_of(model, profile, prompts, [10] * 40, **tight).policy.block > 4
+    assert plan_of(model, profile, prompts, [10] * 40, **tight, **{"scheduler.max_running": 4}).policy.block <= 4
+    # The model takes 100 tokens, which are no whole chunks.
+    plan = plan_of(model, profile, [[5] * 90], [None], **{"model.max_context": 100})
+    assert plan.settings["model.max_context"] == 100
+
+
 def test_memory_for_all_leaves_nothing_on_the_disk(model: Path, profile: Path) -> None:
     prompts = prompts_of(20)
     plan = plan_of(model, profile, prompts, [10] * 20)

@@ -348,6 +348,8 @@ def test_too_little_memory_is_said_in_bytes() -> None:
         plan(profile_with(), SIZES, WORK, (4.0 * MIB, 1000.0 * MIB), budget=BUDGET)
     with pytest.raises(ConfigError, match="scheduler.token_budget 1024"):
         plan(profile_with(), SIZES, WORK, ROOM, budget=BUDGET, micro_batches=[1000])
+    with pytest.raises(ConfigError, match=r"scheduler\.max_running, 8"):
+        plan(profile_with(), SIZES, WORK, ROOM, budget=BUDGET, micro_batches=[16], most=8)
 
 
 def test_slack_leaves_memory_free() -> None:

@@ -229,6 +229,7 @@ class MeasuredPlanner(Planner):
                 only_weights=self.only_weights,
                 micro_batches=self.micro_batches or [micro for micro in MICRO_BATCHES if micro <= most],
                 num_batches=self.num_batches,
+                most=most,
             )
         except PlanError as error:
             raise QuireError(_too_small(str(error))) from None

@@ -153,14 +153,23 @@ def plan_all(
     only_weights: bool = False,
     micro_batches: Iterable[int] = MICRO_BATCHES,
     num_batches: Iterable[int] | None = None,
+    most: int | None = None,
 ) -> list[Found]:
-    """The best placement of every block size that fits, in the order of the sizes. See `plan` for all else."""
+    """The best placement of every block size that fits, in the order of the sizes.
+
+    micro_batches, num_batches  the sizes to try; without num_batches several
+    most                        scheduler.max_running: most sequences of a block
+    Raises PlanError if nothing fits, and ConfigError if no size is left to try. See model_of for all else.
+    """
     numbers = list(num_batches if num_batches is not None else [1] if only_weights else BATCHES)
     blocks = [(micro, count) for micro in micro_batches for count in numbers]
     # Prompts need room for a chunk beside a block that decodes.
     blocks = [each for each in blocks if each[0] * each[1] + PAGE_TOKENS <= budget]
     if not blocks:
         raise ConfigError(f"no block leaves prompts {PAGE_TOKENS} of scheduler.token_budget {budget}; raise it")
+    blocks = [each for each in blocks if most is None or each[0] * each[1] <= most]
+    if not blocks:
+        raise ConfigError(f"every block has more sequences than scheduler.max_running, {most}; raise it")
 
     def model(micro_batch: int, count: int) -> CostModel:
         return model_of(

@@ -109,14 +109,14 @@ def plan_batch(
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
     longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
-    longest = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    longest = min(-(-longest // PAGE_TOKENS) * PAGE_TOKENS, context)
     room = config.offload.cache or int(shutil.disk_usage(profile.disk.folder).free * SLACK)
     memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
     most = min(config.scheduler.max_running, len(prompts))
     rows = token_budget_of(config)
     try:
         blocks = plan_all(
-            profile, sizes, workload, (float(memory), weights + room), budget=rows,
+            profile, sizes, workload, (float(memory), weights + room), budget=rows, most=config.scheduler.max_running,
             only_weights=config.retain.is_on or config.tiers.is_on,
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
         )  # fmt: skip
@@ -129,6 +129,6 @@ def plan_batch(
     }  # fmt: skip
     if policy.cache.beyond(0) <= 0:
         # An admission leaves every sequence room for a chunk to grow.
-        tokens = policy.block * (longest + PAGE_TOKENS)
+        tokens = policy.block * (-(-longest // PAGE_TOKENS) + 1) * PAGE_TOKENS
         settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * tokens * (1 + MARGIN)) + SLABS_BYTES
     return BatchPlan(policy, found.prediction, settings)
