@@ -120,6 +120,14 @@ def test_blocks_are_chosen_for_the_lines_that_there_are(model: Path, profile: Pa
     assert plan.rate(21, 210) == pytest.approx(210 / seconds) and plan.rate(22, 220) == pytest.approx(110 / seconds)
 
 
+@pytest.mark.parametrize("setting", [{"cache.sparse_values": 0.5}, {"retain.budget": 0.5}])
+def test_a_cache_that_must_be_in_memory_is_planned_there(model: Path, profile: Path, setting: dict[str, Any]) -> None:
+    prompts, tight = [[token] * 400 for token in range(8)], {"offload.memory": 11 << 19}
+    assert plan_of(model, profile, prompts, [10] * 8, **tight).policy.cache.shares[1] > 0
+    plan = plan_of(model, profile, prompts, [10] * 8, **tight, **setting)
+    assert plan.policy.cache.shares[1] == 0
+
+
 def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
     with pytest.raises(ConfigError, match="no placement fits: .*cpu lacks"):
         plan_of(model, profile, prompts_of(4), [10] * 4, **{"offload.memory": 1 << 20})

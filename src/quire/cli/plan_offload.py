@@ -51,7 +51,7 @@ def add_arguments(parser: Arguments) -> None:
     add("--shared-tokens", type=int, metavar="N", help="first tokens that all prompts share (default: 0)")
     add("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
     add("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
-    add("--only-weights", action="store_true", help="keep cache and activations in memory, as offload.mode needs it")
+    add("--only-weights", action="store_true", help="keep cache and activations in memory")
     add("--slack", type=float, help="share of each tier that may be used (default: 0.8)")
     add(
         "--form",
@@ -176,7 +176,7 @@ class MeasuredPlanner(Planner):
     def __init__(self, args: argparse.Namespace) -> None:
         from quire.offload.planner import MEASURED_TIERS
         from quire.offload.profile import read_profile
-        from quire.planning.offload_sizes import conditions_of
+        from quire.planning.offload_sizes import conditions_of, keeps_cache
 
         if args.form is not None:
             raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
@@ -186,7 +186,7 @@ class MeasuredPlanner(Planner):
         self.profile = read_profile(Path(args.hardware))
         super().__init__(args, {"offload.mode": "auto", **options})
         self.profile.check(conditions_of(args.model, self.shape, self.config, self.sizes))
-        self.only_weights = args.only_weights
+        self.only_weights = args.only_weights or keeps_cache(self.config)
         self.tiers = MEASURED_TIERS
         self.capacities = (self._memory(), self._room())
 

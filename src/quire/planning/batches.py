@@ -20,7 +20,7 @@ from quire.offload.planner import MICRO_BATCHES, plan_all
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
 from quire.offload.units import ALL, Share
-from quire.planning.offload_sizes import conditions_of, sizes_from, token_budget_of
+from quire.planning.offload_sizes import conditions_of, keeps_cache, sizes_from, token_budget_of
 
 SLACK = 0.9
 """Share of the memory and of the disk's room that a plan uses."""
@@ -117,7 +117,7 @@ def plan_batch(
     try:
         blocks = plan_all(
             profile, sizes, workload, (float(memory), weights + room), budget=rows, most=config.scheduler.max_running,
-            only_weights=config.retain.is_on or config.tiers.is_on,
+            only_weights=keeps_cache(config),
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
         )  # fmt: skip
     except PlanError as error:

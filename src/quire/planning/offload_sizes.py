@@ -77,5 +77,10 @@ def token_budget_of(config: EngineConfig) -> int:
     return config.scheduler.token_budget or max(TOKEN_BUDGET["cpu"], least)
 
 
+def keeps_cache(config: EngineConfig) -> bool:
+    """Whether the engine refuses a cache on the disk."""
+    return config.retain.is_on or config.tiers.is_on or config.cache.sparse_values < 1
+
+
 def _dtype(shape: ModelShape, config: EngineConfig) -> str:
     return shape.dtype if config.model.dtype == "auto" else config.model.dtype
