@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 from quire.errors import ConfigError
 from quire.offload.costs import (
@@ -25,7 +28,7 @@ from quire.offload.costs import (
     Workload,
 )
 from quire.offload.paper import GIB, PAPER, REPOSITORY
-from quire.offload.policy import best, best_placement, lacks_of, predict, search
+from quire.offload.policy import PlanError, best, best_placement, lacks_of, predict, search
 from quire.offload.units import TIERS, Share, Split, percent
 from tests.effort import full_only, tries
 from tests.opt_paper import OPT_30B, OPT_175B, cost_model, percents
@@ -271,6 +274,22 @@ def test_throughput_has_several_maxima_and_the_search_finds_the_highest() -> Non
         policy = best_placement(model_of(micro_batch, num_batches))
         if policy is not None:
             assert predict(model_of(micro_batch, num_batches), policy).throughput <= chosen.prediction.throughput
+
+
+def test_a_size_that_the_solver_gives_up_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_of(micro_batch: int, num_batches: int) -> CostModel:
+        return cost_model(OPT_30B, WORK, micro_batch, num_batches, ROOM)
+
+    def gives_up(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(status=4, message="numerical difficulties", x=None)
+
+    linprog, calls = scipy.optimize.linprog, itertools.count()
+    # Each size is tried with and without presolve.
+    monkeypatch.setattr(scipy.optimize, "linprog", lambda *a, **b: (gives_up if next(calls) < 2 else linprog)(*a, **b))
+    assert [each.policy.micro_batch for each in search(model_of, [(4, 1), (8, 1), (16, 1)])] == [8, 16]
+    monkeypatch.setattr(scipy.optimize, "linprog", gives_up)
+    with pytest.raises(PlanError, match="not solved: numerical difficulties"):
+        search(model_of, [(4, 1)])
 
 
 def test_a_shared_beginning_is_computed_and_stored_once() -> None:

@@ -10,6 +10,7 @@ to on the second tier; and without a solution it says which tier lacks memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from quire.errors import QuireError
 from quire.offload.costs import CostModel, Kind, Linear, Policy
 from quire.offload.units import Share, Split
 from quire.options import format_bytes
+
+log = logging.getLogger("quire")
 
 OPTIMAL, INFEASIBLE = 0, 2
 """HiGHS's status numbers, as scipy has them."""
@@ -246,13 +249,21 @@ def search(model_of: Callable[[int, int], CostModel], batches: Iterable[tuple[in
 
     model_of  (sequences of a micro-batch, number of micro-batches) -> its cost model
     batches   the sizes to try
+    Raises PlanError if the solver gives up on a size and no other one fits.
     """
-    found = []
+    found, failure = list[Found](), None
     for micro_batch, num_batches in batches:
         model = model_of(micro_batch, num_batches)
-        policy = best_placement(model)
+        try:
+            policy = best_placement(model)
+        except PlanError as error:
+            failure = error
+            log.warning("blocks of %d x %d are left out: %s", num_batches, micro_batch, error)
+            continue
         if policy is not None:
             found.append(Found(policy, predict(model, policy)))
+    if not found and failure is not None:
+        raise failure
     return found
 
 
