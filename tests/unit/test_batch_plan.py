@@ -14,7 +14,7 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.costs import Workload
-from quire.offload.profile import profile_text
+from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import Share
 from quire.planning.batches import BatchPlan, plan_batch, workload_of
 from quire.planning.offload_sizes import conditions_of, sizes_from
@@ -83,6 +83,7 @@ def test_prompts_that_the_model_refuses_are_not_planned_for(model: Path, profile
     plan = plan_batch(str(model), config, prompts, [None, 90])
     assert plan is not None and plan.policy.block == 1 and plan.settings["model.max_context"] == 128
     assert plan_batch(str(model), config, prompts[:1], [1]) is None
+    assert plan_batch(str(model), config, [[], *prompts[:1]], [1, 1]) is None
     assert plan_batch(str(model), config, [], []) is None
 
 
@@ -128,11 +129,31 @@ def test_a_cache_that_must_be_in_memory_is_planned_there(model: Path, profile: P
     assert plan.policy.cache.shares[1] == 0
 
 
+def test_without_sharing_every_prompt_is_computed_and_stored(model: Path, profile: Path) -> None:
+    prompts = [[7] * 400] * 8
+    seconds = [
+        plan_of(model, profile, prompts, [10] * 8, **{"cache.share": share}).prediction.seconds
+        for share in (True, False)
+    ]
+    assert seconds[1] > 2 * seconds[0]
+
+
+def test_room_on_the_disk_moves_no_cache_that_is_planned_in_memory(model: Path, profile: Path) -> None:
+    memory = {"offload.memory": 4 << 20, "offload.cache": 64 << 20, "cache.sparse_values": 0.5}
+    plan = plan_of(model, profile, [[5] * 20, [6] * 20], [10] * 2, **memory)
+    assert plan.policy.weights.shares[1] > 0 and plan.policy.cache.shares[1] == 0
+    assert plan.settings["offload.cache"] is None
+
+
 def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
     with pytest.raises(ConfigError, match="no placement fits: .*cpu lacks"):
         plan_of(model, profile, prompts_of(4), [10] * 4, **{"offload.memory": 1 << 20})
     with pytest.raises(ConfigError, match="made with runtime.threads 1, not 2"):
         plan_of(model, profile, prompts_of(4), [10] * 4, **{"runtime.threads": 2})
+    made = read_profile(profile)
+    profile.write_text(profile_text(dataclasses.replace(made, disk=dataclasses.replace(made.disk, folder="/nowhere"))))
+    with pytest.raises(ConfigError, match="/nowhere of the profile: No such file.*set offload.cache"):
+        plan_of(model, profile, prompts_of(4), [10] * 4)
 
 
 @pytest.mark.parametrize("memory", ["64MiB", "5MiB"])

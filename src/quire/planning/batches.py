@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 from collections.abc import Sequence
@@ -81,6 +82,13 @@ def _common(before: Sequence[int], prompt: Sequence[int]) -> int:
     return same // PAGE_TOKENS * PAGE_TOKENS
 
 
+def _free(folder: str) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(f"{folder} of the profile: {error.strerror or error}; set offload.cache") from None
+
+
 def plan_batch(
     model: str, config: EngineConfig, prompts: Sequence[Sequence[int]], outputs: Sequence[int | None]
 ) -> BatchPlan | None:
@@ -98,19 +106,21 @@ def plan_batch(
     kept = ALL if budget == "off" else Share(min(1.0, budget))
     shape, _ = sizes_from(model, config, Workload(1, 1))  # sizes depend on the workload, and it on the context
     context = config.model.max_context or shape.max_context
-    fits = [index for index, prompt in enumerate(prompts) if len(prompt) < context]  # the engine refuses the others
+    fits = [index for index, prompt in enumerate(prompts) if 0 < len(prompt) < context]  # others are refused
     if not fits:
         return None
     prompts, outputs = [prompts[index] for index in fits], [outputs[index] for index in fits]
     rooms = [context - len(prompt) for prompt in prompts]
     answers = [room if most is None else min(most, room) for most, room in zip(outputs, rooms, strict=True)]
     workload = workload_of(prompts, answers, kept)
+    if not config.cache.share:
+        workload = dataclasses.replace(workload, shared_tokens=0.0, num_prefixes=0)
     shape, sizes = sizes_from(model, config, workload)
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
     longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
     longest = min(-(-longest // PAGE_TOKENS) * PAGE_TOKENS, context)
-    room = config.offload.cache or int(shutil.disk_usage(profile.disk.folder).free * SLACK)
+    room = config.offload.cache or int(_free(profile.disk.folder) * SLACK)
     memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
     most = min(config.scheduler.max_running, len(prompts))
     rows = token_budget_of(config)
@@ -128,6 +138,7 @@ def plan_batch(
         "model.max_context": longest, "scheduler.token_budget": rows, "scheduler.max_running": policy.block,
     }  # fmt: skip
     if policy.cache.beyond(0) <= 0:
+        settings["offload.cache"] = None  # it would move the cache to the disk
         # An admission leaves every sequence room for a chunk to grow.
         tokens = policy.block * (-(-longest // PAGE_TOKENS) + 1) * PAGE_TOKENS
         settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * tokens * (1 + MARGIN)) + SLABS_BYTES
