@@ -238,6 +238,15 @@ def test_the_slower_stage_counts() -> None:
     assert none.throughput == pytest.approx(4 * 16 / none.seconds)
 
 
+def test_reads_and_writes_of_a_disk_take_turns() -> None:
+    made, wide = profile_with(), dataclasses.replace(SIZES, hidden_bytes=float(MIB))
+    policy = Policy(2, 2, MEMORY, MEMORY, Split((NONE, ALL)))
+    found = predict(made, wide, WORK, policy, budget=BUDGET)
+    layer = 4 * MIB / 100e6 + 4 * MIB / 50e6
+    assert found.decode_seconds == pytest.approx(15 * 10 * layer)
+    assert found.prefill_seconds == pytest.approx(10 * 64 * layer)
+
+
 def test_corrections_have_the_effects_that_they_are_named_for() -> None:
     def seconds(share: float, work: Workload = WORK, **changes: float) -> tuple[float, float]:
         made = profile_with(corrections=Corrections(**changes))

@@ -204,6 +204,7 @@ class Options:
     cache_on_last      whether the cache may
     early_buffers      whether the first tier has buffers for loaded cache already while prompts are computed
     exposed            with Form.MAX: share of every other stage that the slowest one does not hide
+    one_way            with Form.MAX: whether both directions of the last link take turns, as those of a disk do
     """
 
     form: Form = Form.MAX
@@ -214,6 +215,7 @@ class Options:
     cache_on_last: bool = True
     early_buffers: bool = False
     exposed: float = 0.0
+    one_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,10 @@ class CostModel:
 
     def _slowest(self, stages: dict[str, Linear]) -> dict[str, Linear]:
         """Bounds of stages that overlap, but for the exposed share of the faster ones."""
+        if self.options.one_way:
+            up, down = self._link_names(self.num_tiers - 2)
+            both = {f"{up} and {down}": stages[up] + stages[down]}
+            stages = {name: stage for name, stage in stages.items() if name not in (up, down)} | both
         exposed = self.options.exposed
         if not exposed:
             return stages

@@ -2,8 +2,9 @@
 
 The cost model is `quire.offload.costs` with the tiers cpu and disk. Its rates come from the profile's tables: they are
 constants for one micro-batch and phase, so each block size has a linear program of its own. Layers are visited once a
-step. While a layer computes, the weights of the next one are read, so that the slower of both counts, and the fitted
-share of the faster one. The output head and the work between two passes count as computing: the disk goes on meanwhile.
+step. While a layer computes, the disk reads the weights of the next one, and reads and writes in turns what else is not
+in memory. The slower of computing and the disk counts, and the fitted share of the faster one. The output head and the
+work between two passes count as computing: the disk goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def model_of(
         cache_on_last=not only_weights,
         early_buffers=True,
         exposed=corrections.exposed,
+        one_way=True,
     )
     machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
     chunk = sizes.cache_bytes * PAGE_TOKENS * sizes.num_layers
