@@ -336,6 +336,19 @@ def test_no_placement_of_a_grid_is_faster_than_the_plan(memory: int, exposed: fl
     assert found.prediction.memory["cpu"] <= room[0] * (1 + 1e-6)
 
 
+def test_of_equal_placements_the_one_that_moves_least_is_found() -> None:
+    """With memory for all and a disk that keeps up, every placement takes the time of the products."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        layer, cache, hidden = 10 ** rng.uniform((4, 2, 2), (6, 3.5, 3.5))
+        sizes = dataclasses.replace(SIZES, layer_bytes=layer, cache_bytes=cache, hidden_bytes=hidden)
+        work = Workload(float(rng.integers(10, 400)), float(rng.integers(4, 64)))
+        room = 10 ** rng.uniform(9.5, 10.5), 10 ** rng.uniform(9.5, 11)
+        given = {"micro_batches": [int(rng.integers(1, 32))], "num_batches": [int(rng.integers(1, 5))]}
+        policy = plan(profile_with(), sizes, work, room, budget=BUDGET, **given).policy
+        assert policy.weights == policy.cache == policy.hidden == MEMORY, f"seed {seed}"
+
+
 def test_only_weights_leave_cache_and_activations_in_memory() -> None:
     made, tight = profile_with(), (26.0 * MIB, 1000.0 * MIB)
     free = plan(made, SIZES, Workload(448, 16), tight, budget=BUDGET)
