@@ -356,13 +356,26 @@ def test_only_weights_leave_cache_and_activations_in_memory() -> None:
     assert free.policy.cache.shares[1] > 0
     assert bound.policy.cache.shares == (1, 0) and bound.policy.hidden.shares == (1, 0)
     assert bound.policy.num_batches == 1
-    # Activations of 117 MB, one sequence's at a time in memory.
+    # Activations of 67 MB in a pass, or buffers of 26 MB for four sequences.
     wide = dataclasses.replace(SIZES, hidden_bytes=65536.0)
-    given: Any = {"budget": BUDGET, "micro_batches": [1], "num_batches": [4]}
-    assert plan(made, wide, Workload(448, 16), (60.0 * MIB, 2000.0 * MIB), **given).policy.hidden.shares[1] > 0
+    given: Any = {"budget": BUDGET, "micro_batches": [1], "num_batches": [16]}
+    assert plan(made, wide, Workload(100, 16), (66.0 * MIB, 2000.0 * MIB), **given).policy.hidden.shares[1] > 0
     with pytest.raises(PlanError, match="cpu lacks"):
-        plan(made, wide, Workload(448, 16), (60.0 * MIB, 2000.0 * MIB), only_weights=True, **given)
+        plan(made, wide, Workload(100, 16), (66.0 * MIB, 2000.0 * MIB), only_weights=True, **given)
     assert bound.prediction.throughput <= free.prediction.throughput * (1 + 1e-6)
+
+
+def test_activations_are_those_of_a_pass_and_of_its_buffers() -> None:
+    made, wide = profile_with(), dataclasses.replace(SIZES, hidden_bytes=4096.0)
+
+    def memory(hidden: Split, tokens: int) -> float:
+        found = predict(made, wide, Workload(tokens, 2), Policy(2, 8, MEMORY, MEMORY, hidden), budget=BUDGET)
+        return found.memory["cpu"] - 16 * (tokens + 2) * 1024 * 10  # the cache
+
+    assert memory(MEMORY, 480) == pytest.approx(memory(MEMORY, 64)), "16 x 64 rows fill a pass"
+    far = Split((NONE, ALL))
+    assert memory(MEMORY, 64) - memory(far, 64) == pytest.approx(4096 * (16 * 64 - 4 * 2 * 64))
+    assert memory(far, 32) - memory(far, 16) == pytest.approx(4096 * 4 * 2 * 16)
 
 
 def test_too_little_memory_is_said_in_bytes() -> None:

@@ -15,6 +15,7 @@ tier is a variable; and the output head costs something. `quire.offload.paper` h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -204,6 +205,8 @@ class Options:
     cache_on_last      whether the cache may
     early_buffers      whether the first tier has buffers for loaded cache already while prompts are computed
     exposed            with Form.MAX: share of every other stage that the slowest one does not hide
+    most_rows          rows of a pass at most: of no others there are activations
+    hidden_buffers     micro-batches of activations that the first tier has buffers for, where activations leave it
     one_way            with Form.MAX: whether both directions of the last link take turns, as those of a disk do
     """
 
@@ -215,6 +218,8 @@ class Options:
     cache_on_last: bool = True
     early_buffers: bool = False
     exposed: float = 0.0
+    most_rows: float = math.inf
+    hidden_buffers: int = 1
     one_way: bool = False
 
 
@@ -402,12 +407,16 @@ class CostModel:
         cached = work.cached_tokens(self.block, work.output_tokens if peak else 0)
         return (
             self.share(Kind.WEIGHTS, [tier]) * (sizes.layer_bytes * sizes.num_layers)
-            + self.share(Kind.HIDDEN, [tier]) * (sizes.hidden_bytes * hidden_tokens * self.block)
+            + self.share(Kind.HIDDEN, [tier]) * self._hidden(hidden_tokens * self.block)
             + self.share(Kind.CACHE, [tier]) * (sizes.cache_bytes * cached * sizes.num_layers)
         )
 
+    def _hidden(self, rows: float) -> float:
+        """Bytes of the activations of some rows, or of a pass if that has fewer."""
+        return self.sizes.hidden_bytes * min(rows, self.options.most_rows)
+
     def _first_tier(self) -> list[Linear]:
-        """Homes; two layers' loaded weights; a micro-batch's activations and loaded cache; scratch."""
+        """Homes; two layers' loaded weights; micro-batches' activations and loaded cache; scratch."""
         sizes, work, batch = self.sizes, self.workload, self.micro_batch
         weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
         loaded = sizes.cache_bytes * work.cached_tokens(batch, work.output_tokens)
@@ -415,7 +424,7 @@ class CostModel:
         kept = self.beyond(Kind.CACHE, 0) * (sizes.open_bytes * self.block)
         found = []
         for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
-            hidden = self.beyond(Kind.HIDDEN, 0) * (sizes.hidden_bytes * tokens * batch)
+            hidden = self.beyond(Kind.HIDDEN, 0) * (self.options.hidden_buffers * self._hidden(tokens * batch))
             base = self._homes(0, tokens, peak=True) + weights + hidden + kept
             if stages is sizes.decode or self.options.early_buffers:
                 base = base + cache
@@ -431,7 +440,7 @@ class CostModel:
     def _middle_tier(self, tier: int) -> list[Linear]:
         """Homes, and what passes through."""
         sizes, work, batch = self.sizes, self.workload, self.micro_batch
-        prompt_hidden = sizes.hidden_bytes * work.prompt_tokens * batch
+        prompt_hidden = self._hidden(work.prompt_tokens * batch)
         prefill = (
             self._homes(tier, work.prompt_tokens, peak=self.options.early_cpu_cache)
             + self.beyond(Kind.WEIGHTS, tier - 1) * sizes.layer_bytes

@@ -34,6 +34,9 @@ MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
 OPEN_CHUNKS = 1.25
 """Chunks of a sequence that stay in memory where its cache is on the disk: see `table.Needs.num_open`."""
 
+HIDDEN_BUFFERS = 4
+"""Two to read into and two to write from: see `HiddenStates`."""
+
 UNLIMITED = (float("inf"), float("inf"))
 
 
@@ -130,6 +133,8 @@ def model_of(
         cache_on_last=not only_weights,
         early_buffers=True,
         exposed=corrections.exposed,
+        most_rows=budget,
+        hidden_buffers=HIDDEN_BUFFERS,
         one_way=True,
     )
     machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
