@@ -23,7 +23,7 @@ from quire.evaluation import offload_profile
 from quire.models.weights import open_model
 from quire.offload import hardware, quiet
 from quire.offload.costs import Policy, Sizes, Workload
-from quire.offload.files import read_policy
+from quire.offload.files import policy_text, read_policy
 from quire.offload.fit import fit
 from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import Found, PlanError, best
@@ -218,7 +218,7 @@ def test_prompts_are_divided_as_the_scheduler_does(prompts: list[int], budget: i
 def test_a_block_has_a_pass_for_each_token_and_more_for_its_prompts() -> None:
     assert num_passes(Workload(64, 8), 4, BUDGET) == 8
     assert num_passes(Workload(320, 8), 4, BUDGET) == 9
-    assert num_passes(Workload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 8
+    assert num_passes(Workload(320, 8, shared_tokens=256, num_prefixes=1), 4, BUDGET) == 9
 
 
 # Predictions.
@@ -456,6 +456,24 @@ def test_a_generation_reads_what_its_passes_read(
             timing = made.run(sequences, prompt, output)
             passes = num_passes(Workload(prompt, output), sequences, budget)
             assert timing.bytes_read == passes * streamed and timing.seconds > 0
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_prompts_that_share_wait_for_the_first_of_them(tmp_path: Path) -> None:
+    model, file, budget = str(save_tiny(tmp_path / "model", num_hidden_layers=4)), tmp_path / "policy.json", 256
+    file.write_text(policy_text(on_disk(1.0, 8), MEASURED_TIERS))
+    options = {
+        "cache.memory": "64MiB", "model.dtype": "bfloat16", "offload.mode": str(file), "scheduler.token_budget": budget,
+    }  # fmt: skip
+    with LLM(model, options) as llm:
+        for sequences, shared, own, output in ((4, 64, 5, 3), (6, 192, 100, 2), (1, 64, 5, 3)):
+            first = 10 * sequences
+            prompts = [[first] * shared + [first + 1 + number] * own for number in range(sequences)]
+            before = llm.engine.scheduler.counters.steps
+            params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+            llm.generate([{"prompt_token_ids": each} for each in prompts], params)
+            steps = llm.engine.scheduler.counters.steps - before
+            assert steps == num_passes(Workload(shared + own, output, shared, 1), sequences, budget)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])

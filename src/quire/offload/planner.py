@@ -40,16 +40,18 @@ HIDDEN_BUFFERS = 4
 UNLIMITED = (float("inf"), float("inf"))
 
 
-def prompt_passes(prompts: Sequence[int], budget: int) -> list[int]:
+def prompt_passes(prompts: Sequence[int], budget: int, num_waiting: int = 0, shared: int = 0) -> list[int]:
     """Prompt rows of each pass until all prompts are computed, as the scheduler divides them.
 
-    prompts  tokens of each, in the order of admission
-    budget   scheduler.token_budget: most rows of a pass. Rows that decode come first
+    prompts      tokens of each, in the order of admission; of those that wait without what is shared
+    budget       scheduler.token_budget: most rows of a pass. Rows that decode come first
+    num_waiting  number of last prompts that wait until the first one's `shared` first tokens are computed
     """
     left, passes, decoding = list(prompts), [], 0
     while decoding < len(left):
         rows, finished = 0, 0
-        for index in range(decoding, len(left)):
+        end = len(left) if prompts[0] - left[0] >= shared else len(left) - num_waiting
+        for index in range(decoding, end):
             free = budget - decoding - rows
             done = prompts[index] - left[index]
             whole = (done + free) // PAGE_TOKENS * PAGE_TOKENS - done
@@ -71,9 +73,10 @@ def num_passes(workload: Workload, sequences: int, budget: int) -> int:
 
 def _prompt_passes(workload: Workload, sequences: int, budget: int) -> list[int]:
     shared = round(workload.shared_tokens) if workload.num_prefixes else 0
-    tokens, firsts = round(workload.prompt_tokens), max(1, round(workload.num_prefixes))
-    prompts = [tokens if index < firsts else tokens - shared for index in range(sequences)]
-    return prompt_passes(prompts, budget)
+    tokens, firsts = round(workload.prompt_tokens), round(workload.num_prefixes) if shared else sequences
+    firsts = min(firsts, sequences)
+    prompts = [tokens] * firsts + [max(1, tokens - shared)] * (sequences - firsts)
+    return prompt_passes(prompts, budget, sequences - firsts, shared)
 
 
 def model_of(
