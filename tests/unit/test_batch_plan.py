@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.costs import Workload
+from quire.offload.files import policy_text
+from quire.offload.planner import MEASURED_TIERS
 from quire.offload.profile import profile_text, read_profile
-from quire.offload.units import Share
+from quire.offload.units import Share, Split
 from quire.planning.batches import BatchPlan, plan_batch, workload_of
 from quire.planning.offload_sizes import conditions_of, sizes_from
 from tests.tiny_models import save_tiny
@@ -154,6 +157,32 @@ def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
     profile.write_text(profile_text(dataclasses.replace(made, disk=dataclasses.replace(made.disk, folder="/nowhere"))))
     with pytest.raises(ConfigError, match="/nowhere of the profile: No such file.*set offload.cache"):
         plan_of(model, profile, prompts_of(4), [10] * 4)
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_whole_block_of_an_encoded_cache_runs_at_once(profile: Path, tmp_path: Path, is_far: bool) -> None:
+    model, codec = save_tiny(tmp_path / "wide", head_dim=64, num_hidden_layers=4), {"cache.codec": "g4"}
+    config = EngineConfig.from_options(SETTINGS | codec)
+    shape, sizes = sizes_from(str(model), config, Workload(1, 1))
+    made = dataclasses.replace(read_profile(profile), conditions=conditions_of(str(model), shape, config, sizes))
+    profile.write_text(profile_text(made))
+    prompts = [[5 + index] * 100 for index in range(24)]
+    plan = plan_of(model, profile, prompts, [40] * 24, **codec)
+    assert plan.is_in_memory and plan.policy.block == 24
+    options = {"model.dtype": "float32", **codec, **plan.settings}
+    if is_far:
+        file, disk = tmp_path / "policy.json", Split((Share(0.0), Share(1.0)))
+        file.write_text(policy_text(dataclasses.replace(plan.policy, cache=disk), MEASURED_TIERS))
+        options |= {"offload.mode": str(file), "cache.memory": "auto"}
+    params, most = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), 0
+    with LLM(str(model), options) as llm:
+        scheduler = llm.engine.scheduler
+        for index, prompt in enumerate(prompts):
+            llm.engine.add(str(index), None, prompt, params)
+        while scheduler.waiting or scheduler.running:
+            llm.engine.step()
+            most = max(most, len(scheduler.running))
+        assert most == 24 and not scheduler.counters.preemptions
 
 
 @pytest.mark.parametrize("memory", ["64MiB", "5MiB"])

@@ -120,7 +120,7 @@ def cache_bytes(
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
     if room is None and policy is not None and policy.cache.beyond(0) > 0:
         # An admission leaves every sequence room for a chunk to grow; and one more, because slabs are whole.
-        room = running * (max_chunks + 2) * int(sealed.sum())
+        room = running * ((max_chunks + 2) * int(sealed.sum()) + (0 if open_ is None else int(open_.sum())))
     if room is None:
         return None
     if config.retain.is_on:

@@ -114,7 +114,8 @@ class Sizes:
     decode        the same while tokens are generated
     head_flops    operations of the output head per sequence and step
     fixed_bytes   bytes on the first tier in any placement: embedding, head, last norm
-    open_bytes    bytes of a sequence's cache that stay on the first tier where others leave it
+    open_bytes    bytes on the first tier for the chunks that a sequence writes to, in any placement
+    open_cache_bytes  bytes of a token of such a chunk in one layer, if the codec stores only full ones; else 0
     """
 
     num_layers: int
@@ -129,6 +130,7 @@ class Sizes:
     head_flops: float = 0.0
     fixed_bytes: float = 0.0
     open_bytes: float = 0.0
+    open_cache_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -421,7 +423,7 @@ class CostModel:
         weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
         loaded = sizes.cache_bytes * work.cached_tokens(batch, work.output_tokens)
         cache = (self.beyond(Kind.CACHE, 0) - self.attended) * (2 * loaded)
-        kept = self.beyond(Kind.CACHE, 0) * (sizes.open_bytes * self.block)
+        kept = self.constant(sizes.open_bytes * self.block)
         found = []
         for tokens, stages in ((work.prompt_tokens, sizes.prefill), (1.0, sizes.decode)):
             hidden = self.beyond(Kind.HIDDEN, 0) * (self.options.hidden_buffers * self._hidden(tokens * batch))

@@ -31,8 +31,10 @@ MEASURED_TIERS = TIERS[1:]
 MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
 """Sizes of a micro-batch that are tried."""
 
-OPEN_CHUNKS = 1.25
-"""Chunks of a sequence that stay in memory where its cache is on the disk: see `table.Needs.num_open`."""
+OPEN_CHUNKS, OPEN_ENCODED = 1.25, 2
+"""Chunks that a sequence may write to, beside its others: see `table.Needs.num_open`. The second number is for codecs
+that store only full chunks.
+"""
 
 HIDDEN_BUFFERS = 4
 """Two to read into and two to write from: see `HiddenStates`."""
@@ -141,8 +143,10 @@ def model_of(
         one_way=True,
     )
     machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
-    chunk = sizes.cache_bytes * PAGE_TOKENS * sizes.num_layers
-    measured = dataclasses.replace(sizes, head_flops=0.0, prefill=scratch, open_bytes=OPEN_CHUNKS * chunk)
+    own = OPEN_ENCODED * sizes.open_cache_bytes or OPEN_CHUNKS * sizes.cache_bytes
+    measured = dataclasses.replace(
+        sizes, head_flops=0.0, prefill=scratch, open_bytes=own * PAGE_TOKENS * sizes.num_layers
+    )
     return CostModel(measured, workload, machine, micro_batch, num_batches, options)
 
 

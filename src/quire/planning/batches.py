@@ -140,6 +140,7 @@ def plan_batch(
     if policy.cache.beyond(0) <= 0:
         settings["offload.cache"] = None  # it would move the cache to the disk
         # An admission leaves every sequence room for a chunk to grow.
-        tokens = policy.block * (-(-longest // PAGE_TOKENS) + 1) * PAGE_TOKENS
-        settings["cache.memory"] = round(sizes.cache_bytes * sizes.num_layers * tokens * (1 + MARGIN)) + SLABS_BYTES
+        tokens = (-(-longest // PAGE_TOKENS) + 1) * PAGE_TOKENS
+        each = (sizes.cache_bytes * tokens + sizes.open_cache_bytes * PAGE_TOKENS) * sizes.num_layers
+        settings["cache.memory"] = round(policy.block * each * (1 + MARGIN)) + SLABS_BYTES
     return BatchPlan(policy, found.prediction, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +49,13 @@ def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[Mo
         return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
 
     pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "cpu")
-    per_token = 2.0 * shape.kv_size * ITEM_BYTES[dtype]
+    per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
     if pages is not None:
+        of_open = per_token
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
-    return shape, sizes_of(shape, dtype, tensor_bytes, per_token, workload)
+    sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload)
+    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open)
 
 
 def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Conditions:
