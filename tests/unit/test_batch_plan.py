@@ -159,6 +159,25 @@ def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
         plan_of(model, profile, prompts_of(4), [10] * 4)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "settings"),
+    [
+        ([[index] * 20 for index in range(39)] + [[77] * 450], {"cache.sparse_values": 0.5}),
+        ([[9] * 384 + [index] * 20 for index in range(40)], {"cache.sparse_values": 0.5}),
+        ([[index] * 400 for index in range(40)], {"retain.budget": 0.5}),
+    ],
+    ids=["ragged", "shared", "retention"],
+)
+def test_the_memory_of_a_plan_holds_its_cache(
+    model: Path, profile: Path, prompts: list[list[int]], settings: dict[str, Any]
+) -> None:
+    """Chunks of finished sequences stay cached until the arena is full."""
+    memory = 24 << 20
+    plan = plan_of(model, profile, prompts, [10] * 40, **{"offload.memory": memory}, **settings)
+    assert plan.policy.cache.shares[1] == 0, "otherwise this tests nothing"
+    assert plan.settings["cache.memory"] - (4 << 20) <= 1.02 * memory
+
+
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_whole_block_of_an_encoded_cache_runs_at_once(profile: Path, tmp_path: Path, is_far: bool) -> None:
     model, codec = save_tiny(tmp_path / "wide", head_dim=64, num_hidden_layers=4), {"cache.codec": "g4"}

@@ -58,6 +58,7 @@ class Workload:
     num_prefixes   number of different shared beginnings in a block
     kept           share of a prompt's tokens that retention keeps, averaged over layers and heads
     growth         cached tokens per generated token, likewise
+    room_tokens    tokens that every sequence's cache has memory for; 0: as many as it has at its end
     """
 
     prompt_tokens: float
@@ -66,6 +67,7 @@ class Workload:
     num_prefixes: float = 0.0
     kept: Share = ALL
     growth: Share = ALL
+    room_tokens: float = 0.0
 
     def computed_tokens(self, sequences: float) -> float:
         """Prompt tokens that a block computes: a shared beginning once."""
@@ -81,6 +83,14 @@ class Workload:
         """Tokens in the cache of a block after so many generated tokens: a shared beginning once."""
         own = self.kept * (self.prompt_tokens - self.shared_tokens) + self.growth * generated
         return sequences * own + min(self.num_prefixes, sequences) * self.kept * self.shared_tokens
+
+    def held_tokens(self, sequences: float, generated: float) -> float:
+        """Tokens that the cache of a block has memory for: with room, also for one prompt before retention."""
+        if not self.room_tokens:
+            return self.cached_tokens(sequences, generated)
+        shared = min(self.num_prefixes, sequences) * self.shared_tokens
+        own = sequences * (self.room_tokens - (self.shared_tokens if self.num_prefixes else 0.0))
+        return self.kept * (own + shared) + (1 - self.kept) * self.room_tokens
 
     def attended_tokens(self, sequences: float, generated: float) -> float:
         """Tokens that a block's queries of one step attend to, shared ones once per query."""
@@ -406,7 +416,7 @@ class CostModel:
     def _homes(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:
         """Bytes of what has its home on a tier; peak: with the cache of all tokens to be generated."""
         sizes, work = self.sizes, self.workload
-        cached = work.cached_tokens(self.block, work.output_tokens if peak else 0)
+        cached = work.held_tokens(self.block, work.output_tokens if peak else 0)
         return (
             self.share(Kind.WEIGHTS, [tier]) * (sizes.layer_bytes * sizes.num_layers)
             + self.share(Kind.HIDDEN, [tier]) * self._hidden(hidden_tokens * self.block)
@@ -421,7 +431,7 @@ class CostModel:
         """Homes; two layers' loaded weights; micro-batches' activations and loaded cache; scratch."""
         sizes, work, batch = self.sizes, self.workload, self.micro_batch
         weights = self.beyond(Kind.WEIGHTS, 0) * (2 * sizes.layer_bytes) + self.constant(sizes.fixed_bytes)
-        loaded = sizes.cache_bytes * work.cached_tokens(batch, work.output_tokens)
+        loaded = sizes.cache_bytes * work.held_tokens(batch, work.output_tokens)
         cache = (self.beyond(Kind.CACHE, 0) - self.attended) * (2 * loaded)
         kept = self.constant(sizes.open_bytes * self.block)
         found = []

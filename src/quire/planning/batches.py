@@ -115,11 +115,12 @@ def plan_batch(
     workload = workload_of(prompts, answers, kept)
     if not config.cache.share:
         workload = dataclasses.replace(workload, shared_tokens=0.0, num_prefixes=0)
+    longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
+    room_tokens = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    workload = dataclasses.replace(workload, room_tokens=room_tokens)
     shape, sizes = sizes_from(model, config, workload)
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
-    longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
-    longest = min(-(-longest // PAGE_TOKENS) * PAGE_TOKENS, context)
     room = config.offload.cache or int(_free(profile.disk.folder) * SLACK)
     memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
     most = min(config.scheduler.max_running, len(prompts))
@@ -135,12 +136,14 @@ def plan_batch(
     found = min(blocks, key=lambda each: seconds_of(each.policy, each.prediction, len(prompts)))
     policy = found.policy
     settings: dict[str, Any] = {
-        "model.max_context": longest, "scheduler.token_budget": rows, "scheduler.max_running": policy.block,
-    }  # fmt: skip
+        "model.max_context": min(room_tokens, context),
+        "scheduler.token_budget": rows,
+        "scheduler.max_running": policy.block,
+    }
     if policy.cache.beyond(0) <= 0:
         settings["offload.cache"] = None  # it would move the cache to the disk
         # An admission leaves every sequence room for a chunk to grow.
-        tokens = (-(-longest // PAGE_TOKENS) + 1) * PAGE_TOKENS
-        each = (sizes.cache_bytes * tokens + sizes.open_cache_bytes * PAGE_TOKENS) * sizes.num_layers
-        settings["cache.memory"] = round(policy.block * each * (1 + MARGIN)) + SLABS_BYTES
+        own, held = policy.block * PAGE_TOKENS, workload.held_tokens(policy.block, workload.output_tokens)
+        needed = (sizes.cache_bytes * (held + own) + sizes.open_cache_bytes * own) * sizes.num_layers
+        settings["cache.memory"] = round(needed * (1 + MARGIN)) + SLABS_BYTES
     return BatchPlan(policy, found.prediction, settings)
