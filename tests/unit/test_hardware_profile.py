@@ -22,6 +22,7 @@ from quire.errors import ConfigError
 from quire.evaluation import offload_profile
 from quire.models.weights import open_model
 from quire.offload import hardware, quiet
+from quire.offload.blocks import BlockAttention
 from quire.offload.costs import Policy, Sizes, Workload
 from quire.offload.files import policy_text, read_policy
 from quire.offload.fit import fit
@@ -456,6 +457,20 @@ def test_a_generation_reads_what_its_passes_read(
             timing = made.run(sequences, prompt, output)
             passes = num_passes(Workload(prompt, output), sequences, budget)
             assert timing.bytes_read == passes * streamed and timing.seconds > 0
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_the_policy_of_a_generation_overrides_settings(tmp_path: Path) -> None:
+    model, file = str(save_tiny(tmp_path / "model", num_hidden_layers=4)), tmp_path / "quire.toml"
+    file.write_text(
+        '[offload]\nmode = "auto"\nmemory = "8MiB"\ncache = "64MiB"\nmicro_batch = 2\nprofile = "x.json"\n'
+        "overlap = false\n"
+    )
+    options = {"cache.memory": "16MiB", "model.dtype": "bfloat16"}
+    with offload_profile.generator(model, options, file, 0.5) as made:
+        assert made.run(3, 5, 2).seconds > 0
+        assert "cache_near" not in made.llm.stats()["offload"] and made.model.overlaps
+        assert not isinstance(made.llm.engine.runner.attention, BlockAttention)
 
 
 @pytest.mark.usefixtures("cache_folder")

@@ -56,6 +56,12 @@ MEMORY_SHARE = 0.7
 QUIET_SECONDS = 0.1
 """Without a read for so long, a stream has filled its buffers."""
 
+PLACED: dict[str, Any] = {
+    "offload.memory": None, "offload.cache": None, "offload.micro_batch": None, "offload.overlap": True,
+    "offload.profile": None, "cache.share": False,
+}  # fmt: skip
+"""Settings of every generation, whatever a file or flags say: its policy decides."""
+
 Told = Callable[[str], None]
 """Called with what is measured next, in words."""
 
@@ -120,7 +126,7 @@ def generator(
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
         file.write_text(policy_text(policy, MEASURED_TIERS))
-        given = {**options, "offload.mode": str(file), "offload.memory": "auto", "cache.share": False}
+        given = {**options, **PLACED, "offload.mode": str(file)}
         with LLM(model, given, config_file) as llm:
             yield Generator(llm)
 
