@@ -108,6 +108,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("disk", "reads"), {}, "disk.reads is {}; it must be a list"),
     (("disk", "reads", 0, "rate", "bandwidth"), -1.0, "disk.reads[0].rate: bandwidth is -1.0; it must be"),
     (("disk", "streamed", "bandwidth"), math.inf, "disk.streamed.bandwidth is inf; it must be a number"),
+    (("disk", "request_seconds"), -1, "disk: request_seconds is -1"),
     (("copy", "bandwidth"), True, "copy.bandwidth is True; it must be a number"),
     (("yardstick",), None, "yardstick is None; it must be a number"),
     (("products", "counts"), [1, 8, 8], "products: counts are [1, 8, 8]"),
@@ -246,6 +247,19 @@ def test_reads_and_writes_of_a_disk_take_turns() -> None:
     layer = 4 * MIB / 100e6 + 4 * MIB / 50e6
     assert found.decode_seconds == pytest.approx(15 * 10 * layer)
     assert found.prefill_seconds == pytest.approx(10 * 64 * layer)
+
+
+def test_a_layer_s_requests_take_their_time_for_every_micro_batch() -> None:
+    made = profile_with()
+    slow = dataclasses.replace(made, disk=dataclasses.replace(made.disk, request_seconds=1.0))
+    far = Split((NONE, ALL))
+    for cache, hidden, requests in ((MEMORY, MEMORY, (0, 0)), (far, MEMORY, (1, 1)), (MEMORY, far, (2, 2))):
+        for micro, count in ((8, 1), (2, 4)):
+            policy = Policy(micro, count, MEMORY, cache, hidden)
+            fast, found = (predict(each, SIZES, WORK, policy, budget=BUDGET) for each in (made, slow))
+            for phase, number in zip(("prefill", "decode"), requests, strict=True):
+                more = sum(found.stages[phase].values()) - sum(fast.stages[phase].values())
+                assert more == pytest.approx(count * number), (phase, requests)
 
 
 def test_corrections_have_the_effects_that_they_are_named_for() -> None:
@@ -411,7 +425,7 @@ def test_a_throttle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for rate in (found.streamed, found.writes, *(read.rate for read in found.reads)):
         # A throttle lets 0.05 s more pass, and a busy machine wakes late.
         assert 8e6 < rate.bandwidth < 45e6
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and 0 < found.request_seconds < 1
 
 
 def test_the_quietest_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:

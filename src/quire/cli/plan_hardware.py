@@ -79,7 +79,8 @@ def print_profile(profile: Profile) -> None:
     )
     print(
         f"weights are read at {_per_second(disk.streamed.bandwidth)}; writes {_per_second(disk.writes.bandwidth)};"
-        f" copies in memory {_per_second(profile.copy.bandwidth)}"
+        f" copies in memory {_per_second(profile.copy.bandwidth)};"
+        f" a small read takes {1e3 * disk.request_seconds:.3g} ms"
     )
     heads = dict(zip(profile.head.counts, profile.head.seconds, strict=True))
     shared.print_table(

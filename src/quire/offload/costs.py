@@ -175,6 +175,8 @@ class Rates:
     far_flops         the same of attention on the second tier, where its bytes are; 0: it cannot be computed there
     passes            passes over the layers in which the phase, or a step of it, loads the weights
     fixed_seconds     of a layer, beside products and attention; of all these passes together
+    request_seconds   of a request to the last tier beside its bytes: one a layer and micro-batch for a cache there, and
+                      one each way for activations
     """
 
     links: tuple[Link, ...]
@@ -183,6 +185,7 @@ class Rates:
     far_flops: float = 0.0
     passes: float = 1.0
     fixed_seconds: float = 0.0
+    request_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -326,6 +329,7 @@ class CostModel:
             loaded = sizes.layer_bytes * rates.passes
             found[up] = weights * (loaded / link.up.weights) + activations / link.up.hidden
             found[down] = self.beyond(Kind.CACHE, index) * (stored / link.down.cache) + activations / link.down.hidden
+        self._add_requests(found, rates, stores=True)
         products = work.computed_tokens(self.block) * sizes.layer_flops / rates.product_flops
         attention = work.pairs(self.block) * sizes.pair_flops / rates.attention_flops
         found["compute"] = self.constant(products + attention + rates.fixed_seconds)
@@ -353,6 +357,7 @@ class CostModel:
             if index == 0:
                 written = written - self.attended  # the paper counts neither their queries nor their new keys
             found[down] = written * (stored / link.down.cache) + activations / link.down.hidden
+        self._add_requests(found, rates, stores=False)
         pairs = work.attended_tokens(self.block, middle) * sizes.pair_flops
         products = self.block * sizes.layer_flops / rates.product_flops
         compute = self.constant(products + pairs / rates.attention_flops + rates.fixed_seconds)
@@ -360,6 +365,18 @@ class CostModel:
             compute = compute + self.attended * (pairs / rates.far_flops - pairs / rates.attention_flops)
         found["compute"] = compute
         return found
+
+    def _add_requests(self, stages: dict[str, Linear], rates: Rates, *, stores: bool) -> None:
+        """Adds the seconds of requests, beside their bytes, to the last link. stores: whether the cache is written."""
+        if not rates.request_seconds:
+            return
+        last, seconds = self.num_tiers - 2, rates.request_seconds * max(self.num_batches, rates.passes)
+        up, down = self._link_names(last)
+        activations = self.beyond(Kind.HIDDEN, last) * seconds
+        for name in (up, down):
+            stages[name] = stages[name] + activations
+        name = down if stores else up
+        stages[name] = stages[name] + self.beyond(Kind.CACHE, last) * seconds
 
     def prefill_bounds(self) -> dict[str, Linear]:
         """Lower bounds of a layer's seconds while prompts are computed; the largest is the time."""

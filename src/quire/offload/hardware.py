@@ -28,11 +28,12 @@ from quire.config import format_bytes
 from quire.errors import CacheFullError, QuireError
 from quire.kernels.memory import Carver
 from quire.models.decoder import build_model
+from quire.offload.mover import Mover, Part
 from quire.offload.ops import MovingOps
 from quire.offload.profile import Attention, Curve, Disk, Rate, Read
 from quire.offload.quiet import quietest, spread
 from quire.offload.stream import NUM_READERS
-from quire.stores.direct import MEASURE_PREFIX, REQUEST_BYTES, Buffer, DirectFile, allows_direct
+from quire.stores.direct import BLOCK_BYTES, MEASURE_PREFIX, REQUEST_BYTES, Buffer, DirectFile, allows_direct
 from quire.stores.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ READ_SECONDS = 0.2
 FILE_BYTES = 256 << 20
 """Of the file that is written and read."""
 COPY_BYTES = 128 << 20
+NUM_REQUESTS = 50
+"""Of a measurement of a small read's seconds."""
 YARDSTICK = 640
 """Rows and columns of the matrices of a product that is always the same."""
 SAMPLE_SECONDS = 0.1
@@ -72,7 +75,7 @@ def median_rate(rates: list[float]) -> Rate:
 def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
     """Speeds of a folder's disk, under a limit of bytes per second if there is one.
 
-    The file has no name while it is measured. Its bytes are random. A virtual machine's host may keep a copy of them,
+    The file is removed at the end. Its bytes are random. A virtual machine's host may keep a copy of them,
     which reads then come from.
     Raises QuireError if the folder cannot be written or has no room.
     """
@@ -87,10 +90,27 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
             for _ in range(rounds):
                 for (size, threads), rates in found.items():
                     rates.append(read_rate(file.path, is_direct, size, threads, bandwidth, READ_SECONDS))
+        request = statistics.median(quietest(functools.partial(_request_seconds, folder), rounds))
     except OSError as error:
         raise QuireError(f"the disk of {folder} cannot be measured: {error.strerror or error}") from error
     reads = tuple(Read(size, threads, median_rate(found[size, threads])) for size, threads in cells)
-    return Disk(str(folder), is_direct, reads, median_rate(found[wanted]), median_rate(writes))
+    return Disk(str(folder), is_direct, reads, median_rate(found[wanted]), median_rate(writes), request)
+
+
+def _request_seconds(folder: Path) -> float:
+    """Seconds of a small read by the threads that move caches and activations, the median of some."""
+    mover, part = Mover(folder, Throttle(None)), Part(0, Buffer().view(BLOCK_BYTES))
+    try:
+        mover.write([part]).wait()
+
+        def read() -> float:
+            begun = time.perf_counter()
+            mover.read([part]).wait()
+            return time.perf_counter() - begun
+
+        return statistics.median(read() for _ in range(NUM_REQUESTS))
+    finally:
+        mover.close()
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ def model_of(
         pairs * sizes.pair_flops / (corrections.prefill * attention),
         passes=len(passes),
         fixed_seconds=fixed / sizes.num_layers,
+        request_seconds=profile.disk.request_seconds,
     )
     context = workload.attended_tokens(1, workload.output_tokens / 2)
     products = num_batches * profile.products.at(micro_batch)
@@ -127,6 +128,7 @@ def model_of(
         block * sizes.layer_flops / (corrections.decode * products),
         block * context * sizes.pair_flops / (corrections.decode * attention),
         fixed_seconds=fixed / sizes.num_layers,
+        request_seconds=profile.disk.request_seconds,
     )
     # A pass has at most `budget` rows, whatever the prompts have.
     part = min(1.0, budget / (micro_batch * workload.prompt_tokens))

@@ -119,6 +119,7 @@ class Disk:
     reads      of every size of requests and number of threads
     streamed   reads with the requests and threads of `offload.stream`
     writes     with requests of `stores.direct`, until they are on the disk
+    request_seconds  of a read of 4 KiB by `offload.mover`, from the call until its bytes are there
     """
 
     folder: str
@@ -126,6 +127,11 @@ class Disk:
     reads: tuple[Read, ...]
     streamed: Rate
     writes: Rate
+    request_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.request_seconds < math.inf:
+            raise ConfigError(f"request_seconds is {self.request_seconds!r}; it must be a number of at least 0")
 
 
 @dataclass(frozen=True)
