@@ -58,6 +58,16 @@ def test_what_passes_first_waits_for_its_own_bytes_and_later_ones_make_up_for_it
     assert waits == pytest.approx([1 - BURST_SECONDS, 2 - BURST_SECONDS, 0.1, 3.1 - BURST_SECONDS], abs=0.06)
 
 
+def test_requests_that_pass_first_share_the_bandwidth() -> None:
+    """Four threads of movers that never rest pass no more than the limit, though weights wait."""
+    waits: list[float] = []
+    throttle = Throttle(1e6, lambda: 0.0, waits.append)
+    throttle.take(9_000_000)
+    for _ in range(4):
+        throttle.take(100_000, first=True)
+    assert waits[1:] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
 def test_threads_share_a_throttle_and_closing_ends_their_wait() -> None:
     throttle, begun = Throttle(20e6), time.monotonic()
     threads = [threading.Thread(target=lambda: [throttle.take(MIB) for _ in range(4)]) for _ in range(2)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 BURST_SECONDS = 0.05
-"""Unused time that counts: in any t seconds at most t + 0.05 seconds' bytes pass."""
+"""Unused time that counts: in any t seconds at most t + 0.05 seconds' bytes pass, if none of them pass first."""
 
 
 class Throttle:
@@ -26,20 +26,24 @@ class Throttle:
         self._closed = threading.Event()
         self._sleep = sleep or self._closed.wait
         self._lock = threading.Lock()
-        self._paid_until = clock()
+        self._paid_until = self._first_until = clock()
 
     def take(self, num_bytes: int, *, first: bool = False) -> None:
         """Waits until these bytes may pass. Requests pass in the order of their calls.
 
-        first  they pass before all that wait: after the time of their own bytes. Later requests make up for it
+        first  they pass before all others that wait: after the time of their own bytes, and of others that pass first.
+               Later requests make up for it
         """
         if self.bandwidth is None:
             return
         with self._lock:
             now = self._clock()
             own = num_bytes / self.bandwidth
-            self._paid_until = max(self._paid_until, now - BURST_SECONDS) + own
-            seconds = min(self._paid_until - now, own) if first else self._paid_until - now
+            until = self._paid_until = max(self._paid_until, now - BURST_SECONDS) + own
+            if first:
+                self._first_until = max(self._first_until, now) + own
+                until = min(until, self._first_until)
+            seconds = until - now
         if seconds > 0 and not self._closed.is_set():
             self._sleep(seconds)
 
