@@ -24,7 +24,7 @@ from quire.cache.codecs import DENSE
 from quire.cache.codecs.dense import DenseCodec
 from quire.cache.ledger import PAGE_TOKENS
 from quire.calibrate import settings
-from quire.config import CacheConfig, EngineConfig, RetainConfig, SchedulerConfig, TiersConfig
+from quire.config import CacheConfig, EngineConfig, OffloadConfig, RetainConfig, SchedulerConfig, TiersConfig
 from quire.engine.build import assemble, namespace_of, resolve
 from quire.engine.calibration import Calibration
 from quire.engine.reading import log_probabilities, read_window
@@ -161,6 +161,7 @@ def measure(
             cache=cache,
             model=replace(config.model, max_context=None),
             tiers=TiersConfig(),
+            offload=OffloadConfig(),  # the weights are where they are, and these caches are small
             retain=RetainConfig(),
             scheduler=SchedulerConfig(max_running=1),
         )

@@ -123,6 +123,19 @@ def test_a_disk_tier_has_no_part_in_the_check(biased: Path, tmp_path: Path, meas
     assert len(measured) == 1
 
 
+def test_a_cache_on_the_disk_has_no_part_in_the_check(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small caches of the check have no room for two buffers of the longest sequence."""
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = save_tiny(tmp_path / "long", "llama", head_dim=16, max_position_embeddings=4096)
+    LLM(str(path), OPTIONS | {"offload.mode": "auto", "offload.cache": "64MiB", "scheduler.max_running": 4}).close()
+    assert len(measured) == 1
+
+
 def test_another_tokenizer_reads_another_text_and_is_checked_again(
     biased: Path, tmp_path: Path, measured: list[str]
 ) -> None:
