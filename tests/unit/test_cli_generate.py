@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -571,6 +572,28 @@ def test_as_many_lines_run_at_once_as_the_engine_takes_after_the_first_ones(fake
     write(files[0], *({"prompt": "abc"} for _ in range(150)))
     assert generate(files) == 0
     assert most == 50
+
+
+def test_a_planned_block_runs_at_once_wherever_it_is(fake, files, monkeypatch):
+    """With its cache and weights in memory, too: its seconds were predicted for the whole block."""
+    begun, original = [], fake._generate
+
+    async def watched(ids, params, request_id):
+        begun.append(request_id)
+        async for item in original(ids, params, request_id):
+            begun.extend(["end"] * item.finished)
+            yield item
+
+    @contextmanager
+    def planned(args, batch):
+        yield SimpleNamespace(options=None, plan=True, report=lambda batch, stats: [])
+
+    monkeypatch.setattr(fake, "_generate", watched)
+    monkeypatch.setattr("quire.cli.batch_plan.planned", planned)
+    fake.config = EngineConfig.from_options({"scheduler.max_running": 20})
+    write(files[0], *({"prompt": "abc"} for _ in range(30)))
+    assert generate(files) == 0
+    assert begun.index("end") == 20
 
 
 SCRIPT = """

@@ -79,15 +79,18 @@ class Batch:
     ) -> None:
         self._out.close()
 
-    async def run(self, llm: AsyncLLM) -> None:
+    async def run(self, llm: AsyncLLM, *, is_planned: bool = False) -> None:
         """Generates every line and writes each answer as it finishes. Raises QuireError if an answer cannot be
         written.
+
+        is_planned  the lines are in the order of their plan, and run in whole blocks, wherever these are
         """
         self._begun = begun = time.monotonic()
         num_first = FIRST_LINES
-        if llm.config.offload.is_on:
+        if is_planned or llm.config.offload.is_on:
             # A block is loaded and stored as a whole, and neighbours share what they begin with.
-            self.to_tree_order(llm.tokenizer)
+            if not is_planned:
+                self.to_tree_order(llm.tokenizer)
             num_first = llm.config.scheduler.max_running
         with self._progress(len(self.todo)) as (seconds, show):
             ticker = asyncio.create_task(_repeat(seconds, show))

@@ -119,6 +119,6 @@ async def _stream(args: argparse.Namespace, params: SamplingParams) -> str | Non
 
 async def _work(args: argparse.Namespace, batch: Batch, plan: Planned) -> None:
     async with shared.engine(args, plan.options) as llm:
-        await batch.run(llm)
+        await batch.run(llm, is_planned=plan.plan is not None)
         for line in plan.report(batch, llm.stats()):
             print(line, file=sys.stderr)
