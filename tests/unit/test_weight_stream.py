@@ -362,6 +362,20 @@ def test_weights_that_fit_are_not_offloaded(model: Path, caplog: pytest.LogCaptu
     assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_has_the_matrices_that_are_not_in_the_image(tmp_path: Path, dtype: str, is_tied: bool) -> None:
+    """An embedding of plain numbers, and in float32 the head beside it."""
+    path = save_tiny(tmp_path / "model", num_hidden_layers=6, hidden_size=128, tie_word_embeddings=is_tied)
+    options = {"model.dtype": dtype, "cache.memory": "8MiB", "offload.mode": "auto", "offload.memory": "900KiB"}
+    with LLM(str(path), options) as llm:
+        assert llm._loaded is not None
+        model: Any = llm._loaded.engine.runner.model
+        embedding = llm._loaded.shape.vocab_size * 128 * (4 if dtype == "float32" else 2)
+        assert model.weights.unpacked == embedding * (2 if dtype == "float32" else not is_tied)
+        assert model.weights.memory_bytes <= 900 << 10
+
+
 def test_a_closed_model_leaves_no_threads(model: Path) -> None:
     answers(model, {"offload.mode": "auto", "offload.memory": "1536KiB"})
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import shutil
 import weakref
 from collections.abc import Callable, Collection
@@ -22,6 +23,8 @@ from quire.offload.files import read_policy
 from quire.offload.units import ALL, TIERS, Share
 
 if TYPE_CHECKING:
+    import torch
+
     from quire.attention.plan import AttentionBackend
     from quire.cache.codecs import Codec
     from quire.cache.codecs.dense import DenseCodec
@@ -152,6 +155,7 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
         )
     except ImageError as error:
         raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
+            outside=_outside(checkpoint, dtype),
     if policy is not None and policy.hidden.beyond(0) > 0:
         model.states = HiddenStates(mover_of(model, "activations"), policy.hidden.beyond(0))
     return model
@@ -189,6 +193,19 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
 
     what  the contents, for errors
     """
+def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the matrices outside of layers, by name, as plain numbers."""
+    shape = checkpoint.shape
+    found = {
+        name: math.prod(size) * dtype.itemsize
+        for name, size in shape.tensor_shapes.items()
+        if not name.startswith("layers.") and len(size) == 2
+    }
+    if shape.tied_embeddings:
+        found["embed.weight"] *= 2  # the head is a copy in another layout
+    return found
+
+
     from quire.offload.mover import Mover
     from quire.offload.stream import WeightStream
 

@@ -101,12 +101,14 @@ class Weights:
     tiers      0: in memory, 1: on the disk; like `layers`
     fixed      matrices outside of layers, which stay in memory
     requested  the split that was asked for
+    unpacked   bytes of other matrices outside of layers, which are not in the file and stay in memory too
     """
 
     layers: tuple[tuple[Place, ...], ...]
     tiers: tuple[tuple[int, ...], ...]
     fixed: tuple[Place, ...]
     requested: Split
+    unpacked: int = 0
 
     @property
     def streamed(self) -> tuple[tuple[Piece, ...], ...]:
@@ -125,11 +127,11 @@ class Weights:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in memory: fixed and resident matrices, each in whole blocks, and the buffers."""
+        """Bytes in memory: fixed and resident matrices, those of the file in whole blocks, and the buffers."""
         resident = list(self.fixed)
         for layer, tiers in zip(self.layers, self.tiers, strict=True):
             resident += [place for place, tier in zip(layer, tiers, strict=True) if tier == 0]
-        return sum(_blocks(place) for place in resident) + NUM_BUFFERS * self.buffer_bytes
+        return self.unpacked + sum(_blocks(place) for place in resident) + NUM_BUFFERS * self.buffer_bytes
 
     @property
     def split(self) -> Split:
@@ -142,20 +144,20 @@ def _blocks(place: Place) -> int:
     return -(-(place.offset + place.num_bytes - start) // ALIGNMENT) * ALIGNMENT
 
 
-def placed(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], split: Split) -> Weights:
+def placed(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], split: Split, *, unpacked: int = 0) -> Weights:
     """Places a model's matrices by shares of memory and disk."""
     tiers = homes([[place.num_bytes for place in layer] for layer in layers], split)
-    return Weights(tuple(map(tuple, layers)), tuple(map(tuple, tiers)), tuple(fixed), split)
+    return Weights(tuple(map(tuple, layers)), tuple(map(tuple, tiers)), tuple(fixed), split, unpacked)
 
 
-def fitting(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], memory: int) -> Weights:
+def fitting(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], memory: int, *, unpacked: int = 0) -> Weights:
     """Places as much as possible in `memory` bytes, buffers included.
 
     Raises ConfigError if the buffers do not fit with everything else on the disk.
     """
     for step in range(_STEPS, -1, -1):
         share = step / _STEPS
-        weights = placed(layers, fixed, Split((Share(share), Share(1 - share))))
+        weights = placed(layers, fixed, Split((Share(share), Share(1 - share))), unpacked=unpacked)
         if weights.memory_bytes <= memory:
             return weights
     raise ConfigError(

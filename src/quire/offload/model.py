@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -162,6 +162,7 @@ def load_offloaded(
     *,
     memory: int | None = None,
     split: Split | None = None,
+    outside: Mapping[str, int] | None = None,
     bandwidth: float | None = None,
     overlaps: bool = True,
 ) -> OffloadedModel:
@@ -171,6 +172,7 @@ def load_offloaded(
 
     memory     bytes for weights and buffers, which are filled; None: as `split` says
     split      shares of the layers' bytes in memory and on the disk
+    outside    bytes of each matrix outside of layers where it has no panels, by name
     bandwidth  most bytes per second that are read while computing; None: no limit
     overlaps   whether the next layer is read while one is computed
     Raises ImageError if the image cannot be written or read, and ConfigError if the memory is too small.
@@ -186,11 +188,13 @@ def load_offloaded(
             layers.append(places)
         else:
             fixed += places
+    names = {place.name.partition(" ")[0] for place in fixed}
+    unpacked = sum(size for name, size in (outside or {}).items() if name not in names)
     if split is None:
         assert memory is not None, "neither a memory nor a split"
-        weights = fitting(layers, fixed, memory)
+        weights = fitting(layers, fixed, memory, unpacked=unpacked)
     else:
-        weights = placed(layers, fixed, split)
+        weights = placed(layers, fixed, split, unpacked=unpacked)
     resident = _Resident(image, weights)
     try:
         ops = MovingOps(resident)
