@@ -284,9 +284,10 @@ class LLM(Face):
                                                          fetched, wasted, lost and swapped; bytes of a chunk, bytes
                                                          fetched and tokens computed a second, as far as known
         offload                                          with offloading: the shares of weights, sealed chunks of the
-                                                         cache and activations that are in memory (near); bytes read
-                                                         from the disk and written; layers loaded, and seconds that
-                                                         computing waited for them
+                                                         cache and activations that are in memory (near), of the last
+                                                         two over all steps; bytes of each read from the disk and
+                                                         written; layers loaded, and seconds that computing waited for
+                                                         them
         """
         return self._parts.engine.stats()
 

@@ -342,13 +342,14 @@ async def test_metrics_tell_what_offloading_moved():
     async with client(engine) as http:
         assert "quire_offload" not in (await http.get("/metrics")).text
         moved = {"weights_bytes_read": 5, "weights_wait_seconds": 1.5, "weights_near": 0.25, "cache_bytes_read": 7}
-        engine.moved = {"offload": moved | {"cache_bytes_written": 8}}
+        engine.moved = {"offload": moved | {"cache_bytes_written": 8, "hidden_bytes_read": 3}}
         lines = (await http.get("/metrics")).text.splitlines()
     assert {line for line in lines if line.startswith("quire_offload")} == {
         "quire_offload_weights_read_bytes_total 5.0",
         "quire_offload_wait_seconds_total 1.5",
         "quire_offload_cache_read_bytes_total 7.0",
         "quire_offload_cache_written_bytes_total 8.0",
+        "quire_offload_activations_read_bytes_total 3.0",
     }
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli import main
+from quire.cli.batch_plan import Planned
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.costs import Workload
@@ -235,3 +237,23 @@ def test_a_batch_runs_as_planned_and_answers_as_ever(
     assert found[0] == found[1] and len(found[0]) == 24
     assert "quire: blocks of " in said and "predicted" in said.splitlines()[-2]
     assert ("read " in said) == (memory == "5MiB"), "only what is on the disk is read"
+    moved = [line for line in said.splitlines() if line.startswith("in memory: ")]
+    assert not any("cache" in line for line in moved), "the plan has the cache in memory, whatever room the disk has"
+
+
+def test_a_report_tells_the_bytes_of_all_kinds() -> None:
+    moved = {"weights_near": 0.5, "cache_near": 0.25, "hidden_near": 0.0, "weights_wait_seconds": 1.0}
+    moved |= {"weights_bytes_read": 1 << 20, "cache_bytes_read": 2 << 20, "hidden_bytes_read": 4 << 20}
+    moved |= {"cache_bytes_written": 8 << 20, "hidden_bytes_written": 16 << 20}
+    batch: Any = SimpleNamespace(num_tokens=0, num_done=0, num_failed=0)
+    (said,) = Planned().report(batch, {"offload": moved})
+    assert said.startswith("in memory: weights 50 %, cache 25 %, hidden 0 %; read 7MiB, wrote 24MiB, waited 1.0 s")
+
+
+def test_lines_that_failed_were_not_predicted() -> None:
+    """A line that the model refuses takes no second block."""
+    plan: Any = SimpleNamespace(rate=lambda num_lines, num_tokens: num_tokens / num_lines)
+    batch: Any = SimpleNamespace(num_tokens=80, num_done=5, num_failed=1, seconds=8.0)
+    assert Planned(plan=plan).report(batch, {}) == ["predicted 20 tokens/s, measured 10 (-50%)"]
+    batch.num_failed = 5
+    assert not Planned(plan=plan).report(batch, {})

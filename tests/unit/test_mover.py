@@ -252,8 +252,8 @@ def test_every_state_comes_back(mover: Mover, seed: int, count: int, share: floa
 
 def test_a_share_is_realised_within_one_micro_batch(mover: Mover) -> None:
     for share in (0.0, 0.1, 0.25, 1 / 3, 0.5, 0.7, 0.99, 1.0):
-        states = HiddenStates(mover, Share(share))
         for count in range(2, 40):
+            states = HiddenStates(mover, Share(share))
             states.begin(count)
             assert abs(states.far_share * count - share * count) < 1
             if share * count == int(share * count):
@@ -261,6 +261,17 @@ def test_a_share_is_realised_within_one_micro_batch(mover: Mover) -> None:
     states = HiddenStates(mover, Share(1.0))
     states.begin(1)
     assert states.far_share == 0, "a single micro-batch stays in memory"
+
+
+def test_what_is_told_of_states_is_that_of_all_steps(mover: Mover, seed: int) -> None:
+    """The last step of a batch often has a single micro-batch."""
+    states, generator = HiddenStates(mover, Share(1.0)), random.Random(seed)
+    passes(states, generator, 3, layers=2)
+    passes(states, generator, 1, layers=2)
+    told = states.stats()
+    assert told["hidden_near"] == pytest.approx(1 / 4)
+    assert (told["hidden_bytes_read"], told["hidden_bytes_written"]) == (mover.bytes_read, mover.bytes_written)
+    assert mover.bytes_read > 0
 
 
 def test_bytes_of_states_are_those_of_their_rows(mover: Mover) -> None:

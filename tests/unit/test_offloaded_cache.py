@@ -335,7 +335,15 @@ def test_the_share_of_near_chunks_is_kept(machine: Callable[..., Machine], codec
         computed(made, 4 * PAGE_TOKENS)
         assert made.table._num_sealed == 4 * number
         assert abs(made.table._num_near - share * 4 * number) <= 1
-        assert made.table.near_share == made.table._num_near / made.table._num_sealed
+
+
+def test_the_share_that_is_told_is_that_of_all_steps(machine: Callable[..., Machine]) -> None:
+    """At the end of a batch nothing may be left of its cache."""
+    made = machine()
+    sequence = computed(made, 2 * PAGE_TOKENS)
+    decode(made, sequence)
+    made.end(sequence, is_cached=False)
+    assert made.table.stats()["cache_near"] == 0
 
 
 def test_micro_batches_wait_for_chunks_in_transfer() -> None:

@@ -37,19 +37,17 @@ class Planned:
 
         lines, moved = [], stats.get("offload")
         if moved is not None:
-            near = [
-                f"{name} {percent(Share(moved[f'{name}_near']))}"
-                for name in ("weights", "cache", "hidden")
-                if f"{name}_near" in moved
-            ]
-            read = moved["weights_bytes_read"] + moved.get("cache_bytes_read", 0)
-            written = moved.get("cache_bytes_written", 0)
+            kinds = "weights", "cache", "hidden"
+            near = [f"{name} {percent(Share(moved[f'{name}_near']))}" for name in kinds if f"{name}_near" in moved]
+            read = sum(moved.get(f"{name}_bytes_read", 0) for name in kinds)
+            written = sum(moved.get(f"{name}_bytes_written", 0) for name in kinds)
             lines.append(
                 f"in memory: {', '.join(near)}; read {format_bytes(read)}, wrote {format_bytes(written)}, waited"
                 f" {moved['weights_wait_seconds']:.1f} s for weights"
             )
-        if self.plan is not None and batch.num_tokens:
-            said, found = self.plan.rate(batch.num_done, batch.num_tokens), batch.num_tokens / batch.seconds
+        num_lines = batch.num_done - batch.num_failed
+        if self.plan is not None and num_lines and batch.num_tokens:
+            said, found = self.plan.rate(num_lines, batch.num_tokens), batch.num_tokens / batch.seconds
             lines.append(f"predicted {said:.3g} tokens/s, measured {found:.3g} ({found / said - 1:+.0%})")
         return lines
 

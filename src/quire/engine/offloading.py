@@ -300,7 +300,7 @@ def offload_counters(model: Model, table: OffloadedTable | None) -> Callable[[],
             "weights_loads": stream.num_loads,
             "weights_bytes_read": stream.bytes_read,
             "weights_wait_seconds": stream.wait_seconds,
-            "hidden_near": 1 - states.far_share,
+            **states.stats(),
         }
         return found if table is None else found | table.stats()
 

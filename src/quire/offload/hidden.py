@@ -48,6 +48,7 @@ class HiddenStates:
         self._near: dict[int, State] = {}
         self._away: dict[int, _Far] = {}
         self._is_far: list[bool] = []
+        self._num_far = self._num_all = 0  # of all steps
         # Two buffers to read into and two to write from, each used in turn.
         self._memory = {
             "read": [torch.empty(0, dtype=torch.uint8)] * 2,
@@ -58,8 +59,17 @@ class HiddenStates:
 
     @property
     def far_share(self) -> float:
-        """The share of the last step's micro-batches whose states were in the file."""
-        return sum(self._is_far) / max(1, len(self._is_far))
+        """The share of all steps' micro-batches whose states were in the file."""
+        return self._num_far / max(1, self._num_all)
+
+    def stats(self) -> dict[str, float]:
+        """See `LLM.stats`."""
+        mover = self._mover
+        return {
+            "hidden_near": 1 - self.far_share,
+            "hidden_bytes_read": 0 if mover is None else mover.bytes_read,
+            "hidden_bytes_written": 0 if mover is None else mover.bytes_written,
+        }
 
     def begin(self, count: int) -> None:
         """Forgets the last step, which may have failed."""
@@ -72,6 +82,7 @@ class HiddenStates:
         self._is_far = [
             math.floor((index + 1) * share + 1e-9) > math.floor(index * share + 1e-9) for index in range(count)
         ]
+        self._num_far, self._num_all = self._num_far + sum(self._is_far), self._num_all + count
 
     def put(self, index: int, state: State) -> None:
         """Keeps a state. Its tensors may be overwritten afterwards if it goes to the file."""

@@ -275,6 +275,7 @@ class OffloadedTable(ChunkCounts):
         else:
             assert not attends, "a file cannot be attended to"
             self.mover = home
+        self._near_so_far = self._sealed_so_far = 0  # chunks, of all steps
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
@@ -372,6 +373,8 @@ class OffloadedTable(ChunkCounts):
         self._is_sealed[used] = True
         self._is_sealed[whole] = False
         self._filled = full
+        self._near_so_far += self._num_near
+        self._sealed_so_far += self._num_sealed
         return self._placed(reads, fills)
 
     @property
@@ -416,9 +419,8 @@ class OffloadedTable(ChunkCounts):
 
     @property
     def near_share(self) -> float:
-        """The share of the sealed chunks that have a frame."""
-        count = int(self._is_sealed.sum())
-        return float((self._frames[self._is_sealed] >= 0).sum() / count) if count else 1.0
+        """The share of the sealed chunks that had a frame, over all steps."""
+        return self._near_so_far / self._sealed_so_far if self._sealed_so_far else 1.0
 
     def stats(self) -> dict[str, float]:
         """See `LLM.stats`."""

@@ -35,6 +35,8 @@ _OFFLOADED = {
     "weights_wait_seconds": ("quire_offload_wait_seconds", "Seconds that computing waited for weights."),
     "cache_bytes_read": ("quire_offload_cache_read_bytes", "Bytes of the offloaded cache read from the disk."),
     "cache_bytes_written": ("quire_offload_cache_written_bytes", "Bytes of the cache written to the disk."),
+    "hidden_bytes_read": ("quire_offload_activations_read_bytes", "Bytes of activations read from the disk."),
+    "hidden_bytes_written": ("quire_offload_activations_written_bytes", "Bytes of activations written to the disk."),
 }
 
 
