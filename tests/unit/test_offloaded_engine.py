@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.build import resolve
 from quire.errors import ConfigError, QuireError
 from quire.offload.costs import Policy
 from quire.offload.files import policy_text
@@ -23,7 +25,7 @@ from quire.offload.table import OffloadedTable
 from ..effort import combine, tries, whole
 from ..offloaded import delayed, patched, poisoned
 from ..opt_paper import percents
-from ..tiny_models import save_tiny
+from ..tiny_models import save_tiny, tiny_shape
 
 LAYERS = 3
 CHUNK = LAYERS * 2 * 2 * 64 * 32 * 4
@@ -255,6 +257,16 @@ def test_a_context_of_part_of_a_chunk_is_served_to_its_end(model: Path) -> None:
     prompts, params = [SHARED[:149], numbers(20, 100), numbers(21, 128)], [greedy(1), greedy(50), greedy(22)]
     with poisoned():
         assert found(model, options, prompts, params) == expected(model, options, prompts, params)
+
+
+def test_an_automatic_memory_is_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the chunks of 64 sequences of 4,096 tokens, and their buffers, would take 59 MiB of the 60 free."""
+    monkeypatch.setattr("quire.engine.build.available_memory", lambda device: 60 << 20)
+    options = {"offload.mode": "auto", "offload.memory": "4MiB", "offload.cache": "1GiB", "scheduler.max_running": 64}
+    shape = tiny_shape(num_layers=8, max_context=4096, vocab_size=100_000)
+    resolved, fits = resolve(EngineConfig.from_options(options), shape)
+    assert fits.disk_bytes and fits.fit_the_machine, fits.fails_first
+    assert resolved.cache.memory == (60 - 4 << 20) // 2
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

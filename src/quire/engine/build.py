@@ -36,7 +36,7 @@ from quire.engine.offloading import (
     in_micro_batches,
     load_beside_device,
     load_with_offload,
-    near_share,
+    memory_of,
     offload_counters,
     offloaded_table,
     with_offload,
@@ -193,7 +193,8 @@ def resolve(
         )
     memory = arena.num_bytes
     if offloaded is not None:
-        memory = wanted if isinstance(wanted, int) else offloaded[1].with_near(near_share(config))
+        free = int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
+        memory = wanted if isinstance(wanted, int) else memory_of(config, offloaded[1], free)
         if memory >= arena.num_bytes:
             log.info("cache.memory holds all of offload.cache: the cache is in memory")
         memory = min(memory, arena.num_bytes)

@@ -101,10 +101,14 @@ def policy_of(config: EngineConfig) -> Policy | None:
     return policy
 
 
-def near_share(config: EngineConfig) -> Share:
-    """The share of a cache on the disk that stays in memory: as the policy says, else a tenth."""
+def memory_of(config: EngineConfig, needs: Needs, free: int) -> int:
+    """Memory of a cache on the disk, where none is given: as the policy says; without one a tenth of the longest
+    sequences' chunks, and at most `free` bytes if these are enough to start.
+    """
     policy = policy_of(config)
-    return NEAR if policy is None else policy.cache.shares[0]
+    if policy is not None:
+        return needs.with_near(policy.cache.shares[0])
+    return max(needs.least, min(needs.with_near(NEAR), free))
 
 
 def cache_bytes(
@@ -122,8 +126,9 @@ def cache_bytes(
     room, policy = config.offload.cache, policy_of(config)
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
     if room is None and policy is not None and policy.cache.beyond(0) > 0:
-        # An admission leaves every sequence room for a chunk to grow; and one more, because slabs are whole.
-        room = running * ((max_chunks + 2) * int(sealed.sum()) + (0 if open_ is None else int(open_.sum())))
+        # An admission leaves every sequence room for a chunk to grow; and one more, because slabs are whole. Beside its
+        # sealed chunks a sequence has an open one, and two in a step that fills one.
+        room = running * ((max_chunks + 2) * int(sealed.sum()) + (0 if open_ is None else 2 * int(open_.sum())))
     if room is None:
         return None
     if config.retain.is_on:
@@ -150,12 +155,12 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
             build,
             memory=offload.memory,
             split=None if policy is None else policy.weights,
+            outside=_outside(checkpoint, dtype),
             bandwidth=offload.disk_bandwidth,
             overlaps=offload.overlap,
         )
     except ImageError as error:
         raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
-            outside=_outside(checkpoint, dtype),
     if policy is not None and policy.hidden.beyond(0) > 0:
         model.states = HiddenStates(mover_of(model, "activations"), policy.hidden.beyond(0))
     return model
@@ -193,6 +198,8 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
 
     what  the contents, for errors
     """
+
+
 def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of the matrices outside of layers, by name, as plain numbers."""
     shape = checkpoint.shape
@@ -206,6 +213,11 @@ def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     return found
 
 
+def mover_of(model: OffloadedModel, what: str) -> Mover:
+    """Threads and a file for what leaves memory beside a model's weights. They end with the model. Raises ConfigError.
+
+    what  the contents, for errors
+    """
     from quire.offload.mover import Mover
     from quire.offload.stream import WeightStream
 
