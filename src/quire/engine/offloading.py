@@ -193,13 +193,6 @@ def load_beside_device(
     return load_on_device(build, split, torch.device(config.runtime.device), overlaps=config.offload.overlap)
 
 
-def mover_of(model: OffloadedModel, what: str) -> Mover:
-    """Threads and a file for what leaves memory beside a model's weights. They end with the model. Raises ConfigError.
-
-    what  the contents, for errors
-    """
-
-
 def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of the matrices outside of layers, by name, as plain numbers."""
     shape = checkpoint.shape

@@ -26,7 +26,7 @@ from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import format_bytes
 from quire.errors import CacheFullError, QuireError
-from quire.kernels.memory import Carver
+from quire.kernels.memory import Carver, huge_pages
 from quire.models.decoder import build_model
 from quire.offload.mover import Mover, Part
 from quire.offload.ops import MovingOps
@@ -99,7 +99,7 @@ def measure_disk(folder: Path, bandwidth: float | None, rounds: int) -> Disk:
 
 def _request_seconds(folder: Path) -> float:
     """Seconds of a small read by the threads that move caches and activations, the median of some."""
-    mover, part = Mover(folder, Throttle(None)), Part(0, Buffer().view(BLOCK_BYTES))
+    mover, part = Mover(folder, Throttle(None)), Part(0, huge_pages(BLOCK_BYTES))
     try:
         mover.write([part]).wait()
 
