@@ -7,6 +7,7 @@ import errno
 import gc
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,25 @@ def test_weights_are_read_once_a_step_for_all_micro_batches(model: Path, tmp_pat
         stream, steps = run.model.stream, run.engine.scheduler.counters.steps
         assert steps > 10
         assert LAYERS * steps <= stream.num_loads <= LAYERS * steps + 2
+
+
+def test_a_block_whose_sequences_have_stopped_moves_no_more(model: Path, tmp_path: Path) -> None:
+    """They stop at their third token, of 60."""
+    prompts = [numbers(place, 140) for place in range(4)]
+    options = {"offload.mode": policy_file(tmp_path, 2, 2, 0, 0, 0)}
+    stops = [[answer[2]] for answer in expected(model, {}, prompts, [greedy(3)] * 4)[:4]]
+    with running(model, options | {"cache.memory": least(model, options)}) as run:
+        assert run.table is not None
+        found = run.ask(prompts, [greedy(60, stop_token_ids=stop) for stop in stops])
+        assert all(1 <= len(answer) <= 3 for answer in found)
+        stream, steps = run.model.stream, run.engine.scheduler.counters.steps
+        assert steps <= 3 and LAYERS * steps <= stream.num_loads <= LAYERS * steps + 2
+        movers = run.table.mover, run.model.states._mover
+        moved = [(mover.bytes_read, mover.bytes_written) for mover in movers]
+        assert not run.llm.engine.has_work and not run.llm.engine.step()
+        time.sleep(0.05)
+        assert [(mover.bytes_read, mover.bytes_written) for mover in movers] == moved
+        assert stream.num_loads <= LAYERS * steps + 2
 
 
 @pytest.mark.parametrize("percent", [0, 25, 50, 80])
