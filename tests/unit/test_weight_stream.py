@@ -289,7 +289,7 @@ def test_tokens_are_the_same_with_offloading(
     model: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="quire")
-    memory = "400KiB" if "model.weights" in options else "800KiB" if "model.dtype" in options else "1536KiB"
+    memory = "464KiB" if "model.weights" in options else "928KiB" if "model.dtype" in options else "1792KiB"
     assert answers(model, options | {"offload.mode": "auto", "offload.memory": memory}) == answers(model, options)
     assert 5 < told_percent(caplog) < 95
 
@@ -377,7 +377,7 @@ def test_memory_has_the_matrices_that_are_not_in_the_image(tmp_path: Path, dtype
 
 
 def test_a_closed_model_leaves_no_threads(model: Path) -> None:
-    answers(model, {"offload.mode": "auto", "offload.memory": "1536KiB"})
+    answers(model, {"offload.mode": "auto", "offload.memory": "1792KiB"})
     gc.collect()
     assert not any(thread.name.startswith("quire-weights") for thread in threading.enumerate())
 
