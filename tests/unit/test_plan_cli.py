@@ -117,6 +117,7 @@ def test_a_shared_beginning_and_retention_raise_throughput(config: str, capsys: 
         (["--retain.threshold", "0.9"], "plan with retain.budget"),
         (["--shared-tokens", "512"], "--shared-tokens is 512"),
         (["--plot", "x.gif"], "cannot draw x.gif"),
+        (["--plan.cpu", "16GiB", "--plan.disk", "0"], "lacks"),
         (["--output", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
     ],
 )

@@ -143,7 +143,10 @@ class PaperPlanner(Planner):
         self.form = args.form or "sums"
         self.tiers = TIERS
         plan = self.plan
-        self.capacities = (float(plan.gpu), float(plan.cpu or PAPER_CPU), float(plan.disk or PAPER_DISK))
+        cpu, disk = (
+            given if given is not None else usual for given, usual in ((plan.cpu, PAPER_CPU), (plan.disk, PAPER_DISK))
+        )
+        self.capacities = (float(plan.gpu), float(cpu), float(disk))
 
     def model_of(self, micro_batch: int, num_batches: int) -> CostModel:
         """The cost model of a block size."""

@@ -121,8 +121,11 @@ def plan_batch(
     shape, sizes = sizes_from(model, config, workload)
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
-    room = config.offload.cache or int(_free(profile.disk.folder) * SLACK)
-    memory = config.offload.memory or int(available_memory(torch.device("cpu")) * SLACK)
+    room, memory = config.offload.cache, config.offload.memory
+    if room is None:
+        room = int(_free(profile.disk.folder) * SLACK)
+    if memory is None:
+        memory = int(available_memory(torch.device("cpu")) * SLACK)
     most = min(config.scheduler.max_running, len(prompts))
     rows = token_budget_of(config)
     try:
