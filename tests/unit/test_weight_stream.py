@@ -194,6 +194,16 @@ def test_the_next_layer_is_read_while_one_is_computed(reader: Callable[..., Read
     assert 7 * seconds < took < 11 * seconds, f"{took / seconds:.1f} times the seconds of a layer"
 
 
+def test_without_overlap_a_layer_is_read_when_it_is_taken(reader: Callable[..., Reader]) -> None:
+    made = reader(4, overlaps=False)
+    for number in range(2):
+        made.stream.begin()
+        for layer in range(4):
+            time.sleep(0.01)
+            assert made.stream.num_loads == 4 * number + layer
+            made.use(layer)
+
+
 def decoder(path: Path, dtype: torch.dtype, form: Any, split: Split) -> tuple[Model, OffloadedModel]:
     with open_model(path) as checkpoint:
         wanted = whole_image_of(checkpoint, dtype, form)
