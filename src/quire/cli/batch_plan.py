@@ -61,6 +61,9 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
     if config.offload.profile is None:
         yield Planned()
         return
+    for name, value in (("cache.memory", config.cache.memory), ("offload.micro_batch", config.offload.micro_batch)):
+        if value not in (None, "auto"):
+            raise ConfigError(f"offload.profile plans {name}; leave one of the two out")
     from quire.models.resolve import resolve_model
     from quire.models.tokenizer import load_tokenizer
     from quire.offload.files import policy_text
@@ -74,7 +77,7 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
     prompts = [line.prompt["prompt_token_ids"] for line in lines]
     plan = plan_batch(args.model, config, prompts, [line.params.max_tokens for line in lines])
     if plan is None:  # every line will be refused, with its reason
-        yield Planned()
+        yield Planned({**config.to_options(), "offload.profile": None})
         return
     settings = {**config.to_options(), **plan.settings, "offload.profile": None, "offload.memory": None}
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:

@@ -211,7 +211,7 @@ class MeasuredPlanner(Planner):
             raise ConfigError(
                 f"{self.profile.disk.folder} of the profile: {error.strerror or error}; set plan.disk"
             ) from None
-        return float(status.f_bavail * status.f_frsize)
+        return float(status.f_bavail * status.f_frsize) + self.sizes.layer_bytes * self.sizes.num_layers
 
     def search(self) -> list[Found]:
         """See Planner."""

@@ -64,10 +64,8 @@ def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, avai
         raise ConfigError("offload.mode reads weights from a layer image; set model.images true")
     if backend == "triton" and offload.disk_bandwidth is not None:
         raise ConfigError("offload.disk_bandwidth limits a disk, but beside a GPU none is read; leave it out")
-    if backend == "triton" and offload.profile is not None:
-        raise ConfigError(
-            "offload.profile is of a CPU's memory and disk, but attention.backend is triton; leave it out"
-        )
+    if offload.profile is not None:
+        raise ConfigError("offload.profile plans the lines of quire generate --input, and nothing else; leave it out")
     policy = policy_of(config)
     if policy is not None:
         running = min(config.scheduler.max_running, policy.block)

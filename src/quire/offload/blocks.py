@@ -248,6 +248,7 @@ def run(
         stores = [*stores[-1:], plan.store(layer, batch)]
         if not overlaps:
             stores[-1].wait()
+            states.settle()
         if batch == len(batches) - 1:
             give(layer)
     for ticket in stores:

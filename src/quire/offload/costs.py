@@ -222,6 +222,7 @@ class Options:
     exposed            with Form.MAX: share of every other stage that the slowest one does not hide
     most_rows          rows of a pass at most: of no others there are activations
     hidden_buffers     micro-batches of activations that the first tier has buffers for, where activations leave it
+    whole_on_last      whether the last tier has all weights, those of other tiers too
     one_way            with Form.MAX: whether both directions of the last link take turns, as those of a disk do
     """
 
@@ -236,6 +237,7 @@ class Options:
     most_rows: float = math.inf
     hidden_buffers: int = 1
     one_way: bool = False
+    whole_on_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -427,7 +429,11 @@ class CostModel:
         for tier in range(1, last):
             found[self.machine.tiers[tier]] = self._middle_tier(tier)
         if last:
-            found[self.machine.tiers[last]] = [self._homes(last, self.workload.prompt_tokens, peak=True)]
+            kept = self._homes(last, self.workload.prompt_tokens, peak=True)
+            if self.options.whole_on_last:
+                others = self.share(Kind.WEIGHTS, range(last))
+                kept = kept + others * (self.sizes.layer_bytes * self.sizes.num_layers)
+            found[self.machine.tiers[last]] = [kept]
         return found
 
     def _homes(self, tier: int, hidden_tokens: float, *, peak: bool) -> Linear:

@@ -73,8 +73,7 @@ class HiddenStates:
 
     def begin(self, count: int) -> None:
         """Forgets the last step, which may have failed."""
-        if self._mover is not None:
-            self._mover.settle()
+        self.settle()
         self._written = [NOTHING, NOTHING]
         self._near.clear()
         self._away.clear()
@@ -98,6 +97,11 @@ class HiddenStates:
             part.copy_(each)
         far.moved = self._written[turn] = self._mover.write([Part(index * STRIDE, buffer)])
         self._away[index] = far
+
+    def settle(self) -> None:
+        """Waits until nothing moves."""
+        if self._mover is not None:
+            self._mover.settle()
 
     def load(self, index: int) -> Ticket:
         """Starts to read a state from the file."""

@@ -143,6 +143,8 @@ def model_of(
         most_rows=budget,
         hidden_buffers=HIDDEN_BUFFERS,
         one_way=True,
+        # The layer image. Where there is no room for it, all weights are in memory, and there is none.
+        whole_on_last=capacities[1] >= sizes.layer_bytes * sizes.num_layers,
     )
     machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
     own = OPEN_ENCODED * sizes.open_cache_bytes or OPEN_CHUNKS * sizes.cache_bytes
