@@ -19,13 +19,10 @@ memory  of weights, buffers, cache and activations; measured as growth of the pr
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import math
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,31 +142,6 @@ class Calibration:
         return "calibration product" if abs(yardstick() / self._profile.yardstick - 1) > MOVED else None
 
 
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
-
-
-@contextlib.contextmanager
-def watched(found: list[int]) -> Iterator[None]:
-    """Appends the largest anonymous memory meanwhile."""
-    ended, most = threading.Event(), [anonymous_bytes()]
-
-    def watch() -> None:
-        while not ended.wait(0.02):
-            most.append(anonymous_bytes())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        found.append(max(most))
-
-
 def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
     """One round: the profile's generations and the policies, in the order of their shares. runs: see main."""
     from quire.evaluation.offload_profile import generator
@@ -181,8 +153,7 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
     for each in runs:
         by_engine.setdefault(each.engine, []).append(each)
     for _, cases in sorted(by_engine.items()):
-        gc.collect()  # the last engine's memory
-        before, first, options = anonymous_bytes(), cases[0], subject.options
+        first, options = cases[0], subject.options
         placement = first.requested
         if first.num_batches > 1:
             placement = first.policy(first.requested)
@@ -194,14 +165,13 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
                 case.disk_share = made.disk_share
                 passes = num_passes(Workload(case.prompt, case.output), case.sequences, given.budget)
                 for _ in range(1 + given.retries):
-                    reason, load, peak = calibration.moved(), OtherLoad(), list[int]()
-                    with watched(peak):
-                        timing = made.run(case.sequences, case.prompt, case.output)
+                    reason, load = calibration.moved(), OtherLoad()
+                    timing = made.run(case.sequences, case.prompt, case.output)
                     cores = load.cores()
                     reason = reason or calibration.moved() or ("other programs" if cores > given.quiet else None)
                     case.all_seconds.append(timing.seconds)
                     case.bytes_moved.append((passes * made.model.weights.streamed_bytes, timing.bytes_read))
-                    case.memory.append(peak[0] - before)
+                    case.memory.append(timing.memory)
                     case.loads.append(cores)
                     print(
                         f"{made.disk_share:5.0%} on the disk, {case.sequences:2} x {case.prompt:3} + {case.output:2}:"
@@ -248,17 +218,20 @@ def main() -> int:
     calibration, drops = Calibration(parts, list_images()[0].path), Drops()
     fitting = [Case(share, *shape) for share in disk_shares(subject) for shape in run_shapes(subject)]
     cases = [Case(*policy) for policy in POLICIES]
-    assert not {(each.sequences, each.prompt, each.output) for each in fitting} & {each[1:] for each in POLICIES}
+    assert not {(each.sequences, each.prompt, each.output) for each in fitting} & {each[1:4] for each in POLICIES}
     dropped = Drops()
     for _ in range(given.rounds):
         run_round(given, subject, calibration, fitting, dropped)
         run_round(given, subject, calibration, cases, drops)
     runs = [
-        Run(Share(each.disk_share), each.sequences, each.prompt, each.output, given.budget, median(each.quietest()))
+        Run(
+            Share(each.disk_share), each.sequences, each.prompt, each.output, given.budget, median(each.quietest()),
+            memory=max(each.memory),
+        )
         for each in fitting
-    ]
+    ]  # fmt: skip
     profile = fitted(parts, subject.sizes, runs)
-    rows, predicted, predicted_all, measured, errors, errors_of_all = [], [], [], [], [], []
+    rows, predicted, predicted_all, measured, errors, errors_of_all, of_memory = [], [], [], [], [], [], []
     for case in cases:
         policy = case.policy(case.disk_share)
         said = predict(profile, subject.sizes, Workload(case.prompt, case.output), policy, budget=given.budget)
@@ -266,6 +239,7 @@ def main() -> int:
         error = said.throughput * seconds / case.tokens - 1
         error_of_all = said.throughput * median(case.all_seconds) / case.tokens - 1
         errors_of_all.append(abs(error_of_all))
+        of_memory.append(abs(said.memory["cpu"] / median(case.memory) - 1))
         predicted_all.append(said.throughput)
         if case.seconds:
             predicted.append(said.throughput)
@@ -300,6 +274,7 @@ def main() -> int:
     marks = [
         Mark("median error of the throughput", [median(errors)], 0.15, at_most=True),
         Mark("Spearman's rank correlation", [rank], 0.9),
+        Mark("largest error of the memory", [max(of_memory)], 0.05, at_most=True),
         Mark("repeats with other bytes than predicted", [unequal], 0, at_most=True),
     ]
     print(f"\n{marks_table(marks, False)}\n")

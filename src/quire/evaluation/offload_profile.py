@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import platform
 import random
 import statistics
@@ -21,6 +22,7 @@ from quire.config import EngineConfig
 from quire.engine.machine import available_memory
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
+from quire.evaluation.memory_use import anonymous_bytes, peak_memory
 from quire.kernels import runtime
 from quire.llm import LLM
 from quire.models.image_folder import image_folder
@@ -42,6 +44,7 @@ from quire.offload.hardware import (
 )
 from quire.offload.model import OffloadedModel
 from quire.offload.planner import MEASURED_TIERS, predict
+from quire.offload.policy import Prediction
 from quire.offload.profile import Corrections, Profile, Run
 from quire.offload.quiet import quietest, spread
 from quire.offload.units import ALL, NONE, Share, Split
@@ -72,17 +75,20 @@ class Timing:
 
     seconds     from the first prompt to the last token
     bytes_read  weights that were read from the disk for it
+    memory      anonymous memory of the process at most, less what it had before the engine
     """
 
     seconds: float
     bytes_read: int
+    memory: int
 
 
 class Generator:
-    """An engine with a placement of weights. Generates blocks of random prompts."""
+    """An engine with a placement of weights. Generates blocks of random prompts. before: memory without it."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, before: int) -> None:
         self.llm = llm
+        self._before = before
         self.model: OffloadedModel = llm.engine.runner.model
         self._vocab = llm.shape.vocab_size
         self._random = random.Random(0)
@@ -100,10 +106,11 @@ class Generator:
         ]
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         before = self.settle()
-        begun = time.perf_counter()
-        self.llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        return Timing(seconds, self.settle() - before)
+        with peak_memory() as peak:
+            begun = time.perf_counter()
+            self.llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - begun
+        return Timing(seconds, self.settle() - before, peak[0] - self._before)
 
     def settle(self) -> int:
         """Waits until nothing is read, and returns the bytes that were read so far."""
@@ -127,8 +134,10 @@ def generator(
         file = Path(folder) / "policy.json"
         file.write_text(policy_text(policy, MEASURED_TIERS))
         given = {**options, **PLACED, "offload.mode": str(file)}
+        gc.collect()  # the last engine's memory
+        before = anonymous_bytes()
         with LLM(model, given, config_file) as llm:
-            yield Generator(llm)
+            yield Generator(llm, before)
 
 
 def weights_on_disk(share: float, sequences: int | None = None) -> Policy:
@@ -221,8 +230,15 @@ def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget
     made.run(1, 32, 2)  # the first generation finds new memory
     runs = []
     for shape in shapes:
-        times = quietest(lambda shape=shape: made.run(*shape).seconds, rounds)  # type: ignore[misc]
-        runs.append(Run(made.disk_share, *shape, budget, statistics.median(times), spread(times)))
+        memory: list[int] = []
+
+        def seconds(shape: tuple[int, int, int] = shape, memory: list[int] = memory) -> float:
+            timing = made.run(*shape)
+            memory.append(timing.memory)
+            return timing.seconds
+
+        times = quietest(seconds, rounds)
+        runs.append(Run(made.disk_share, *shape, budget, statistics.median(times), spread(times), memory=max(memory)))
     return runs
 
 
@@ -233,15 +249,31 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
         return seconds_of_run(dataclasses.replace(profile, corrections=corrections), sizes, run)
 
     corrections = fit(runs, seconds_of)
+    corrections = dataclasses.replace(corrections, memory_bytes=_memory_beside(profile, sizes, runs))
     told = tuple(dataclasses.replace(run, predicted=seconds_of(run, corrections)) for run in runs)
     return dataclasses.replace(profile, corrections=corrections, runs=told)
 
 
 def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
     """The predicted seconds of a generation."""
+    return _prediction(profile, sizes, run).seconds
+
+
+def _prediction(profile: Profile, sizes: Sizes, run: Run) -> Prediction:
     policy = weights_on_disk(run.disk_share, run.sequences)
-    work = Workload(run.prompt_tokens, run.output_tokens)
-    return predict(profile, sizes, work, policy, budget=run.budget).seconds
+    return predict(profile, sizes, Workload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
+
+
+def _memory_beside(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
+    """The median over the placements of the memory that the parts do not explain. A process keeps what the largest of
+    its generations took.
+    """
+    found = []
+    for share in {run.disk_share for run in runs}:
+        alike = [run for run in runs if run.disk_share == share]
+        explained = max(_prediction(profile, sizes, run).memory[MEASURED_TIERS[0]] for run in alike)
+        found.append(max(run.memory for run in alike) - explained)
+    return max(0.0, statistics.median(found))
 
 
 def run_shapes(subject: Subject) -> list[tuple[int, int, int]]:

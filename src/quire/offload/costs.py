@@ -126,6 +126,7 @@ class Sizes:
     fixed_bytes   bytes on the first tier in any placement: embedding, head, last norm
     open_bytes    bytes on the first tier for the chunks that a sequence writes to, in any placement
     open_cache_bytes  bytes of a token of such a chunk in one layer, if the codec stores only full ones; else 0
+    matrices      bytes of the matrices of each layer, as they are placed; empty: not known
     """
 
     num_layers: int
@@ -141,6 +142,7 @@ class Sizes:
     fixed_bytes: float = 0.0
     open_bytes: float = 0.0
     open_cache_bytes: float = 0.0
+    matrices: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,22 @@ work between two passes count as computing: the disk goes on meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
-from quire.offload.policy import BATCHES, PlanError, lacks_of, search
+from quire.offload.homes import NUM_BUFFERS, homes
+from quire.offload.policy import BATCHES, Found, Lack, PlanError, lacks_of, search
 from quire.offload.policy import predict as predict_with
 from quire.offload.units import TIERS
 
 if TYPE_CHECKING:
     from quire.offload.costs import Policy, Sizes, Workload
-    from quire.offload.policy import Found, Prediction
+    from quire.offload.policy import Prediction
     from quire.offload.profile import Profile
 
 MEASURED_TIERS = TIERS[1:]
@@ -38,6 +41,9 @@ that store only full chunks.
 
 HIDDEN_BUFFERS = 4
 """Two to read into and two to write from: see `HiddenStates`."""
+
+MEMORY_TRIES = 4
+"""Programs for a block whose memory is more than the program counts, each with less memory to use."""
 
 UNLIMITED = (float("inf"), float("inf"))
 
@@ -157,7 +163,29 @@ def model_of(
 def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
     """What the profile says of a policy for the tiers cpu and disk, whether it fits or not. budget: see model_of."""
     model = model_of(profile, sizes, workload, UNLIMITED, policy.micro_batch, policy.num_batches, budget=budget)
-    return predict_with(model, policy)
+    return _with_memory(profile, model, policy, predict_with(model, policy))
+
+
+def _with_memory(profile: Profile, model: CostModel, policy: Policy, prediction: Prediction) -> Prediction:
+    """A prediction with the memory as it is taken: whole matrices, and buffers for the longest sequences. The program
+    has shares of them, because its expressions are linear.
+    """
+    sizes, work, far = model.sizes, model.workload, policy.weights.beyond(0)
+    more = profile.corrections.memory_bytes
+    if sizes.matrices and far > 0:
+        tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
+        loaded = [
+            [size for size, tier in zip(layer, of_layer, strict=True) if tier]
+            for layer, of_layer in zip(sizes.matrices, tiers, strict=True)
+        ]
+        more += NUM_BUFFERS * max(map(sum, loaded)) - sum(map(sum, loaded))
+        more -= far * (NUM_BUFFERS - sizes.num_layers) * sizes.layer_bytes
+    if policy.cache.beyond(0) > 0:
+        # Of a micro-batch, and of what several of them share: as much as the longest sequence.
+        layer = 2 * sizes.cache_bytes * work.held_tokens(1, work.output_tokens)
+        more += (1 - policy.cache.beyond(0)) * layer * model.micro_batch + layer
+    memory = {**prediction.memory, MEASURED_TIERS[0]: prediction.memory[MEASURED_TIERS[0]] + more}
+    return dataclasses.replace(prediction, memory=memory)
 
 
 def plan_all(
@@ -189,15 +217,31 @@ def plan_all(
     if not blocks:
         raise ConfigError(f"every block has more sequences than scheduler.max_running, {most}; raise it")
 
-    def model(micro_batch: int, count: int) -> CostModel:
+    def model(micro_batch: int, count: int, room: float = capacities[0]) -> CostModel:
         return model_of(
-            profile, sizes, workload, capacities, micro_batch, count,
+            profile, sizes, workload, (room, capacities[1]), micro_batch, count,
             budget=budget, slack=slack, only_weights=only_weights,
         )  # fmt: skip
 
-    found = search(model, blocks)
+    found, least = list[Found](), math.inf
+    for each in search(model, blocks):
+        policy, prediction, room = each.policy, each.prediction, capacities[0]
+        for _ in range(MEMORY_TRIES):
+            size = policy.micro_batch, policy.num_batches
+            prediction = _with_memory(profile, model(*size), policy, prediction)
+            excess = prediction.memory[MEASURED_TIERS[0]] - capacities[0] * slack
+            if excess <= 0:
+                found.append(Found(policy, prediction))
+                break
+            least = min(least, excess / slack)
+            room -= excess / slack
+            again = search(functools.partial(model, room=room), [size])
+            if not again:
+                break
+            policy, prediction = again[0].policy, again[0].prediction
     if not found:
+        if least < math.inf:
+            raise PlanError(f"{Lack({MEASURED_TIERS[0]: least})}")
         micro_batch, count = blocks[0]
-        size = f"with blocks of {count} x {micro_batch}"
-        raise PlanError(f"{size}, {lacks_of(model(micro_batch, count))}")
+        raise PlanError(f"with blocks of {count} x {micro_batch}, {lacks_of(model(micro_batch, count))}")
     return found

@@ -189,6 +189,7 @@ class Corrections:
     exposed           share of a stage that other stages do not hide: 0 is the slowest stage alone, 1 is their sum
     step_seconds      of every pass, whatever it computes
     sequence_seconds  of every sequence in every pass: sampling and scheduling
+    memory_bytes      of a process that generates, beside weights, cache, activations and scratch
     """
 
     disk: float = 1.0
@@ -197,11 +198,12 @@ class Corrections:
     exposed: float = 0.0
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
+    memory_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("disk", "prefill", "decode"):
             above(getattr(self, name), name)
-        for name in ("step_seconds", "sequence_seconds"):
+        for name in ("step_seconds", "sequence_seconds", "memory_bytes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a number of at least 0")
         if not 0 <= self.exposed <= 1:
@@ -218,6 +220,7 @@ class Run:
     seconds     median of the rounds
     spread      (maximum - minimum) / median
     predicted   seconds with the fitted corrections
+    memory      bytes that the process had more than before the engine, at most; 0: not measured
     """
 
     disk_share: Share
@@ -228,6 +231,7 @@ class Run:
     seconds: float
     spread: float = 0.0
     predicted: float = 0.0
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         above(self.seconds, "seconds")

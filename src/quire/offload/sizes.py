@@ -13,8 +13,30 @@ if TYPE_CHECKING:
     from quire.models.shape import ModelShape
     from quire.offload.costs import Workload
 
+_PRODUCTS = ("q", "k", "v"), ("gate", "up")
+"""Matrices of a layer that are multiplied together."""
+
 MatrixBytes = Callable[[str, tuple[int, ...]], float]
 """(canonical name, shape) -> bytes of a tensor in memory."""
+
+
+def matrices_of(
+    shape: ModelShape, tensor_bytes: MatrixBytes, kind_of: Callable[[str], str]
+) -> tuple[tuple[float, ...], ...]:
+    """Bytes of the matrices of each layer as they are placed: those of one product and one type together.
+
+    kind_of  canonical name -> type in memory
+    """
+    layers: list[dict[tuple[str, str], float]] = [{} for _ in range(shape.num_layers)]
+    for name, size in shape.tensor_shapes.items():
+        if not name.startswith("layers.") or len(size) != 2:
+            continue
+        _, index, part, *_ = name.split(".")
+        product = next((joined for joined in _PRODUCTS if part in joined), (part,))
+        found = layers[int(index)]
+        key = product[0], kind_of(name)
+        found[key] = found.get(key, 0.0) + tensor_bytes(name, size)
+    return tuple(tuple(found.values()) for found in layers)
 
 
 def sizes_of(shape: ModelShape, dtype: str, tensor_bytes: MatrixBytes, cache_bytes: float, workload: Workload) -> Sizes:

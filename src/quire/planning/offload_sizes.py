@@ -22,7 +22,7 @@ from quire.models.resolve import resolve_model
 from quire.models.shape import ITEM_BYTES
 from quire.models.weights import open_model
 from quire.offload.profile import Conditions, numbers_of
-from quire.offload.sizes import sizes_of
+from quire.offload.sizes import matrices_of, sizes_of
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -55,7 +55,8 @@ def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[Mo
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
     sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload)
-    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open)
+    matrices = matrices_of(shape, tensor_bytes, kinds.__getitem__)
+    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices)
 
 
 def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Conditions:

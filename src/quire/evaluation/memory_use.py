@@ -1,0 +1,39 @@
+"""The memory that this process takes for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+SECONDS = 0.02
+"""Between two looks."""
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process: what no file backs. 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """A list that gets the largest anonymous memory inside."""
+    ended, most, found = threading.Event(), [anonymous_bytes()], list[int]()
+
+    def watch() -> None:
+        while not ended.wait(SECONDS):
+            most.append(anonymous_bytes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+        found.append(max(*most, anonymous_bytes()))
