@@ -103,13 +103,13 @@ class Planner(ABC):
     tiers: tuple[str, ...]
     capacities: tuple[float, ...]
 
-    def __init__(self, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace, options: dict[str, Any], *, on_gpu: bool = False) -> None:
         from quire.planning.offload_sizes import sizes_from
 
         self.config = EngineConfig.from_options(options, args.config)
         self.plan = PlanConfig.from_options(options_from(args, ("plan",)), args.config)
         self.workload = _workload(args, self.config)
-        self.shape, self.sizes = sizes_from(args.model, self.config, self.workload)
+        self.shape, self.sizes = sizes_from(args.model, self.config, self.workload, on_gpu=on_gpu)
         self.slack = args.slack
         self.micro_batches = [args.micro_batch] if args.micro_batch else None
         self.num_batches = [args.num_batches] if args.num_batches else None
@@ -139,7 +139,7 @@ class PaperPlanner(Planner):
 
         if args.only_weights:
             raise ConfigError(f"--only-weights is for a measured machine, not for --hardware {PAPER}")
-        super().__init__(args, options_from(args, SECTIONS))
+        super().__init__(args, options_from(args, SECTIONS), on_gpu=True)
         self.form = args.form or "sums"
         self.tiers = TIERS
         plan = self.plan

@@ -197,6 +197,7 @@ def measure_machine(
         with generator(subject.name, subject.options, subject.config_file, share) as made:
             tell(f"generations with {made.disk_share:.0%} of the weights on the disk")
             runs += measure_runs(made, run_shapes(subject), token_budget_of(subject.config), rounds)
+        del made  # else its memory counts as that of the process before the next one
     return fitted(profile, subject.sizes, runs)
 
 

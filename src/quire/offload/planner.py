@@ -137,8 +137,8 @@ def model_of(
         request_seconds=profile.disk.request_seconds,
     )
     # A pass has at most `budget` rows, whatever the prompts have.
-    part = min(1.0, budget / (micro_batch * workload.prompt_tokens))
-    scratch = tuple(Scratch(each.num_bytes * part, each.of_cache) for each in sizes.prefill)
+    rows = min(workload.prompt_tokens, budget / micro_batch)
+    scratch = tuple(Scratch(each.num_bytes * rows) for each in sizes.decode)
     options = Options(
         form=Form.MAX,
         slack=(slack, slack),
@@ -167,8 +167,8 @@ def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, 
 
 
 def _with_memory(profile: Profile, model: CostModel, policy: Policy, prediction: Prediction) -> Prediction:
-    """A prediction with the memory as it is taken: whole matrices, and buffers for the longest sequences. The program
-    has shares of them, because its expressions are linear.
+    """A prediction with the memory as it is taken: whole matrices, whole chunks, and buffers for the longest sequences.
+    The program has shares of them, because its expressions are linear.
     """
     sizes, work, far = model.sizes, model.workload, policy.weights.beyond(0)
     more = profile.corrections.memory_bytes
@@ -184,6 +184,12 @@ def _with_memory(profile: Profile, model: CostModel, policy: Policy, prediction:
         # Of a micro-batch, and of what several of them share: as much as the longest sequence.
         layer = 2 * sizes.cache_bytes * work.held_tokens(1, work.output_tokens)
         more += (1 - policy.cache.beyond(0)) * layer * model.micro_batch + layer
+    elif not (work.room_tokens or work.num_prefixes or work.kept < 1):
+        tokens, layers = work.prompt_tokens + work.output_tokens, sizes.num_layers
+        sealed = tokens // PAGE_TOKENS if sizes.open_cache_bytes else -(-tokens // PAGE_TOKENS)
+        taken = (sealed * sizes.cache_bytes + sizes.open_cache_bytes) * PAGE_TOKENS * layers * model.block
+        counted = sizes.cache_bytes * work.held_tokens(model.block, work.output_tokens) * layers
+        more += taken - counted - sizes.open_bytes * model.block
     memory = {**prediction.memory, MEASURED_TIERS[0]: prediction.memory[MEASURED_TIERS[0]] + more}
     return dataclasses.replace(prediction, memory=memory)
 

@@ -39,12 +39,21 @@ def matrices_of(
     return tuple(tuple(found.values()) for found in layers)
 
 
-def sizes_of(shape: ModelShape, dtype: str, tensor_bytes: MatrixBytes, cache_bytes: float, workload: Workload) -> Sizes:
+def sizes_of(
+    shape: ModelShape,
+    dtype: str,
+    tensor_bytes: MatrixBytes,
+    cache_bytes: float,
+    workload: Workload,
+    *,
+    gates_inside: bool = False,
+) -> Sizes:
     """The numbers of a model.
 
     dtype         of activations
     tensor_bytes  bytes of a tensor as it is held: packed, or in the dtype
     cache_bytes   bytes of a cached token in one layer
+    gates_inside  whether the product of a gated layer's first matrices applies the gate, as the CPU's does
     """
     item = ITEM_BYTES[dtype]
     in_layers, outside, multiplied = 0.0, 0.0, 0.0
@@ -58,7 +67,7 @@ def sizes_of(shape: ModelShape, dtype: str, tensor_bytes: MatrixBytes, cache_byt
     tokens = float(workload.prompt_tokens)
     # A gated decoder hands on the normalised rows beside the residual stream.
     streams = 1 if shape.architecture == "opt" else 2
-    stages = _stages(shape, item)
+    stages = _stages(shape, item, 1 if gates_inside or shape.architecture == "opt" else 3)
     head = 2.0 * shape.vocab_size * (shape.embed_size or shape.hidden_size)
     return Sizes(
         num_layers=layers,
@@ -75,10 +84,12 @@ def sizes_of(shape: ModelShape, dtype: str, tensor_bytes: MatrixBytes, cache_byt
     )
 
 
-def _stages(shape: ModelShape, item: int) -> tuple[float, ...]:
-    """Bytes per token of the buffers of a layer's products; attention keeps no matrix of scores."""
+def _stages(shape: ModelShape, item: int, inner: int) -> tuple[float, ...]:
+    """Bytes per token of the buffers of a layer's products; attention keeps no matrix of scores. inner: those of the
+    size of the MLP.
+    """
     qkv = shape.q_size + 2 * shape.kv_size
-    inner = shape.ffn_size * (1 if shape.architecture == "opt" else 3)
+    inner *= shape.ffn_size
     return (
         float(item * (shape.hidden_size + qkv)),
         float(item * (qkv + shape.q_size)),

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from quire.offload.costs import Sizes, Workload
 
 
-def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[ModelShape, Sizes]:
+def sizes_from(
+    model: str, config: EngineConfig, workload: Workload, *, on_gpu: bool = False
+) -> tuple[ModelShape, Sizes]:
     """The shape of a model, and its numbers with the configuration's weights and codec.
 
     model  a folder, a .gguf file, a hub id, `smollm2`, or a config.json without weights
@@ -54,7 +56,7 @@ def sizes_from(model: str, config: EngineConfig, workload: Workload) -> tuple[Mo
         of_open = per_token
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
-    sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload)
+    sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload, gates_inside=not on_gpu)
     matrices = matrices_of(shape, tensor_bytes, kinds.__getitem__)
     return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices)
 
