@@ -7,9 +7,10 @@ MB/s. First the parts of the profile are measured. Then, in every round, the gen
 take turns with those of eight other policies, all in this process. They differ in share of weights on the disk, batch,
 prompt and answer. At last the corrections are fitted, without the eight, and the eight are predicted.
 
-A repeat is dropped if a calibration before or after it differs by more than 10 % from the profile's: a fixed product,
-or reads of the layer image. It is also dropped if other programs kept more than --quiet cores busy meanwhile, beside
-those that the engine leaves free. Dropped repeats are counted, and repeated up to --retries times in their round.
+A repeat is dropped if a calibration before or after it differs by more than 10 % from what it was when its round began:
+a fixed product, or reads of the layer image. It is also dropped if other programs kept more than --quiet cores busy
+meanwhile, beside those that the engine leaves free. Dropped repeats are counted, and repeated up to --retries times in
+their round.
 
 bytes   weights read from the disk for a generation: passes over the layers times what each reads; they must be equal.
         Two policies also have a cache on the disk, and activations; their bytes are not among these
@@ -54,7 +55,9 @@ the profile.
 """
 
 MOVED = 0.1
-"""Relative difference of a calibration from the profile's at which a repeat is dropped."""
+"""Relative difference of a calibration from that of its round at which a repeat is dropped."""
+CALIBRATIONS = 5
+"""Calibrations when a round begins; their median counts."""
 FITTED_SAMPLES = 3
 """The least disturbed repeats of a generation of the profile that count."""
 
@@ -124,22 +127,34 @@ class Drops:
 
 
 class Calibration:
-    """Compares the machine with its profile."""
+    """Compares the machine with what it was when the round began."""
 
     def __init__(self, profile: Any, image: Path) -> None:
         self._profile, self._image = profile, image
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a round."""
+        from quire.offload.hardware import yardstick
+
+        self._rate = median([self._read() for _ in range(CALIBRATIONS)])
+        self._product = median([yardstick() for _ in range(CALIBRATIONS)])
 
     def moved(self) -> str | None:
         """What differs by more than MOVED, or None."""
-        from quire.offload.hardware import READ_SECONDS, read_rate, yardstick
+        from quire.offload.hardware import yardstick
+
+        if abs(self._read() / self._rate - 1) > MOVED:
+            return "calibration read"
+        return "calibration product" if abs(yardstick() / self._product - 1) > MOVED else None
+
+    def _read(self) -> float:
+        from quire.offload.hardware import READ_SECONDS, read_rate
         from quire.offload.stream import NUM_READERS
         from quire.stores.direct import REQUEST_BYTES
 
         disk, limit = self._profile.disk, self._profile.conditions.disk_bandwidth
-        rate = read_rate(self._image, disk.is_direct, REQUEST_BYTES, NUM_READERS, limit, READ_SECONDS)
-        if abs(rate / disk.streamed.bandwidth - 1) > MOVED:
-            return "calibration read"
-        return "calibration product" if abs(yardstick() / self._profile.yardstick - 1) > MOVED else None
+        return read_rate(self._image, disk.is_direct, REQUEST_BYTES, NUM_READERS, limit, READ_SECONDS)
 
 
 def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration, runs: Any, drops: Drops) -> None:
@@ -221,6 +236,7 @@ def main() -> int:
     assert not {(each.sequences, each.prompt, each.output) for each in fitting} & {each[1:4] for each in POLICIES}
     dropped = Drops()
     for _ in range(given.rounds):
+        calibration.begin()
         run_round(given, subject, calibration, fitting, dropped)
         run_round(given, subject, calibration, cases, drops)
     runs = [

@@ -93,7 +93,7 @@ def test_prompts_that_the_model_refuses_are_not_planned_for(model: Path, profile
 
 
 def test_a_plan_keeps_to_the_limits_that_are_set(model: Path, profile: Path) -> None:
-    prompts, tight = prompts_of(40), {"offload.memory": 6 << 20}
+    prompts, tight = prompts_of(40), {"offload.memory": 7 << 20}
     assert plan_of(model, profile, prompts, [10] * 40, **tight).policy.block > 4
     assert plan_of(model, profile, prompts, [10] * 40, **tight, **{"scheduler.max_running": 4}).policy.block <= 4
     # The model takes 100 tokens, which are no whole chunks.

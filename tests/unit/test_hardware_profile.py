@@ -20,12 +20,14 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import offload_profile
+from quire.evaluation.offload_profile import fitted
 from quire.models.weights import open_model
 from quire.offload import hardware, quiet
 from quire.offload.blocks import BlockAttention
-from quire.offload.costs import Policy, Sizes, Workload
+from quire.offload.costs import Policy, Scratch, Sizes, Workload
 from quire.offload.files import policy_text, read_policy
 from quire.offload.fit import fit
+from quire.offload.homes import homes
 from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import Found, PlanError, best
 from quire.offload.profile import (
@@ -41,9 +43,10 @@ from quire.offload.profile import (
     profile_text,
     read_profile,
 )
+from quire.offload.sizes import matrices_of
 from quire.offload.units import ALL, NONE, Share, Split
 from quire.planning.offload_sizes import conditions_of, sizes_from
-from tests.tiny_models import save_tiny
+from tests.tiny_models import save_tiny, tiny_shape
 
 MIB = 1 << 20
 SIZES = Sizes(
@@ -317,6 +320,49 @@ def test_one_run_leaves_what_it_does_not_show() -> None:
     found = fit([dataclasses.replace(made.runs[0], seconds=2.0)], seconds_of)
     assert 1.9 < found.disk <= 2
     assert (found.prefill, found.decode) == pytest.approx((1, 1), abs=1e-3)
+
+
+def test_the_scratch_of_products_is_what_explains_the_largest_memory() -> None:
+    made, rows = profile_with(), 256
+    sizes = dataclasses.replace(SIZES, decode=(Scratch(1000.0), Scratch(3000.0)))
+
+    def memory(share: float, shape: tuple[int, int, int], factor: float) -> float:
+        chosen = dataclasses.replace(made, corrections=Corrections(scratch=factor))
+        work = Workload(shape[1], shape[2])
+        return predict(chosen, sizes, work, on_disk(share, shape[0]), budget=BUDGET).memory["cpu"]
+
+    def shape_of(run: Run) -> tuple[int, int, int]:
+        return run.sequences, run.prompt_tokens, run.output_tokens
+
+    shapes = [(1, 32, 8), (4, 64, 2)]
+    runs = [Run(Share(share), *shape, BUDGET, 1.0) for share in (0.0, 0.5, 1.0) for shape in shapes]
+    runs = [dataclasses.replace(run, memory=memory(run.disk_share, shape_of(run), 2.5)) for run in runs]
+    assert memory(0.0, (4, 64, 2), 2.5) - memory(0.0, (4, 64, 2), 1.0) == pytest.approx(1.5 * 3000 * rows)
+    assert fitted(made, sizes, runs).corrections.scratch == pytest.approx(2.5)
+
+
+def test_memory_has_whole_matrices_in_two_buffers_of_the_largest_layer() -> None:
+    """Of ten layers with two matrices each, half of the bytes are on the disk: in each layer one, 1 or 3 MiB."""
+    layer = SIZES.layer_bytes / MIB
+    matrices = ((0.25 * layer * MIB, 0.75 * layer * MIB),) * SIZES.num_layers
+    made, sizes = profile_with(), dataclasses.replace(SIZES, matrices=matrices)
+    work, policy = Workload(62, 2), on_disk(0.5, 1)
+    before, after = (predict(made, each, work, policy, budget=BUDGET).memory["cpu"] for each in (SIZES, sizes))
+    tiers = homes([[round(size) for size in each] for each in matrices], policy.weights)
+    loaded = [sum(size for size, tier in zip(matrices[0], each, strict=True) if tier) for each in tiers]
+    shares = SIZES.num_layers * SIZES.layer_bytes * 0.5 + 2 * 0.5 * SIZES.layer_bytes
+    assert max(loaded) > 0.5 * SIZES.layer_bytes
+    whole = SIZES.num_layers * SIZES.layer_bytes - sum(loaded) + 2 * max(loaded)
+    assert after - before == pytest.approx(whole - shares)
+
+
+def test_what_a_product_multiplies_together_is_placed_together() -> None:
+    shape = tiny_shape(num_layers=2)
+    found = matrices_of(shape, lambda name, size: float(math.prod(size)), lambda name: "plain")
+    hidden, width = shape.hidden_size, shape.q_size + 2 * shape.kv_size
+    assert found == ((hidden * width, shape.q_size * hidden, 2 * shape.ffn_size * hidden, shape.ffn_size * hidden),) * 2
+    mixed = matrices_of(shape, lambda name, size: 1.0, lambda name: "Q6_K" if ".v." in name else "Q4_K")
+    assert mixed == ((2.0, 1.0, 1.0, 2.0, 1.0),) * 2
 
 
 # Plans.

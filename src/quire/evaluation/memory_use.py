@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,15 @@ def anonymous_bytes() -> int:
     except OSError:
         return 0
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
+
+
+def free_memory() -> None:
+    """Gives memory that nothing uses back to the system, as far as the C library can. What is kept would count as
+    memory of the process, and be used again unseen.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import platform
 import random
 import statistics
@@ -22,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.machine import available_memory
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.evaluation.memory_use import anonymous_bytes, peak_memory
+from quire.evaluation.memory_use import anonymous_bytes, free_memory, peak_memory
 from quire.kernels import runtime
 from quire.llm import LLM
 from quire.models.image_folder import image_folder
@@ -134,7 +133,7 @@ def generator(
         file = Path(folder) / "policy.json"
         file.write_text(policy_text(policy, MEASURED_TIERS))
         given = {**options, **PLACED, "offload.mode": str(file)}
-        gc.collect()  # the last engine's memory
+        free_memory()  # of the last engine
         before = anonymous_bytes()
         with LLM(model, given, config_file) as llm:
             yield Generator(llm, before)
@@ -250,7 +249,7 @@ def fitted(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> Profile:
         return seconds_of_run(dataclasses.replace(profile, corrections=corrections), sizes, run)
 
     corrections = fit(runs, seconds_of)
-    corrections = dataclasses.replace(corrections, memory_bytes=_memory_beside(profile, sizes, runs))
+    corrections = dataclasses.replace(corrections, scratch=_scratch(profile, sizes, runs))
     told = tuple(dataclasses.replace(run, predicted=seconds_of(run, corrections)) for run in runs)
     return dataclasses.replace(profile, corrections=corrections, runs=told)
 
@@ -265,16 +264,18 @@ def _prediction(profile: Profile, sizes: Sizes, run: Run) -> Prediction:
     return predict(profile, sizes, Workload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
 
 
-def _memory_beside(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
-    """The median over the placements of the memory that the parts do not explain. A process keeps what the largest of
-    its generations took.
+def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
+    """The median over the placements of the factor on scratch that explains the largest memory of their generations. A
+    process keeps what the largest of them took.
     """
     found = []
     for share in {run.disk_share for run in runs}:
         alike = [run for run in runs if run.disk_share == share]
         explained = max(_prediction(profile, sizes, run).memory[MEASURED_TIERS[0]] for run in alike)
-        found.append(max(run.memory for run in alike) - explained)
-    return max(0.0, statistics.median(found))
+        rows = max(min(run.sequences * run.prompt_tokens, run.budget) for run in alike)
+        scratch = rows * max(each.num_bytes for each in sizes.decode)
+        found.append(1 + (max(run.memory for run in alike) - explained) / scratch)
+    return max(1.0, statistics.median(found))
 
 
 def run_shapes(subject: Subject) -> list[tuple[int, int, int]]:

@@ -83,7 +83,8 @@ class DividedPlan:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepPlan."""
-        crossed = self._host.to_host(q[self._rows])
+        queries = q[self._rows]  # alive until they have crossed
+        crossed = self._host.to_host(queries)
         out: Tensor = self._near.attend(layer, q)
         self._host.arrived()
         far = self._host.to_device(self._far.attend(layer, crossed))

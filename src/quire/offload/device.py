@@ -20,6 +20,7 @@ from quire.models.images import section_of
 from quire.models.quants import Unread
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
 from quire.offload.homes import NUM_BUFFERS, Homes, Place, Weights
+from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.units import Split, percent
 
@@ -73,7 +74,7 @@ class PlacingOps(TritonOps):
         self.tiers.setdefault(layer, []).append(tier)
         of_layer = self.copied.setdefault(layer, [])
         for tensor in product.tensors if tier else ():
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape)
             of_layer.append(Copied(host.copy_(tensor), tensor))
             tensor.data = tensor.new_empty(0)  # until the stream gives it a place
         return product

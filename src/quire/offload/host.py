@@ -8,16 +8,35 @@ kernels. A device without streams copies at once; with such a one, tests count w
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from quire.errors import ConfigError
 from quire.kernels.memory import huge_pages
 from quire.offload.mover import NOTHING, Part, Ticket
+from quire.options import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def pinned(num_bytes: int, device: torch.device, owner: object) -> Tensor:
+    """Host memory that a device copies from and to by itself, uint8 [num_bytes], as long as its owner lives.
+
+    torch's own pinned memory has a power of two of bytes, which for a model's matrices are half as many again.
+    Raises ConfigError if there is not that much.
+    """
+    memory = huge_pages(num_bytes)
+    if device.type == "cuda":
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        result = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        if result:
+            raise ConfigError(f"{format_bytes(num_bytes)} of the host's memory cannot be pinned (CUDA error {result})")
+        weakref.finalize(owner, runtime.cudaHostUnregister, address)
+    return memory
 
 
 class _Copied(Ticket):
@@ -44,10 +63,7 @@ class HostMemory:
         """Raises ConfigError if there is not that much memory."""
         self.device = device
         self._is_gpu = device.type == "cuda"
-        # Memory that is never touched is not taken, unless it is pinned.
-        self.memory = (
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if self._is_gpu else huge_pages(num_bytes)
-        )
+        self.memory = pinned(num_bytes, device, self)
         self._to_device = torch.cuda.Stream(device) if self._is_gpu else None
         self._to_host = torch.cuda.Stream(device) if self._is_gpu else None
         self.bytes_read = self.bytes_written = self.bytes_crossed = 0

@@ -138,7 +138,7 @@ def model_of(
     )
     # A pass has at most `budget` rows, whatever the prompts have.
     rows = min(workload.prompt_tokens, budget / micro_batch)
-    scratch = tuple(Scratch(each.num_bytes * rows) for each in sizes.decode)
+    scratch = tuple(Scratch(each.num_bytes * rows * corrections.scratch) for each in sizes.decode)
     options = Options(
         form=Form.MAX,
         slack=(slack, slack),
@@ -163,15 +163,15 @@ def model_of(
 def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
     """What the profile says of a policy for the tiers cpu and disk, whether it fits or not. budget: see model_of."""
     model = model_of(profile, sizes, workload, UNLIMITED, policy.micro_batch, policy.num_batches, budget=budget)
-    return _with_memory(profile, model, policy, predict_with(model, policy))
+    return _with_memory(model, policy, predict_with(model, policy))
 
 
-def _with_memory(profile: Profile, model: CostModel, policy: Policy, prediction: Prediction) -> Prediction:
+def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Prediction:
     """A prediction with the memory as it is taken: whole matrices, whole chunks, and buffers for the longest sequences.
     The program has shares of them, because its expressions are linear.
     """
     sizes, work, far = model.sizes, model.workload, policy.weights.beyond(0)
-    more = profile.corrections.memory_bytes
+    more = 0.0
     if sizes.matrices and far > 0:
         tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
         loaded = [
@@ -234,7 +234,7 @@ def plan_all(
         policy, prediction, room = each.policy, each.prediction, capacities[0]
         for _ in range(MEMORY_TRIES):
             size = policy.micro_batch, policy.num_batches
-            prediction = _with_memory(profile, model(*size), policy, prediction)
+            prediction = _with_memory(model(*size), policy, prediction)
             excess = prediction.memory[MEASURED_TIERS[0]] - capacities[0] * slack
             if excess <= 0:
                 found.append(Found(policy, prediction))

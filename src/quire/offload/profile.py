@@ -189,7 +189,7 @@ class Corrections:
     exposed           share of a stage that other stages do not hide: 0 is the slowest stage alone, 1 is their sum
     step_seconds      of every pass, whatever it computes
     sequence_seconds  of every sequence in every pass: sampling and scheduling
-    memory_bytes      of a process that generates, beside weights, cache, activations and scratch
+    scratch           factor on the bytes that the products of a pass need beside their inputs
     """
 
     disk: float = 1.0
@@ -198,12 +198,12 @@ class Corrections:
     exposed: float = 0.0
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
-    memory_bytes: float = 0.0
+    scratch: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("disk", "prefill", "decode"):
+        for name in ("disk", "prefill", "decode", "scratch"):
             above(getattr(self, name), name)
-        for name in ("step_seconds", "sequence_seconds", "memory_bytes"):
+        for name in ("step_seconds", "sequence_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a number of at least 0")
         if not 0 <= self.exposed <= 1:
