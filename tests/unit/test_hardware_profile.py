@@ -59,9 +59,10 @@ MEMORY = Split((ALL, NONE))
 
 
 def profile_with(**changes: Any) -> Profile:
-    conditions = Conditions("tiny", {"hidden_size": 48}, "bfloat16", "native", 4.0 * MIB, "dense", 2, "v3", 100e6)
+    conditions = Conditions(
+        "tiny", {"hidden_size": 48}, "bfloat16", "native", 4.0 * MIB, "dense", "a processor", 2, "v3", 100e6
+    )  # fmt: skip
     found = Profile(
-        machine="a processor",
         made="2026-11-25T00:00:00Z",
         conditions=conditions,
         disk=Disk("/tmp", True, (Read(MIB, 2, Rate(90e6, 0.1)),), Rate(100e6), Rate(50e6)),
@@ -99,7 +100,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("format",), 2, "not a profile of format 1"),
-    (("machine",), 3, "machine is 3; it must be a text"),
+    (("made",), 3, "made is 3; it must be a text"),
     (("extra",), 3, "unknown field 'extra'"),
     (("conditions",), [], "conditions is []; it must be an object"),
     (("conditions", "extra"), 1, "unknown field 'conditions.extra'"),
@@ -147,7 +148,7 @@ def test_a_damaged_profile_is_refused_by_its_field(
     assert message in str(caught.value) and str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["machine", "conditions", "disk", "yardstick", "products", "prompt"])
+@pytest.mark.parametrize("name", ["made", "conditions", "disk", "yardstick", "products", "prompt"])
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     fields = json.loads(profile_text(profile_with()))
     del fields[name]
@@ -175,6 +176,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None
         ({"weights": "g4"}, "model.weights native, not g4"),
         ({"layer_bytes": 5.0}, "bytes of a layer"),
         ({"codec": "g4"}, "cache.codec dense, not g4"),
+        ({"processor": "another one"}, "the processor a processor, not another one"),
         ({"threads": 1}, "runtime.threads 2, not 1"),
         ({"kernels": "v4"}, "runtime.level v3, not v4"),
         ({"disk_bandwidth": None}, "offload.disk_bandwidth 95.37MiB, not auto"),

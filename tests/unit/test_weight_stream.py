@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.engine.offloading import policy_of
 from quire.errors import ConfigError, QuireError
 from quire.models.decoder import build_model
 from quire.models.images import whole_image_of
@@ -360,9 +363,34 @@ def test_settings_that_cannot_be_are_refused_with_the_reason(model: Path) -> Non
         ({"offload.mode": "auto", "model.images": False}, "set model.images true"),
         ({"offload.mode": "auto", "offload.memory": "100KiB"}, "two layers of this model need"),
         ({"offload.mode": "/nowhere/policy.json"}, "not a policy that can be read"),
+        ({"offload.mode": "auto", "offload.profile": "machine.json"}, "plans the lines of quire generate --input"),
     ):
         with pytest.raises(ConfigError, match=message):
             answers(model, options)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "changes", "message"),
+    [
+        (("cpu", "disk"), {"attended": Share(0.5)}, "attended is for a GPU"),
+        (("gpu", "cpu", "disk"), {"weights": percents(50, 40, 10)}, "beside a GPU nothing is on the disk"),
+        (("gpu", "cpu", "disk"), {"cache": percents(0, 99, 1)}, "beside a GPU nothing is on the disk"),
+        (("gpu", "cpu", "disk"), {"hidden": percents(0, 100, 0)}, "activations stay on a GPU"),
+    ],
+)
+def test_a_policy_has_only_what_the_machine_does(
+    tmp_path: Path, tiers: tuple[str, ...], changes: dict[str, Any], message: str
+) -> None:
+    near = percents(100, *[0] * (len(tiers) - 1))
+    policy = replace(Policy(4, 1, near, near, near), **changes)
+    file = tmp_path / "policy.json"
+    file.write_text(policy_text(policy, tiers))
+    backend = "triton" if "gpu" in tiers else "cpu"
+    config = EngineConfig.from_options({"offload.mode": str(file), "attention.backend": backend})
+    with pytest.raises(ConfigError, match=message):
+        policy_of(config)
+    file.write_text(policy_text(Policy(4, 1, near, near, near), tiers))
+    assert policy_of(config) == Policy(4, 1, near, near, near)
 
 
 def test_weights_that_fit_are_not_offloaded(model: Path, caplog: pytest.LogCaptureFixture) -> None:

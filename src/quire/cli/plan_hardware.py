@@ -72,7 +72,7 @@ def print_profile(profile: Profile) -> None:
     threads = sorted({read.threads for read in disk.reads})
     sizes = sorted({read.request_bytes for read in disk.reads})
     rates = {(read.request_bytes, read.threads): read.rate for read in disk.reads}
-    print(f"{profile.machine}, {profile.conditions.threads} threads; the disk of {disk.folder}, {how}")
+    print(f"{profile.conditions.processor}, {profile.conditions.threads} threads; the disk of {disk.folder}, {how}")
     shared.print_table(
         ["request", *(f"{count} thread{'s' * (count > 1)}" for count in threads)],
         [[format_bytes(size), *(_per_second(rates[size, count].bandwidth) for count in threads)] for size in sizes],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,15 @@ def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
             continue
         own = root / path.lstrip("/")
         yield from ((folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def processor_name() -> str:
+    """The processor's name, as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -90,7 +90,10 @@ def policy_of(config: EngineConfig) -> Policy | None:
     if mode in ("off", "auto"):
         return None
     if config.attention.backend != "triton":
-        return read_policy(Path(mode), TIERS[1:])
+        policy = read_policy(Path(mode), TIERS[1:])
+        if policy.attended > 0:
+            raise ConfigError(f"offload.mode {mode}: attended is for a GPU; here all attention is on the CPU")
+        return policy
     policy = read_policy(Path(mode), TIERS)
     if policy.weights.beyond(1) + policy.cache.beyond(1) > 0:
         raise ConfigError(f"offload.mode {mode}: beside a GPU nothing is on the disk; give gpu and cpu all shares")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
 import random
 import statistics
 import tempfile
@@ -220,7 +219,7 @@ def measure_parts(
         engine = made.llm.engine
         attention, prompt = AttentionTimer(engine.runner.attention.spec, engine.max_context).curves(rounds)
     return Profile(
-        _processor(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
         products, head, attention, prompt,
     )  # fmt: skip
 
@@ -296,11 +295,3 @@ def disk_shares(subject: Subject) -> list[float]:
     resident = min(1.0, max(0.0, (free - sizes.fixed_bytes) / (sizes.num_layers * sizes.layer_bytes)))
     least = round(1 - resident, 3)
     return sorted({least, (1 + least) / 2, 1.0})
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -36,6 +36,7 @@ class Conditions:
     weights         model.weights
     layer_bytes     bytes of an average layer's weights as they are stored
     codec           cache.codec
+    processor       its name, as the system tells it
     threads         threads that compute
     kernels         level of the CPU kernels
     disk_bandwidth  offload.disk_bandwidth in bytes per second; None: no limit
@@ -47,6 +48,7 @@ class Conditions:
     weights: str
     layer_bytes: float
     codec: str
+    processor: str
     threads: int
     kernels: str
     disk_bandwidth: float | None = None
@@ -62,6 +64,7 @@ class Conditions:
             "weights": "model.weights",
             "layer_bytes": "bytes of a layer",
             "codec": "cache.codec",
+            "processor": "the processor",
             "threads": "runtime.threads",
             "kernels": "runtime.level",
             "disk_bandwidth": "offload.disk_bandwidth",
@@ -248,7 +251,6 @@ class Run:
 class Profile:
     """A machine, measured for one model. Seconds are medians of the rounds; those of a layer are of one layer.
 
-    machine      processor, for people
     made         time in UTC, for people
     conditions   what it is valid for
     disk         the disk
@@ -262,7 +264,6 @@ class Profile:
     runs         whole generations
     """
 
-    machine: str
     made: str
     conditions: Conditions
     disk: Disk

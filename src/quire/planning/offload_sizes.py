@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import TOKEN_BUDGET, sealed_pages
-from quire.engine.machine import usable_cores
+from quire.engine.machine import processor_name, usable_cores
 from quire.engine.sizes import page_counts
 from quire.kernels import runtime
 from quire.models.families import shape_from_config
@@ -71,6 +71,7 @@ def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Si
         weights=config.model.weights,
         layer_bytes=sizes.layer_bytes,
         codec=config.cache.codec,
+        processor=processor_name(),
         threads=config.runtime.threads or usable_cores(),
         kernels=runtime.level(),
         disk_bandwidth=None if config.offload.disk_bandwidth is None else float(config.offload.disk_bandwidth),
