@@ -151,9 +151,9 @@ def test_room_on_the_disk_moves_no_cache_that_is_planned_in_memory(model: Path, 
 
 
 def test_what_cannot_be_planned_is_refused(model: Path, profile: Path) -> None:
-    with pytest.raises(ConfigError, match="no placement fits: .*cpu lacks"):
+    with pytest.raises(ConfigError, match="no placement fits offload.memory: .*cpu lacks"):
         plan_of(model, profile, prompts_of(4), [10] * 4, **{"offload.memory": 1 << 20})
-    with pytest.raises(ConfigError, match="no placement fits: .*cpu lacks"):
+    with pytest.raises(ConfigError, match="no placement fits offload.memory: .*cpu lacks"):
         plan_of(model, profile, prompts_of(4), [10] * 4, **{"offload.memory": 0})
     on_disk = plan_of(model, profile, prompts_of(12), [10] * 12, **{"offload.memory": 3 << 20})
     assert on_disk.policy.cache.beyond(0) > 0

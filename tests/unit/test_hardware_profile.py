@@ -635,7 +635,8 @@ def test_a_machine_is_measured_and_planned_for(
         ([*SAME, "--offload.disk_bandwidth", "100MB"], "offload.disk_bandwidth auto, not 95.37MiB"),
         ([*SAME, "--form", "max"], "--form is for --hardware t4"),
         ([*SAME, "--plan.gpu", "1GiB"], "--plan.gpu has no effect"),
-        ([*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64"], "cpu lacks"),
+        ([*SAME, "--plan.cpu", "1MiB", "--micro-batch", "64", "--input-tokens", "64"], "cpu lacks"),
+        ([*SAME, "--input-tokens", "1000"], "are 1032 in all; this model serves at most 512"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(

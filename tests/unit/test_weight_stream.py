@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.offloading import policy_of
 from quire.errors import ConfigError, QuireError
 from quire.models.decoder import build_model
+from quire.models.image_folder import DRAFT_SUFFIX, image_folder, image_path, lock_draft
 from quire.models.images import whole_image_of
 from quire.models.layers import Ops
 from quire.models.plan import Model
@@ -323,8 +326,8 @@ def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path
     file = tmp_path / "policy.json"
     file.write_text(policy_text(Policy(4, 1, percents(50, 50), percents(50, 50), percents(100, 0)), ("cpu", "disk")))
     for options, message in (
-        ({"retain.budget": 0.5}, "retention keeps the cache small"),
-        ({"tiers.disk": f"{tmp_path}:64MiB"}, "has no other tiers"),
+        ({"retain.budget": 0.5}, f"retention keeps the cache small.*the policy {file}"),
+        ({"tiers.disk": f"{tmp_path}:64MiB"}, f"the policy {file}.* has no other tiers"),
         ({"cache.memory": "1MiB"}, "an offloaded cache needs at least"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -335,6 +338,7 @@ def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path
     ("text", "message"),
     [
         ("{", "not a policy that can be read"),
+        ("[" * 100_000, "not a policy that can be read"),
         ("[]", "not a policy of format 1"),
         ('{"format": 2}', "not a policy of format 1"),
         ('{"format": 1, "tiers": ["gpu", "cpu", "disk"]}', "made for tiers"),
@@ -362,7 +366,9 @@ def test_settings_that_cannot_be_are_refused_with_the_reason(model: Path) -> Non
         ({"offload.mode": "auto", "attention.backend": "reference"}, "needs attention.backend cpu"),
         ({"offload.mode": "auto", "model.images": False}, "set model.images true"),
         ({"offload.mode": "auto", "offload.memory": "100KiB"}, "two layers of this model need"),
-        ({"offload.mode": "/nowhere/policy.json"}, "not a policy that can be read"),
+        ({"offload.mode": "/nowhere/policy.json"}, "neither off nor auto, and there is no such file"),
+        ({"offload.mode": "auto", "offload.cache": 1}, "offload.cache of 1B holds 0 chunks"),
+        ({"offload.mode": "auto", "offload.cache": "900TiB"}, "the cache on the disk may take .*; lower offload.cache"),
         ({"offload.mode": "auto", "offload.profile": "machine.json"}, "plans the lines of quire generate --input"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -412,6 +418,45 @@ def test_memory_has_the_matrices_that_are_not_in_the_image(tmp_path: Path, dtype
         embedding = llm._loaded.shape.vocab_size * 128 * (4 if dtype == "float32" else 2)
         assert model.weights.unpacked == embedding * (2 if dtype == "float32" else not is_tied)
         assert model.weights.memory_bytes <= 900 << 10
+
+
+def test_too_little_memory_is_refused_before_the_image_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="two layers of this model need"):
+        answers(model, {"offload.mode": "auto", "offload.memory": "100KiB"})
+    assert not list(tmp_path.rglob("*.image"))
+
+
+def test_an_image_in_a_folder_that_cannot_be_written_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"offload.mode": "auto", "offload.memory": "1792KiB"}
+    expected, opened = answers(model, options), os.open
+
+    def read_only(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY) and Path(path).parent == image_folder():
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert answers(model, options) == expected
+
+
+def test_a_start_waits_while_another_process_writes_the_image(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {"offload.mode": "auto", "offload.memory": "1792KiB"}
+    with open_model(model) as checkpoint:
+        draft = image_path(whole_image_of(checkpoint, torch.float32, "native").origin).with_suffix(DRAFT_SUFFIX)
+    draft.parent.mkdir(parents=True)
+    with lock_draft(draft, create=True):
+        thread = threading.Thread(target=lambda: answers(model, options))
+        thread.start()
+        thread.join(1.0)
+        assert thread.is_alive(), "it did not wait"
+    thread.join(30.0)
+    assert not thread.is_alive() and list(tmp_path.rglob("*.image"))
 
 
 def test_a_closed_model_leaves_no_threads(model: Path) -> None:

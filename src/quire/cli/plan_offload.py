@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         shared.check_writable(args.output)
     planner = PaperPlanner(args) if args.hardware == PAPER else MeasuredPlanner(args)
+    tokens, limit = args.input_tokens + args.output_tokens, planner.shape.context_limit
+    if tokens > limit:
+        raise ConfigError(f"--input-tokens and --output-tokens are {tokens} in all; this model serves at most {limit}")
     found = planner.search()
     chosen = best(found)
     assert chosen is not None, "a search without placements"
@@ -117,6 +120,12 @@ class Planner(ABC):
     @abstractmethod
     def search(self) -> list[Found]:
         """The best placement of every block size that fits. Raises QuireError with what is missing if none does."""
+
+    def too_small(self, lack: str) -> QuireError:
+        """The error of a machine that lacks something, with what needs less."""
+        from quire.planning.offload_sizes import remedies
+
+        return QuireError(f"no placement fits: {lack}{remedies(self.config)}")
 
 
 def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
@@ -169,7 +178,7 @@ class PaperPlanner(Planner):
         found = search(self.model_of, batches)
         if not found:
             micro, count = batches[0]
-            raise QuireError(_too_small(f"with blocks of {count} x {micro}, {lacks_of(self.model_of(micro, count))}"))
+            raise self.too_small(f"with blocks of {count} x {micro}, {lacks_of(self.model_of(micro, count))}")
         return found
 
 
@@ -235,11 +244,7 @@ class MeasuredPlanner(Planner):
                 most=most,
             )
         except PlanError as error:
-            raise QuireError(_too_small(str(error))) from None
-
-
-def _too_small(lack: str) -> str:
-    return f"no placement fits: {lack}; --model.weights g4 and --cache.codec g4 need less"
+            raise self.too_small(str(error)) from None
 
 
 def facts(planner: Planner, found: Found) -> dict[str, Any]:

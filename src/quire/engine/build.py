@@ -33,6 +33,7 @@ from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, usable_cores
 from quire.engine.offloading import (
     cache_bytes,
+    check_room,
     in_micro_batches,
     load_beside_device,
     load_with_offload,
@@ -186,13 +187,17 @@ def resolve(
     arena = arena_of(memory)
     fits = sizes(arena, model_context=context, weight_bytes=weight_bytes, available_bytes=available)
     if fits.num_chunks < LEAST_CHUNKS:
+        name = "cache.memory" if offloaded is None else "offload.cache"
+        given = wanted if isinstance(wanted, int) and offloaded is None else memory
         raise ConfigError(
-            f"cache.memory of {format_bytes(wanted if isinstance(wanted, int) else memory)}"
+            f"{name} of {format_bytes(given)}"
             f" holds {fits.num_chunks} chunk{'s' * (fits.num_chunks != 1)} of {PAGE_TOKENS} tokens"
             f" ({format_bytes(chunk_bytes)} each); set it to at least {_enough(arena_of, memory)}"
         )
     memory = arena.num_bytes
     if offloaded is not None:
+        if backend == "cpu":
+            check_room(memory, chunk_bytes, offloaded[1])
         free = int(max(0, available - weight_bytes) * AUTO_MEMORY_SHARE)
         memory = wanted if isinstance(wanted, int) else memory_of(config, offloaded[1], free)
         if memory >= arena.num_bytes:

@@ -20,7 +20,7 @@ from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
-from quire.offload.units import ALL, TIERS, Share
+from quire.offload.units import ALL, TIERS, Share, Split
 
 if TYPE_CHECKING:
     import torch
@@ -132,24 +132,43 @@ def cache_bytes(
         room = running * ((max_chunks + 2) * int(sealed.sum()) + (0 if open_ is None else 2 * int(open_.sum())))
     if room is None:
         return None
+    source = "offload.cache" if config.offload.cache is not None else f"the policy {config.offload.mode}"
     if config.retain.is_on:
-        raise ConfigError("retention keeps the cache small, in memory; a cache on the disk (offload.cache) has none")
+        raise ConfigError(f"retention keeps the cache small, in memory; a cache that leaves it ({source}) has none")
     if config.tiers.is_on:
-        raise ConfigError("a cache on the disk (offload.cache) has no other tiers; leave tiers.disk out")
+        raise ConfigError(f"a cache that leaves memory ({source}) has no other tiers; leave tiers.disk out")
     micro_batch = config.offload.micro_batch or (min(MICRO_BATCH, running) if policy is None else policy.micro_batch)
     extents = Extents(sealed), None if open_ is None else Extents(open_)
     return room, Needs(*extents, running, max_chunks, min(micro_batch, running))
 
 
+def check_room(num_bytes: int, chunk_bytes: int, needs: Needs) -> None:
+    """Raises ConfigError if a cache of so many bytes does not fit the disk. chunk_bytes: of a sealed chunk."""
+    from quire.models.image_folder import image_folder
+
+    folder = image_folder()
+    while not folder.exists():
+        folder = folder.parent
+    free, wanted = shutil.disk_usage(folder).free, num_bytes // chunk_bytes * needs.sealed.num_bytes
+    if wanted > free:
+        raise ConfigError(
+            f"the cache on the disk may take {format_bytes(wanted)}, and {folder} has {format_bytes(free)}; lower"
+            " offload.cache, or scheduler.max_running and model.max_context where a policy decides"
+        )
+
+
 def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Callable[[Ops], Model]) -> Model:
     """The model, with its weights where the configuration wants them. Raises ConfigError."""
     from quire.models import images
-    from quire.models.image_folder import ImageError
+    from quire.models.cpu_panels import KINDS
+    from quire.models.image_folder import ImageError, image_folder
     from quire.offload.hidden import HiddenStates
     from quire.offload.model import load_offloaded
 
     offload, dtype = config.offload, torch_dtype(config.model.dtype)
     wanted, policy = images.whole_image_of(checkpoint, dtype, config.model.weights), policy_of(config)
+    if policy is None:
+        _split_within_memory(checkpoint, config, KINDS)  # refuses too little before the image is written
     try:
         model = load_offloaded(
             wanted,
@@ -161,7 +180,10 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
             overlaps=offload.overlap,
         )
     except ImageError as error:
-        raise ConfigError(f"offload.mode {offload.mode} needs the model's layer image: {error}") from error
+        folder = image_folder()
+        raise ConfigError(
+            f"offloading needs the model's layer image, in {folder} (XDG_CACHE_HOME sets where): {error}"
+        ) from error
     if policy is not None and policy.hidden.beyond(0) > 0:
         model.states = HiddenStates(mover_of(model, "activations"), policy.hidden.beyond(0))
     return model
@@ -174,23 +196,10 @@ def load_beside_device(
 
     Raises ConfigError.
     """
-    from quire.models.images import section_of
-    from quire.models.loading import held_sizes
     from quire.offload.device import load_on_device
-    from quire.offload.homes import Place, fitting
 
     policy = policy_of(config)
-    if policy is not None:
-        split = policy.weights
-    else:
-        assert config.offload.memory is not None
-        layers: list[list[Place]] = [[] for _ in range(checkpoint.shape.num_layers)]
-        fixed: list[Place] = []
-        sizes = held_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
-        for name, num_bytes in sizes.items():
-            section, place = section_of(name), Place(name, 0, num_bytes)
-            (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
-        split = fitting(layers, fixed, config.offload.memory).requested
+    split = _split_within_memory(checkpoint, config, kinds) if policy is None else policy.weights
     return load_on_device(build, split, torch.device(config.runtime.device), overlaps=config.offload.overlap)
 
 
@@ -222,6 +231,26 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
         raise ConfigError(f"no file for the {what} in {model.folder}: {error}") from error
     weakref.finalize(model, mover.close)
     return mover
+
+
+def _split_within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Split:
+    """The shares of the weights that use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
+
+    Raises ConfigError if the memory is too small.
+    """
+    from quire.models.images import section_of
+    from quire.models.loading import held_sizes
+    from quire.offload.homes import Place, fitting
+
+    assert config.offload.memory is not None
+    layers: list[list[Place]] = [[] for _ in range(checkpoint.shape.num_layers)]
+    fixed: list[Place] = []
+    sizes = held_sizes(checkpoint, torch_dtype(config.model.dtype), config.model.weights, kinds)
+    for name, num_bytes in sizes.items():
+        if len(checkpoint.shape.tensor_shapes[name]) == 2:
+            section, place = section_of(name), Place(name, 0, num_bytes)
+            (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
+    return fitting(layers, fixed, config.offload.memory).requested
 
 
 def home_of_cache(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
@@ -265,15 +294,6 @@ def offloaded_table(
         near=ALL if policy is None else policy.cache.shares[0],
         attends=attends,
     )
-    if not isinstance(home, Mover):
-        return table
-    assert model.folder is not None
-    free = shutil.disk_usage(model.folder).free
-    if table.file_bytes > free:
-        raise ConfigError(
-            f"the cache on the disk may take {format_bytes(table.file_bytes)}, and {model.folder} has"
-            f" {format_bytes(free)}; lower offload.cache"
-        )
     return table
 
 

@@ -208,7 +208,10 @@ def measure_parts(
     conditions = conditions_of(Path(subject.name).name, shape, subject.config, subject.sizes)
     runtime.set_num_threads(conditions.threads)
     tell("the disk")
-    disk = measure_disk(folder or image_folder(), conditions.disk_bandwidth, rounds)
+    if folder is None:
+        folder = image_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    disk = measure_disk(folder, conditions.disk_bandwidth, rounds)
     tell("memory and products")
     copy, product = measure_copy(rounds), statistics.median(quietest(yardstick, rounds))
     timer = layer_timer(subject)

@@ -49,6 +49,10 @@ class ImageError(Exception):
     """An image cannot be used or written. The message has the reason, for a log."""
 
 
+class ImageBusyError(ImageError):
+    """Another process writes the image."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """The source of an image. Equal origins give equal bytes.
@@ -285,7 +289,7 @@ def remove_leftovers() -> int:
 def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
     """Yields the file descriptor of a draft, locked by this process. The lock ends with the process or the context.
 
-    Raises ImageError if another process writes the draft, OSError if it cannot be opened.
+    Raises ImageBusyError if another process writes the draft, OSError if it cannot be opened.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
@@ -293,7 +297,7 @@ def lock_draft(path: Path, *, create: bool) -> Iterator[int]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ImageError("another process is writing it") from None
+                raise ImageBusyError("another process is writing it") from None
             except OSError:
                 if create:
                     path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from quire.models.image_folder import (
     SECTION_ALIGNMENT,
     Entry,
     Image,
+    ImageBusyError,
     ImageError,
     Origin,
     Section,
@@ -53,6 +55,9 @@ log = logging.getLogger("quire")
 LEAST_BYTES = 384 << 20
 """Smaller packed weights have no image, because packing takes a fraction of a second. This includes the embedded model
 in every form."""
+
+BUSY_SECONDS = 0.2
+"""Between two looks at an image that another process writes."""
 
 SPARE = 0.05
 """Share of an image's bytes that must remain free on disk."""
@@ -153,21 +158,31 @@ def load(wanted: Wanted | None, make: Callable[[Memory], Made]) -> Made:
 
 
 def written(wanted: Wanted, make: Callable[[Memory], object]) -> Image:
-    """The complete image, with whole blocks up to its last matrix. Writes it first if there is none, with `make`.
+    """The complete image, with whole blocks up to its last matrix. Writes it first if there is none, with `make`. If
+    another process is writing it, waits for it.
 
     Raises ImageError if it cannot be written or read.
     """
-    try:
-        image = _whole(open_image(wanted.origin))
-        _note_use(image.path)
-        return image
-    except FileNotFoundError:
-        pass
-    except ImageError as error:
-        log.info("writing the layer image again: %s", error)
-    with Writer(wanted) as writer:
-        make(writer)
-        writer.finish(wait=True)
+    is_told = False
+    while True:
+        try:
+            image = _whole(open_image(wanted.origin))
+            _note_use(image.path)
+            return image
+        except FileNotFoundError:
+            pass
+        except ImageError as error:
+            log.info("writing the layer image again: %s", error)
+        try:
+            with Writer(wanted) as writer:
+                make(writer)
+                writer.finish(wait=True)
+            break
+        except ImageBusyError:
+            if not is_told:
+                log.warning("waiting for another process, which writes the layer image %s", image_path(wanted.origin))
+            is_told = True
+            time.sleep(BUSY_SECONDS)
     try:
         return _whole(open_image(wanted.origin))
     except FileNotFoundError:

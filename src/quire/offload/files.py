@@ -37,7 +37,9 @@ def read_policy(path: Path, tiers: Sequence[str]) -> Policy:
     """
     try:
         fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise ConfigError(f"offload.mode {path} is neither off nor auto, and there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"offload.mode {path}: not a policy that can be read ({error})") from None
     try:
         return _policy(fields, tiers)

@@ -20,7 +20,7 @@ from quire.offload.homes import ALIGNMENT, Place, Weights, fitting, placed
 from quire.offload.ops import MovingOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
-from quire.stores.direct import DirectFile, allows_direct
+from quire.stores.direct import DirectFile, reads_direct
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +121,7 @@ class _Resident:
     def __init__(self, image: Image, weights: Weights) -> None:
         self._order: Iterator[Place] = (place for section in _sections(image) for place in section)
         self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
-        self._file = DirectFile(image.path, is_direct=allows_direct(image.path.parent))
+        self._file = DirectFile(image.path, is_direct=reads_direct(image.path))
         self._carver = Carver()
         self._later = torch.empty(0, dtype=torch.uint8)
 

@@ -94,7 +94,7 @@ def predict(model: CostModel, policy: Policy) -> Prediction:
     decode_name, decode = slowest(model.decode_bounds())
     memory = {tier: max(float(row @ values) for row in rows) for tier, rows in model.memory().items()}
     limits = _limits(model)
-    full = [tier for tier, size in memory.items() if size >= limits[tier] * (1 - BINDING)]
+    full = [tier for tier, size in memory.items() if 0 < size >= limits[tier] * (1 - BINDING)]
     head = model.head_seconds()
     prefill_seconds = model.sizes.num_layers * prefill + head
     decode_seconds = steps * (model.sizes.num_layers * decode + head)

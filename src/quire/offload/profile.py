@@ -294,7 +294,7 @@ def read_profile(path: Path) -> Profile:
     """The profile of a file. Raises ConfigError that names the file, and the field if one is invalid."""
     try:
         fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"hardware {path}: not a profile that can be read ({error})") from None
     try:
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:

@@ -17,7 +17,7 @@ import torch
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
 from quire.offload.homes import NUM_BUFFERS, Piece
-from quire.stores.direct import REQUEST_BYTES, DirectFile, allows_direct
+from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
 NUM_READERS = 2
@@ -57,7 +57,7 @@ class WeightStream:
         self._moved = moved
         self.throttle = Throttle(bandwidth)
         self._overlaps = overlaps
-        self._file = DirectFile(path, is_direct=allows_direct(path.parent))
+        self._file = DirectFile(path, is_direct=reads_direct(path))
         buffer_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
         self._num_buffers = min(NUM_BUFFERS, len(self._items))
         memory = huge_pages(max(1, self._num_buffers * buffer_bytes))

@@ -42,6 +42,7 @@ from quire.errors import CacheFullError, ConfigError
 from quire.offload.host import HostMemory
 from quire.offload.mover import Mover, Part, Ticket
 from quire.offload.units import ALL, Share
+from quire.options import format_bytes
 from quire.stores.direct import padded
 
 NOWHERE = -1
@@ -128,9 +129,9 @@ class Room:
         least = needs.least
         if memory < least:
             raise ConfigError(
-                f"an offloaded cache needs at least {least} bytes of cache.memory for {needs.max_running} sequences of"
-                f" {needs.max_chunks * PAGE_TOKENS} tokens, and has {memory}; raise it, or lower scheduler.max_running"
-                " or model.max_context"
+                f"an offloaded cache needs at least {least} bytes ({format_bytes(least)}) of cache.memory for"
+                f" {needs.max_running} sequences of {needs.max_chunks * PAGE_TOKENS} tokens, and has"
+                f" {format_bytes(memory)}; raise it, or lower scheduler.max_running or model.max_context"
             )
         # First buffers for whole micro-batches, then frames, which save what is read.
         own = needs.buffer + min((memory - least) // 2 // needs.sealed.largest * needs.sealed.largest, needs.more)
@@ -411,11 +412,6 @@ class OffloadedTable(ChunkCounts):
             starts = self._own[(layer * num_batches + batch) % 2] + placed.repeated * self.sealed.layer_bytes[layer]
             self.pages[placed.rows[placed.repeated], layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
             self.takes[placed.rows[placed.repeated]] += 1
-
-    @property
-    def file_bytes(self) -> int:
-        """Most bytes that the file takes on the disk."""
-        return self.ledger.num_bytes // self.chunk_bytes(self.sealed_codec) * self.sealed.num_bytes
 
     @property
     def near_share(self) -> float:

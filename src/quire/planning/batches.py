@@ -21,7 +21,7 @@ from quire.offload.planner import MICRO_BATCHES, plan_all
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
 from quire.offload.units import ALL, Share
-from quire.planning.offload_sizes import conditions_of, keeps_cache, sizes_from, token_budget_of
+from quire.planning.offload_sizes import conditions_of, keeps_cache, remedies, sizes_from, token_budget_of
 
 SLACK = 0.9
 """Share of the memory and of the disk's room that a plan uses."""
@@ -135,7 +135,7 @@ def plan_batch(
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
         )  # fmt: skip
     except PlanError as error:
-        raise ConfigError(f"no placement fits: {error}; --model.weights g4 and --cache.codec g4 need less") from error
+        raise ConfigError(f"no placement fits offload.memory: {error}{remedies(config)}") from error
     found = min(blocks, key=lambda each: seconds_of(each.policy, each.prediction, len(prompts)))
     policy = found.policy
     settings: dict[str, Any] = {

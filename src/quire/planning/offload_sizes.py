@@ -84,6 +84,13 @@ def token_budget_of(config: EngineConfig) -> int:
     return config.scheduler.token_budget or max(TOKEN_BUDGET["cpu"], least)
 
 
+def remedies(config: EngineConfig) -> str:
+    """Settings that need less memory than these, as the end of an error; empty if there are none."""
+    settings = ("model.weights", config.model.weights), ("cache.codec", config.cache.codec)
+    words = [f"--{name} g4" for name, value in settings if value != "g4"]
+    return f"; {' and '.join(words)} need{'s' * (len(words) == 1)} less" if words else ""
+
+
 def keeps_cache(config: EngineConfig) -> bool:
     """Whether the engine refuses a cache on the disk."""
     return config.retain.is_on or config.tiers.is_on or config.cache.sparse_values < 1

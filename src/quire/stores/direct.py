@@ -75,6 +75,25 @@ def allows_direct(folder: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
+def reads_direct(path: Path) -> bool:
+    """Whether a file takes direct reads. Its folder need not be writable. Raises OSError."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    try:
+        os.preadv(file, [Buffer().view(BLOCK_BYTES)], 0)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        os.close(file)
+    return True
+
+
 def measured_speed(folder: Path, num_bytes: int, before: Callable[[int], None], *, is_direct: bool) -> float:
     """Bytes per second of writing and then reading a file in a folder. It has no name meanwhile, so that a kill leaves
     nothing. before: as in `DirectFile.read`. Raises OSError.
