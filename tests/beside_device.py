@@ -22,7 +22,7 @@ from .engines import made_up_calibration
 from .opt_paper import percents
 from .tiny_models import BOS, EOS, RandomWeights, byte_tokenizer, tiny_shape
 
-SHAPE = tiny_shape(num_layers=3, head_dim=16, hidden_size=64)
+SHAPE = tiny_shape(num_layers=2, head_dim=16, hidden_size=64)
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 

@@ -211,6 +211,20 @@ def test_retention_decides_the_same_in_micro_batches(model: Path, retain: dict[s
         assert run.ask() + run.ask() == expected(model, options)
 
 
+@pytest.mark.parametrize("codec", ["dense", "g4"])
+def test_weights_on_the_disk_go_with_retention_and_a_disk_tier(model: Path, tmp_path: Path, codec: str) -> None:
+    plain = CODECS[codec] | {"retain.budget": 0.5, "retain.profile_rows": 8}
+    expected_twice = expected(model, plain)
+    count = len(PROMPTS)
+    options = plain | {"tiers.disk": f"{tmp_path / 'kv'}:64MiB"}
+    options |= {"offload.mode": policy_file(tmp_path, 2, 2, 0, 100, 0)}
+    for number in range(2):
+        with running(model, options) as run:
+            assert run.table is None
+            assert run.ask() == expected_twice[number * count : (number + 1) * count]
+        assert any(path.is_file() for path in (tmp_path / "kv").rglob("*")), "the tier has nothing"
+
+
 @pytest.mark.parametrize("codec", ["dense", "g4 sinks"])
 def test_stop_tokens_and_several_answers_change_nothing(model: Path, codec: str) -> None:
     first = expected(model, CODECS[codec])

@@ -134,7 +134,10 @@ def cache_bytes(
         return None
     source = "offload.cache" if config.offload.cache is not None else f"the policy {config.offload.mode}"
     if config.retain.is_on:
-        raise ConfigError(f"retention keeps the cache small, in memory; a cache that leaves it ({source}) has none")
+        raise ConfigError(
+            f"retention keeps the cache of running requests small, in memory; a cache that leaves it ({source}) has"
+            " none. Leave one of the two out; tiers.disk keeps cached prefixes beside retention"
+        )
     if config.tiers.is_on:
         raise ConfigError(f"a cache that leaves memory ({source}) has no other tiers; leave tiers.disk out")
     micro_batch = config.offload.micro_batch or (min(MICRO_BATCH, running) if policy is None else policy.micro_batch)

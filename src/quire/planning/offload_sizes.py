@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cache.codecs import CODECS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import TOKEN_BUDGET, sealed_pages
@@ -86,8 +87,8 @@ def token_budget_of(config: EngineConfig) -> int:
 
 def remedies(config: EngineConfig) -> str:
     """Settings that need less memory than these, as the end of an error; empty if there are none."""
-    settings = ("model.weights", config.model.weights), ("cache.codec", config.cache.codec)
-    words = [f"--{name} g4" for name, value in settings if value != "g4"]
+    words = ["--model.weights g4"] * (config.model.weights != "g4")
+    words += ["--cache.codec g4"] * (not CODECS[config.cache.codec].place)
     return f"; {' and '.join(words)} need{'s' * (len(words) == 1)} less" if words else ""
 
 
