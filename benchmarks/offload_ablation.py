@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import ROOT, append_record, arguments, commit, format_table, hardware, hardware_line, median, spread
 from offload import make_model
-from offload_fidelity import BANDWIDTH, SHAPE, anonymous_bytes
+from offload_fidelity import BANDWIDTH, SHAPE
 from tiers import OtherLoad
 
 
@@ -90,6 +90,7 @@ def variants(given: argparse.Namespace, config: Any) -> dict[str, tuple[Any, Any
 def run(given: argparse.Namespace, policy: Any, settings: dict[str, Any], seed: int) -> dict[str, float]:
     """One batch."""
     from quire import LLM, SamplingParams
+    from quire.evaluation.memory_use import anonymous_bytes
     from quire.offload.files import policy_text
     from quire.offload.planner import MEASURED_TIERS
 
