@@ -23,7 +23,8 @@ from quire.cache.sinks import Sinks
 from quire.offload.blocks import BlockAttention, run
 from quire.offload.hidden import HiddenStates
 from quire.offload.mover import Mover, Ticket
-from quire.offload.table import Extents, Needs, OffloadedTable, Placed, Room
+from quire.offload.room import Extents, Needs, Room
+from quire.offload.table import OffloadedTable, Placed
 from quire.offload.units import ALL, Share
 from quire.stores.direct import DirectFile
 from quire.stores.throttle import Throttle

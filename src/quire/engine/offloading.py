@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from quire.offload.costs import Policy
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.table import Needs, OffloadedTable
+    from quire.offload.room import Needs
+    from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
 
@@ -122,7 +123,7 @@ def cache_bytes(
     open_    of an open chunk, if it has another codec
     Raises ConfigError.
     """
-    from quire.offload.table import Extents, Needs
+    from quire.offload.room import Extents, Needs
 
     room, policy = config.offload.cache, policy_of(config)
     max_chunks, running = -(-context // PAGE_TOKENS), config.scheduler.max_running
@@ -267,7 +268,8 @@ def offloaded_table(
     """A cache on the disk. Raises ConfigError."""
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.table import OffloadedTable, Room
+    from quire.offload.room import Room
+    from quire.offload.table import OffloadedTable
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
     shape, policy = model.shape, policy_of(config)

@@ -35,7 +35,7 @@ MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
 """Sizes of a micro-batch that are tried."""
 
 OPEN_CHUNKS, OPEN_ENCODED = 1.25, 2
-"""Chunks that a sequence may write to, beside its others: see `table.Needs.num_open`. The second number is for codecs
+"""Chunks that a sequence may write to, beside its others: see `room.Needs.num_open`. The second number is for codecs
 that store only full chunks.
 """
 

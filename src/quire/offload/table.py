@@ -19,7 +19,6 @@ rows that decode attend to far chunks on the host (`offload.attended`), and only
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,29 +37,14 @@ from quire.cache.counts import ChunkCounts
 from quire.cache.ledger import PAGE_TOKENS, UNIT, Demand, PageCounts
 from quire.cache.sinks import Sinks
 from quire.cache.table import ALL_SLOTS
-from quire.errors import CacheFullError, ConfigError
+from quire.errors import CacheFullError
 from quire.offload.host import HostMemory
 from quire.offload.mover import Mover, Part, Ticket
+from quire.offload.room import Extents, Room
 from quire.offload.units import ALL, Share
-from quire.options import format_bytes
 from quire.stores.direct import padded
 
 NOWHERE = -1
-
-
-class Extents:
-    """How a page format lies in a frame and in the file: the pages of a layer together, padded to 4 KiB."""
-
-    def __init__(self, sizes: Int32s) -> None:
-        """sizes: bytes of the pages of a chunk, [L, H]."""
-        ends = np.cumsum(sizes, 1, dtype=np.int64)
-        self.layer_bytes: Int64s = np.array([padded(int(end)) for end in ends[:, -1]])
-        self.heads = ends - sizes
-        """Offset of each page in its layer, int64 [L, H]."""
-        self.starts = np.cumsum(self.layer_bytes) - self.layer_bytes
-        """Offset of each layer in a frame, int64 [L]."""
-        self.num_bytes = int(self.layer_bytes.sum())
-        self.largest = int(self.layer_bytes.max())
 
 
 class Pool:
@@ -106,87 +90,6 @@ class Placed:
     loads: list[Run]
     stores: list[Run]
     repeated: Int64s
-
-
-@dataclass(frozen=True)
-class Room:
-    """What an `OffloadedTable` has in memory.
-
-    num_open      frames of open chunks; if these have the codec of sealed ones, `num_near` frames are of both
-    num_near      further frames of sealed chunks
-    own_bytes     bytes of one buffer of a micro-batch; at least a layer of the longest sequence
-    shared_bytes  bytes of one buffer of shared chunks
-    """
-
-    num_open: int
-    num_near: int
-    own_bytes: int
-    shared_bytes: int
-
-    @staticmethod
-    def of(memory: int, needs: Needs) -> Room:
-        """Divides `memory` bytes. Raises ConfigError if they are too few."""
-        least = needs.least
-        if memory < least:
-            raise ConfigError(
-                f"an offloaded cache needs at least {least} bytes ({format_bytes(least)}) of cache.memory for"
-                f" {needs.max_running} sequences of {needs.max_chunks * PAGE_TOKENS} tokens, and has"
-                f" {format_bytes(memory)}; raise it, or lower scheduler.max_running or model.max_context"
-            )
-        # First buffers for whole micro-batches, then frames, which save what is read.
-        own = needs.buffer + min((memory - least) // 2 // needs.sealed.largest * needs.sealed.largest, needs.more)
-        near = max(0, memory - needs.frames - 2 * needs.buffer - 2 * own) // needs.sealed.num_bytes
-        return Room(needs.num_open, near, own, needs.buffer)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a `Room` is for.
-
-    sealed       pages of sealed chunks
-    open         pages of open chunks; None if these have the codec of sealed ones
-    max_running  sequences at once
-    max_chunks   chunks of the longest sequence
-    micro_batch  sequences that are computed together
-    """
-
-    sealed: Extents
-    open: Extents | None
-    max_running: int
-    max_chunks: int
-    micro_batch: int
-
-    @property
-    def num_open(self) -> int:
-        """Frames of open chunks. A sequence has one open chunk, and two in a step that fills one and begins the next.
-        If open chunks are sealed where they are, such steps are few.
-        """
-        return self.max_running + self.max_running // 4 + 1 if self.open is None else 2 * self.max_running
-
-    @property
-    def frames(self) -> int:
-        """Bytes of these frames."""
-        return self.num_open * (self.open or self.sealed).num_bytes
-
-    @property
-    def buffer(self) -> int:
-        """Bytes of the smallest buffer: a layer of the longest sequence."""
-        return self.max_chunks * self.sealed.largest
-
-    @property
-    def least(self) -> int:
-        """The least memory that is enough."""
-        return self.frames + 4 * self.buffer
-
-    @property
-    def more(self) -> int:
-        """Bytes that a buffer can use beside these."""
-        return (self.micro_batch - 1) * self.buffer
-
-    def with_near(self, near: Share) -> int:
-        """Memory for whole micro-batches, and for a share of the longest sequences' chunks."""
-        num_near = math.ceil(near * self.max_running * self.max_chunks)
-        return self.least + 2 * self.more + num_near * self.sealed.num_bytes
 
 
 class HostPages:
