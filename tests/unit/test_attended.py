@@ -84,6 +84,15 @@ def test_tokens_are_those_of_a_cache_in_memory(
     assert answers == expected(model, options)
 
 
+def test_a_model_with_a_window_loads_what_its_rows_see(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, "mistral", num_hidden_layers=LAYERS, sliding_window=100)
+    options = ON_DISK | {"offload.micro_batch": 2}
+    with beside_a_device(), poisoned(), running(path, options | {"cache.memory": least(path, options)}) as run:
+        assert run.table is not None and run.table.host is not None and not run.table.attends
+        assert run.ask() + run.ask() == expected(path, options)
+        assert run.table.host.memory.bytes_read > 0 == run.table.host.memory.bytes_crossed
+
+
 def decode_bytes(run: Run, count: int, tokens: int) -> tuple[int, int]:
     """Bytes of chunks that are loaded, and bytes that cross otherwise, while `count` prompts answer one token more."""
     assert run.table is not None and run.table.host is not None

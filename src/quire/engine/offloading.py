@@ -279,7 +279,9 @@ def offloaded_table(
     assert found is not None
     room, home = Room.of(config.cache.memory, found[1]), home_of_cache(model, config)
     is_file = isinstance(home, Mover)
-    attends = not is_file and (policy is None or policy.attended >= HALF)
+    # A plan with a window has no gaps: what its rows see is loaded.
+    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
+    attends = not is_file and not has_window and (policy is None or policy.attended >= HALF)
     log.info(
         "cache: at most %s in %s%s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
         format_bytes(fits.cache_bytes),
