@@ -32,23 +32,24 @@ from gpu_decode import NoText, RandomWeights
 from quire.config import EngineConfig
 from quire.engine.build import assemble, load_model, resolve
 from quire.engine.params import SamplingParams
+from quire.models.families import shape_from_config
 from quire.models.shape import ModelShape
 
-OPT_30B = ModelShape(
-    architecture="opt",
-    vocab_size=50272,
-    hidden_size=7168,
-    num_layers=48,
-    num_q_heads=56,
-    num_kv_heads=56,
-    head_dim=128,
-    ffn_size=28672,
-    max_context=2048,
-    norm_eps=1e-5,
-    tied_embeddings=True,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
+OPT_30B = shape_from_config(
+    {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": 7168,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 56,
+        "ffn_dim": 28672,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 7168,
+        "do_layer_norm_before": True,
+        "torch_dtype": "bfloat16",
+    },
+    {},
 )
 MEMORY = 16 << 30
 PROMPT, OUTPUT = 512, 32
@@ -82,7 +83,7 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
         file.write_text(json.dumps(policy))
         options: dict[str, Any] = {
             "model.dtype": "bfloat16",
-            "model.max_context": given.prompt + given.output + 64,
+            "model.max_context": PROMPT + OUTPUT + 64,
             "runtime.device": device,
             "offload.mode": str(file),
             "scheduler.token_budget": max(1024, given.batch + 64),
@@ -96,8 +97,8 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
         generator = torch.Generator().manual_seed(number)
         before = dict(engine.offloaded()) if engine.offloaded is not None else {}
         for index in range(given.batch):
-            ids = torch.randint(0, shape.vocab_size, (given.prompt,), generator=generator).tolist()
-            params = SamplingParams(max_tokens=given.output, temperature=0.0, ignore_eos=True)
+            ids = torch.randint(0, shape.vocab_size, (PROMPT,), generator=generator).tolist()
+            params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
             engine.add(f"{number}-{index}", None, ids, params)
         begun, tokens, steps = time.perf_counter(), 0, 0
         while engine.has_work:
@@ -111,7 +112,7 @@ def quire(shape: ModelShape, given: argparse.Namespace, device: str) -> dict[str
     return found
 
 
-def accelerate(shape: ModelShape, output: int) -> float:
+def accelerate(shape: ModelShape) -> float:
     """Tokens per second of a batch, extrapolated."""
     from accelerate import cpu_offload
     from transformers import OPTConfig, OPTForCausalLM
@@ -140,7 +141,7 @@ def accelerate(shape: ModelShape, output: int) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     step = (seconds[1] - seconds[0]) / 2
-    return PEER_BATCH * output / (seconds[0] + (output - 1) * step)
+    return PEER_BATCH * OUTPUT / (seconds[0] + (OUTPUT - 1) * step)
 
 
 def main() -> None:
@@ -153,7 +154,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=OPT_30B.num_layers, help="fewer for a trial")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    given.prompt, given.output = PROMPT, OUTPUT
     require_gpu()
     torch.cuda.set_per_process_memory_fraction(MEMORY / torch.cuda.get_device_properties(0).total_memory)
     shape = dataclasses.replace(OPT_30B, num_layers=given.layers)
@@ -164,7 +164,7 @@ def main() -> None:
         if side == "quire":
             found = quire(shape, given, "cuda")
             ours = found["tokens"] / found["seconds"]
-            flops = 2 * shape.num_parameters * given.batch * (given.prompt + given.output - 1)
+            flops = 2 * shape.num_parameters * given.batch * (PROMPT + OUTPUT - 1)
             floor = max(found["weights_bytes_read"] / bus, flops / speed)
             rows.append([side, f"{ours:.2f}", f"{floor / found['seconds']:.2f}", ""])
             record |= found | {"floor_seconds": floor}
@@ -172,7 +172,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             continue
         try:
-            peer = accelerate(shape, given.output)
+            peer = accelerate(shape)
         except ImportError as error:
             rows.append([side, str(error), "", ""])
             continue

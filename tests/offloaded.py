@@ -156,13 +156,24 @@ class Machine:
         self.table.arena.data.fill_(POISON)
         self.states_mover = Mover(folder, Throttle(None))
         self.states = HiddenStates(self.states_mover, far_states)
-        fake: Any = SimpleNamespace(plan=lambda slices, *more: list(slices), another=lambda: fake)
+        # Kernels read a copy of the table, which learns of changes as a GPU's does.
+        self.pages, self.seen = np.full_like(self.table.pages, -1), np.zeros_like(self.table.takes)
+        fake: Any = SimpleNamespace(plan=self._plan, another=lambda: fake, refresh=self._refresh)
         self.blocks = BlockAttention(fake, micro_batch, self.table)
         self.bytes: dict[int, dict[int, list[np.ndarray]]] = {}
         self.live: list[Made] = []
         self.cached: list[list[int]] = []
         self.owners: Counter[int] = Counter()
         self.reads: Counter[tuple[int, int]] = Counter()
+
+    def _plan(self, slices: Sequence[RowSlice], *more: Any) -> list[RowSlice]:
+        for piece in slices:
+            self._refresh(np.append(piece.chunks, piece.filled) if piece.filled >= 0 else piece.chunks)
+        return list(slices)
+
+    def _refresh(self, rows: np.ndarray) -> None:
+        changed = rows[self.seen[rows] != self.table.takes[rows]]
+        self.pages[changed], self.seen[changed] = self.table.pages[changed], self.table.takes[changed]
 
     # ---- sequences ---------------------------------------------------------------------------------------------------
 
@@ -265,7 +276,7 @@ class Machine:
         """The bytes of a row in a layer, as kernels find them: its pages, and the layer's part of its sidecar."""
         table, data = self.table, self.table.arena.data.numpy()
         sizes = table.sizes[table.kinds[row], layer]
-        for page, size in zip(table.pages[row, layer].tolist(), sizes.tolist(), strict=True):
+        for page, size in zip(self.pages[row, layer].tolist(), sizes.tolist(), strict=True):
             yield data[page * UNIT : page * UNIT + size]
         if table.sinks is not None and table.sidecars[row] >= 0:
             start = int(table.sidecars[row]) * UNIT + layer * table.sinks.layer_bytes

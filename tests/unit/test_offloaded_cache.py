@@ -349,7 +349,9 @@ def test_the_share_that_is_told_is_that_of_all_steps(machine: Callable[..., Mach
 def test_micro_batches_wait_for_chunks_in_transfer() -> None:
     """Each one's plan is told when a layer's pages may be read."""
     told: list[Any] = []
-    fake: Any = SimpleNamespace(plan=lambda slices, moved, ready: told.append(ready), another=lambda: fake)
+    fake: Any = SimpleNamespace(
+        plan=lambda slices, moved, ready: told.append(ready), another=lambda: fake, refresh=None
+    )
     ready = np.zeros(3, np.int32)
     chunks = np.arange(2, dtype=np.int32)
     slices = [RowSlice(70, 1, chunks) for _ in range(3)]

@@ -126,6 +126,9 @@ class CpuAttention:
         self._last = CpuPlan(self, layout, slices, ready)
         return self._last
 
+    def refresh(self, chunks: NDArray[np.int32]) -> None:
+        """Nothing to do: the kernels read the table itself."""
+
     def reading(self, slices: Sequence[RowSlice]) -> CpuPlan:
         """A plan of single rows that only read: all chunks of the slices precede them and have bases in the table."""
         spec = self.spec

@@ -115,6 +115,10 @@ class TritonAttention:
         found._last, found._decode = None, self._new_decode_buffer()
         return found
 
+    def refresh(self, chunks: NDArray[np.int32]) -> None:
+        """Some chunks have other pages in the table now, for plans that exist already, too."""
+        self.mirror.refresh(chunks)
+
     def _new_decode_buffer(self) -> Tensor:
         largest = self.batch_sizes[-1]
         return torch.zeros(

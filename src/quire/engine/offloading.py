@@ -23,8 +23,6 @@ from quire.offload.files import read_policy
 from quire.offload.units import ALL, TIERS, Share, Split
 
 if TYPE_CHECKING:
-    import torch
-
     from quire.attention.plan import AttentionBackend
     from quire.cache.codecs import Codec
     from quire.cache.codecs.dense import DenseCodec

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 
+from quire.attention.plan import AttentionPlan
 from quire.attention.rows import RowSlice
 from quire.cache.ledger import PAGE_TOKENS
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.attention.cpu import CpuAttention, CpuPlan
-    from quire.attention.plan import AttentionPlan, AttentionSpec
+    from quire.attention.plan import AttentionSpec
     from quire.cache.arrays import Bools
     from quire.cache.table import ChunkTable
     from quire.offload.host import HostMemory
@@ -64,12 +65,18 @@ def on_host(spec: AttentionSpec, pages: HostPages) -> CpuAttention:
     return found
 
 
+class PartialPlan(AttentionPlan, Protocol):
+    """A plan that keeps the log-sum-exp of its rows, float32 [R, H * G], natural log: its output may be a partial."""
+
+    lse: Tensor | None
+
+
 class DividedPlan:
     """See AttentionPlan. Some rows attend to chunks on the host, too."""
 
-    def __init__(self, near: AttentionPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
+    def __init__(self, near: PartialPlan, far: CpuPlan, rows: Sequence[int], host: HostMemory) -> None:
         """near: of all rows. far: of those that `rows` names. Both keep the lse."""
-        self._near: Any = near
+        self._near = near
         self._far = far
         self._host = host
         first, last = rows[0], rows[-1] + 1
@@ -85,10 +92,10 @@ class DividedPlan:
         """See StepPlan."""
         queries = q[self._rows]  # alive until they have crossed
         crossed = self._host.to_host(queries)
-        out: Tensor = self._near.attend(layer, q)
+        out = self._near.attend(layer, q)
         self._host.arrived()
         far = self._host.to_device(self._far.attend(layer, crossed))
-        assert self._far.lse is not None
+        assert self._far.lse is not None and self._near.lse is not None
         far_lse = self._host.to_device(self._far.lse)
         rows, heads = self._rows, far_lse.shape[1]
         weight = torch.sigmoid(far_lse - self._near.lse[rows]).unsqueeze(2)
@@ -99,4 +106,4 @@ class DividedPlan:
 
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
-        return self._near.recovered(slice_index, kept, local)  # type: ignore[no-any-return]
+        return self._near.recovered(slice_index, kept, local)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
     from quire.models.plan import Model
+    from quire.offload.attended import PartialPlan
     from quire.offload.hidden import HiddenStates
     from quire.offload.table import OffloadedTable, Placed
 
@@ -45,6 +46,9 @@ class Slot(AttentionBackend, Protocol):
 
     def another(self) -> Slot:
         """One with plans and scratch of its own, of the same table."""
+
+    def refresh(self, chunks: NDArray[np.int32]) -> None:
+        """Some chunks have other pages in the table now, for plans that exist already, too."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,17 @@ class BlockPlan:
         padded_rows: Callable[[int], int],
         table: OffloadedTable | None,
         placed: tuple[list[Placed], Placed] | None,
+        refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
-        """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several."""
+        """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several. refresh: see
+        Slot.
+        """
         self.batches = batches
         self.padded_rows = padded_rows
         self._starts = starts
         self._table = table
         self._placed = placed
+        self._refresh = refresh
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Not called: each micro-batch has a plan."""
@@ -108,7 +116,9 @@ class BlockPlan:
     def enter(self, layer: int, batch: int) -> None:
         """Must be called before a micro-batch is computed in a layer."""
         if self._table is not None and self._placed is not None:
-            self._table.enter(layer, batch, len(self.batches), self._placed[0][batch])
+            renamed = self._table.enter(layer, batch, len(self.batches), self._placed[0][batch])
+            if len(renamed):
+                self._refresh(renamed)
 
     def store(self, layer: int, batch: int) -> Ticket:
         """Starts to store what a micro-batch has filled in a layer."""
@@ -166,7 +176,7 @@ class BlockAttention:
             plan = slot.plan(part, own, ready) if self._far is None else self._divided_plan(slot, part)
             batches.append(Batch(slice(row, row + count), plan))
             row += count
-        return BlockPlan(batches, starts, self._padded_rows, self._table, placed)
+        return BlockPlan(batches, starts, self._padded_rows, self._table, placed, self._slots[0].refresh)
 
     def _divided_plan(self, slot: Slot, slices: Sequence[RowSlice]) -> AttentionPlan:
         """A plan whose single rows attend to far chunks on the host. A new one for each step, because chunks come near
@@ -186,7 +196,7 @@ class BlockAttention:
         plan = slot.plan(near)
         if not far:
             return plan
-        return DividedPlan(plan, self._far.reading(far), rows, self._table.host.memory)
+        return DividedPlan(cast("PartialPlan", plan), self._far.reading(far), rows, self._table.host.memory)
 
     def _divided(self, slices: Sequence[RowSlice]) -> list[int]:
         """The first slice of each micro-batch. Neighbours share prefixes, so they stay together."""

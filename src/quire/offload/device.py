@@ -52,8 +52,8 @@ class PlacingOps(TritonOps):
     copied   by layer, the tensors on the host
     """
 
-    def __init__(self, split: Split, *, vector: bool = True) -> None:
-        super().__init__(vector)
+    def __init__(self, split: Split) -> None:
+        super().__init__()
         self.places: dict[int, list[Place]] = {}
         self.tiers: dict[int, list[int]] = {}
         self.copied: dict[int, list[Copied]] = {}

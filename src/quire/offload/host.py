@@ -82,12 +82,8 @@ class HostMemory:
             if stream is not None:
                 stream.synchronize()
 
-    def close(self) -> None:
-        """Waits until nothing moves."""
-        self.settle()
-
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the host. The device may go on with other work that it is given; the host waits."""
+        """Starts to copy to the host; `arrived` waits for it. The tensor must stay alive until then."""
         self.bytes_crossed += tensor.nbytes
         if not self._is_gpu:
             return tensor.clone()

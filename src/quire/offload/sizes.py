@@ -21,13 +21,13 @@ MatrixBytes = Callable[[str, tuple[int, ...]], float]
 
 
 def matrices_of(
-    shape: ModelShape, tensor_bytes: MatrixBytes, kind_of: Callable[[str], str]
+    shape: ModelShape, tensor_bytes: MatrixBytes, kind_of: Callable[[str], str | None]
 ) -> tuple[tuple[float, ...], ...]:
     """Bytes of the matrices of each layer as they are placed: those of one product and one type together.
 
-    kind_of  canonical name -> type in memory
+    kind_of  canonical name -> type of its blocks in memory; None: plain numbers
     """
-    layers: list[dict[tuple[str, str], float]] = [{} for _ in range(shape.num_layers)]
+    layers: list[dict[tuple[str, str | None], float]] = [{} for _ in range(shape.num_layers)]
     for name, size in shape.tensor_shapes.items():
         if not name.startswith("layers.") or len(size) != 2:
             continue

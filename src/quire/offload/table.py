@@ -309,12 +309,16 @@ class OffloadedTable(ChunkCounts):
         """Starts to load a layer of the chunks that several micro-batches read."""
         return self.mover.read(self._parts(layer, self._shared[layer % 2], placed.loads), *after)
 
-    def enter(self, layer: int, batch: int, num_batches: int, placed: Placed) -> None:
-        """Names the places of chunks that others load too. To be called before a micro-batch is computed in a layer."""
-        if len(placed.repeated):
+    def enter(self, layer: int, batch: int, num_batches: int, placed: Placed) -> Int32s:
+        """Names the places of chunks that others load too; returns these chunks. To be called before a micro-batch is
+        computed in a layer.
+        """
+        renamed = placed.rows[placed.repeated]
+        if len(renamed):
             starts = self._own[(layer * num_batches + batch) % 2] + placed.repeated * self.sealed.layer_bytes[layer]
-            self.pages[placed.rows[placed.repeated], layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
-            self.takes[placed.rows[placed.repeated]] += 1
+            self.pages[renamed, layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
+            self.takes[renamed] += 1
+        return renamed
 
     @property
     def near_share(self) -> float:

@@ -58,7 +58,11 @@ def sizes_from(
         chunk = page_counts(pages, shape.num_layers, shape.num_kv_heads)
         per_token = sum(size * count for size, count in chunk.items()) / shape.num_layers / PAGE_TOKENS
     sizes = sizes_of(shape, dtype, tensor_bytes, per_token, workload, gates_inside=not on_gpu)
-    matrices = matrices_of(shape, tensor_bytes, kinds.__getitem__)
+
+    def kind_of(name: str) -> str | None:
+        return held_kind(name, shape.tensor_shapes[name], kinds[name], config.model.weights, BLOCK_KINDS)
+
+    matrices = matrices_of(shape, tensor_bytes, kind_of)
     return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices)
 
 
