@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import zlib
 from typing import Any
 
 import torch
@@ -13,10 +15,15 @@ from quire.engine.engine import Engine
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
 from quire.models.decoder import build_model
+from quire.models.image_folder import Origin
+from quire.models.images import Wanted
 from quire.models.layers import torch_dtype
 from quire.models.shape import ModelShape
 from quire.models.tokenizer import Tokenizer
 from quire.offload.device import load_on_device
+from quire.offload.hidden import HiddenStates, states_bytes
+from quire.offload.host import HostMemory
+from quire.offload.units import Share
 
 from .engines import made_up_calibration
 from .opt_paper import percents
@@ -33,16 +40,28 @@ def prompts_of(count: int) -> list[list[int]]:
     return [numbers[0][:130] + row[130 : 133 + 29 * place] for place, row in enumerate(numbers)]
 
 
+def image_wanted(shape: ModelShape) -> Wanted:
+    """The image of random weights."""
+    key = f"random {zlib.crc32(repr(shape).encode())}"
+    num_bytes = 4 * sum(math.prod(size) for size in shape.tensor_shapes.values())
+    return Wanted(Origin("random", key, key, (), "dequantized, gpu", "float32", 1), num_bytes)
+
+
 def engine_beside(
     device: torch.device,
     near: int,
     *,
+    disk: int = 0,
+    far_states: float = 0.0,
     shape: ModelShape = SHAPE,
     overlaps: bool = True,
     **options: Any,
 ) -> Engine:
-    """near: percent of the weights on the device, which has the least memory for the cache. The other chunks lie on the
-    host, and decoded tokens attend to them there.
+    """The device has the least memory for the cache. The other chunks lie on the host, and decoded tokens attend to
+    them there.
+
+    near, disk  percent of the weights on the device and on the disk
+    far_states  share of the micro-batches whose activations lie on the host between layers
     """
     settings = {
         "model.dtype": "float32",
@@ -68,10 +87,14 @@ def engine_beside(
     weights, dtype = RandomWeights(shape), torch_dtype(config.model.dtype)
     model = load_on_device(
         lambda ops: build_model(shape, weights, ops, dtype, device),
-        percents(near, 100 - near),
+        percents(near, 100 - near - disk, disk),
         device,
+        wanted=image_wanted(shape) if disk else None,
         overlaps=overlaps,
     )
+    if far_states:
+        room = states_bytes(shape, dtype, 256, 4)
+        model.states = HiddenStates(HostMemory(room, device), Share(far_states), device)
     tokenizer = Tokenizer(byte_tokenizer(), None, BOS, EOS)
     try:
         engine = assemble(model, tokenizer, config, fits, "", calibration)

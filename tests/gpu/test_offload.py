@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,19 @@ CODECS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("near", [0, 40, 100])
+@pytest.mark.parametrize(("near", "disk", "far_states"), [(0, 0, 0.0), (40, 0, 0.0), (100, 0, 0.5), (40, 30, 1.0)])
 @pytest.mark.parametrize("codec", CODECS)
-def test_tokens_are_those_of_a_cpu(codec: str, near: int, overlaps: bool) -> None:
+def test_tokens_are_those_of_a_cpu(
+    codec: str, near: int, disk: int, far_states: float, overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels import load
+
+    load()  # from the user's cache, before that is another one
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     more = CODECS[codec] | {"offload.cache": "256MiB", "cache.memory": "64MiB"}
     prompts = prompts_of(4)
     expected = generate(make_engine(SHAPE, chunks=256, **CODECS[codec]), prompts, PARAMS)
-    engine = engine_beside(torch.device("cuda", 0), near, shape=SHAPE, overlaps=overlaps, **more)
+    device = torch.device("cuda", 0)
+    engine = engine_beside(device, near, disk=disk, far_states=far_states, shape=SHAPE, overlaps=overlaps, **more)
     assert generate(engine, prompts, PARAMS) == expected
     assert engine.offloaded is not None and engine.offloaded()["cache_bytes_crossed"] > 0

@@ -1,15 +1,21 @@
-"""Layers that are copied to a device for every pass: each has its bytes while it is computed. There is no GPU here; the
-copies go to other memory.
+"""Layers that are copied to a device for every pass, from memory or from a file: each has its bytes while it is
+computed. There is no GPU here; the copies go to other memory.
 """
 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from quire.offload.device import ALIGNMENT, Copied, CopyStream
+from quire.errors import QuireError
+from quire.offload.device import ALIGNMENT, Copied, CopyStream, Disk
+from quire.offload.homes import ALIGNMENT as BLOCK
+from quire.offload.homes import Piece, Place
 
 CPU = torch.device("cpu")
 
@@ -19,12 +25,12 @@ def layers_of(streamed: list[bool]) -> list[list[Copied]]:
     found: list[list[Copied]] = []
     for number, is_streamed in enumerate(streamed):
         sizes = (3 + number, 5) if is_streamed else ()
-        found.append([Copied(torch.full((7, size), 10.0 * number + size), torch.empty(0)) for size in sizes])
+        found.append([Copied("", torch.full((7, size), 10.0 * number + size), torch.empty(0)) for size in sizes])
     return found
 
 
 def compute(layers: list[list[Copied]], index: int) -> None:
-    for host, there in layers[index]:
+    for _, host, there in layers[index]:
         assert torch.equal(there, host), f"layer {index} has other bytes"
 
 
@@ -62,7 +68,106 @@ def test_a_pass_may_end_early(overlaps: bool, seed: int) -> None:
 def test_layers_have_two_buffers_between_them() -> None:
     layers = layers_of([True] * 5)
     CopyStream(layers, CPU)
-    storages = [there.untyped_storage() for layer in layers for _, there in layer]
+    storages = [there.untyped_storage() for layer in layers for _, _, there in layer]
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    largest = sum(-(-host.nbytes // ALIGNMENT) * ALIGNMENT for host, _ in layers[-1])
+    largest = sum(-(-host.nbytes // ALIGNMENT) * ALIGNMENT for _, host, _ in layers[-1])
     assert list(found.values()) == [largest, largest]
+
+
+class OnDisk:
+    """Layers of which some matrices are in a file. A layer's matrix in the file has bytes of a value of its own."""
+
+    def __init__(self, folder: Path, homes: list[str], *, overlaps: bool = True) -> None:
+        """homes: of each layer, `d` for a matrix in the file, `h` for one on the host, in their order."""
+        self.values: list[list[int]] = []
+        self.layers: list[list[Copied]] = []
+        pieces: list[tuple[Piece, ...]] = []
+        data = bytearray()
+        for number, of_layer in enumerate(homes):
+            values, copied, places = [], [], []
+            for index, home in enumerate(of_layer):
+                value, name, size = 16 * number + index + 1, f"{number} {index}", 2 * BLOCK + 128 * index
+                host = torch.full((size,), value, dtype=torch.uint8)
+                if home == "d":
+                    offset = len(data)
+                    data += bytes([value]) * size + bytes(-size % BLOCK)
+                    places.append(Piece(offset, len(data) - offset, (Place(name, offset, size),)))
+                    host = host.to("meta")
+                values.append(value)
+                copied.append(Copied(name, host, torch.empty(0, dtype=torch.uint8)))
+            self.values.append(values)
+            self.layers.append(copied)
+            pieces.append(tuple(places))
+        path = folder / "weights"
+        path.write_bytes(data)
+        self.disk_layers = [number for number, of_layer in enumerate(pieces) if of_layer]
+        self.disk_bytes = sum(piece.num_bytes for of_layer in pieces for piece in of_layer)
+        self.stream = CopyStream(self.layers, CPU, disk=Disk(path, pieces, None), overlaps=overlaps)
+
+    def compute(self, index: int) -> None:
+        for (_, _, there), value in zip(self.layers[index], self.values[index], strict=True):
+            assert len(there) and (there == value).all(), f"layer {index} has other bytes"
+
+
+HOMES = [["d"], ["d", "d"], ["dh", "h", "d"], ["", "d", "hd", "", "dd", "h"], ["d"] * 5, ["h", "d", "h", "h"]]
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
+    found: list[OnDisk] = []
+
+    def make(homes: list[str]) -> OnDisk:
+        found.append(OnDisk(tmp_path, homes, overlaps=request.param))
+        return found[-1]
+
+    yield make
+    for each in found:
+        each.stream.close()
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+def test_what_is_in_a_file_is_there_too(made: type[OnDisk], homes: list[str]) -> None:
+    layers = made(homes)  # type: ignore[call-arg, arg-type]
+    for _ in range(5):
+        layers.stream.begin()
+        for index in range(len(homes)):
+            layers.stream.take(index)
+            layers.compute(index)
+            layers.stream.give(index)
+    # Two buffers of the file's may be full beside five passes.
+    assert 5 * layers.disk_bytes <= layers.stream.bytes_from_disk <= 7 * layers.disk_bytes
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+def test_a_pass_over_a_file_may_end_early(made: type[OnDisk], homes: list[str], seed: int) -> None:
+    layers, generator = made(homes), random.Random(seed)  # type: ignore[call-arg, arg-type]
+    for _ in range(100):
+        layers.stream.begin()
+        for index in range(len(homes)):
+            layers.stream.take(index)
+            if generator.random() < 0.2:
+                break
+            layers.compute(index)
+            layers.stream.give(index)
+
+
+def test_the_next_layers_are_read_while_one_is_computed(tmp_path: Path) -> None:
+    layers = OnDisk(tmp_path, ["d"] * 6)
+    layers.stream.begin()
+    layers.stream.take(0)  # and copies layer 1
+    deadline = time.monotonic() + 10
+    while layers.stream.bytes_from_disk < layers.disk_bytes // 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert layers.stream.bytes_from_disk == layers.disk_bytes // 2, "layers 0 and 1, and one ahead"
+    layers.stream.close()
+
+
+def test_a_file_that_cannot_be_read_ends_the_pass(tmp_path: Path) -> None:
+    layers = OnDisk(tmp_path, ["d"] * 4)
+    layers.stream.close()
+    with pytest.raises(QuireError, match="closed"):
+        for _ in range(3):
+            layers.stream.begin()
+            for index in range(4):
+                layers.stream.take(index)
+                layers.stream.give(index)

@@ -15,7 +15,8 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
-from quire.offload.hidden import STRIDE, HiddenStates
+from quire.offload.hidden import HiddenStates, states_bytes
+from quire.offload.host import HostMemory
 from quire.offload.mover import NOTHING, Mover, Part
 from quire.offload.units import Share
 from quire.stores.direct import BLOCK_BYTES, DirectFile
@@ -23,6 +24,7 @@ from quire.stores.throttle import Throttle
 
 from ..effort import tries
 from ..offloaded import delayed, patched
+from ..tiny_models import tiny_shape
 
 
 @pytest.fixture
@@ -288,8 +290,23 @@ def test_bytes_of_states_are_those_of_their_rows(mover: Mover) -> None:
     assert mover.bytes_read == 3 * 4096 + 4096
 
 
-def test_the_places_of_states_in_the_file_do_not_overlap() -> None:
-    assert STRIDE % BLOCK_BYTES == 0 and STRIDE > 1 << 31
+def test_states_take_no_more_of_the_file_than_was_said(seed: int) -> None:
+    """The host's memory has the file's place, and exactly that much room."""
+    generator, shape = random.Random(seed), tiny_shape(hidden_size=700)
+    for count in (2, 5):
+        rows = [generator.randrange(1, 30) for _ in range(count)]
+        host = HostMemory(states_bytes(shape, torch.float32, sum(rows), count), torch.device("cpu"))
+        host.memory.fill_(0xFF)
+        states = HiddenStates(host, Share(1.0))
+        for _ in range(3):
+            states.begin(count)
+            wanted = [tuple(torch.randn(each, 700) for _ in range(2)) for each in rows]
+            for index, state in enumerate(wanted):
+                states.put(index, state)
+            for index, state in enumerate(wanted):
+                states.load(index).wait()
+                assert_same(states.get(index), state)
+    assert host.bytes_written == host.bytes_read > 0
 
 
 def test_a_state_that_was_not_written_is_an_error(mover: Mover) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import shutil
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from quire.cache.ledger import PAGE_TOKENS, PageCounts
 from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
+from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from quire.models.weights import Checkpoint
     from quire.offload.blocks import Slot
     from quire.offload.costs import Policy
+    from quire.offload.homes import Weights
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
     from quire.offload.room import Needs
@@ -61,8 +64,6 @@ def with_offload(config: EngineConfig, backend: Backend, weight_bytes: int, avai
         raise ConfigError(f"offload.mode {offload.mode} needs attention.backend cpu or triton, not reference")
     if backend == "cpu" and not config.model.images:
         raise ConfigError("offload.mode reads weights from a layer image; set model.images true")
-    if backend == "triton" and offload.disk_bandwidth is not None:
-        raise ConfigError("offload.disk_bandwidth limits a disk, but beside a GPU none is read; leave it out")
     if offload.profile is not None:
         raise ConfigError("offload.profile plans the lines of quire generate --input, and nothing else; leave it out")
     policy = policy_of(config)
@@ -94,10 +95,11 @@ def policy_of(config: EngineConfig) -> Policy | None:
             raise ConfigError(f"offload.mode {mode}: attended is for a GPU; here all attention is on the CPU")
         return policy
     policy = read_policy(Path(mode), TIERS)
-    if policy.weights.beyond(1) + policy.cache.beyond(1) > 0:
-        raise ConfigError(f"offload.mode {mode}: beside a GPU nothing is on the disk; give gpu and cpu all shares")
-    if policy.hidden.beyond(0) > 0:
-        raise ConfigError(f"offload.mode {mode}: activations stay on a GPU; give it all of hidden, and plan with that")
+    if policy.cache.beyond(1) + policy.hidden.beyond(1) > 0:
+        raise ConfigError(
+            f"offload.mode {mode}: beside a GPU only weights are on the disk; give gpu and cpu all shares of cache and"
+            " hidden"
+        )
     return policy
 
 
@@ -163,15 +165,14 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
     """The model, with its weights where the configuration wants them. Raises ConfigError."""
     from quire.models import images
     from quire.models.cpu_panels import KINDS
-    from quire.models.image_folder import ImageError, image_folder
     from quire.offload.hidden import HiddenStates
     from quire.offload.model import load_offloaded
 
     offload, dtype = config.offload, torch_dtype(config.model.dtype)
     wanted, policy = images.whole_image_of(checkpoint, dtype, config.model.weights), policy_of(config)
     if policy is None:
-        _split_within_memory(checkpoint, config, KINDS)  # refuses too little before the image is written
-    try:
+        _within_memory(checkpoint, config, KINDS)  # refuses too little before the image is written
+    with _image_errors():
         model = load_offloaded(
             wanted,
             build,
@@ -181,28 +182,66 @@ def load_with_offload(checkpoint: Checkpoint, config: EngineConfig, build: Calla
             bandwidth=offload.disk_bandwidth,
             overlaps=offload.overlap,
         )
-    except ImageError as error:
-        folder = image_folder()
-        raise ConfigError(
-            f"offloading needs the model's layer image, in {folder} (XDG_CACHE_HOME sets where): {error}"
-        ) from error
     if policy is not None and policy.hidden.beyond(0) > 0:
         model.states = HiddenStates(mover_of(model, "activations"), policy.hidden.beyond(0))
     return model
 
 
+@contextlib.contextmanager
+def _image_errors() -> Iterator[None]:
+    """Converts an ImageError to a ConfigError."""
+    from quire.models.image_folder import ImageError, image_folder
+
+    try:
+        yield
+    except ImageError as error:
+        raise ConfigError(
+            f"offloading needs the model's layer image, in {image_folder()} (XDG_CACHE_HOME sets where): {error}"
+        ) from error
+
+
 def load_beside_device(
     checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str], build: Callable[[Ops], Model]
 ) -> OffloadedModel:
-    """The model with its weights on a GPU and in the host's memory. kinds: of blocks that the GPU multiplies.
+    """The model with its weights on a GPU, in the host's memory and on the disk. kinds: of blocks that the GPU
+    multiplies.
 
-    Raises ConfigError.
+    Without a policy, the disk has what the host has no room for. Raises ConfigError.
     """
-    from quire.offload.device import load_on_device
+    from quire.models.images import device_image_of
+    from quire.offload.device import DISK, load_on_device
+    from quire.offload.hidden import HiddenStates, states_bytes
+    from quire.offload.host import HostMemory
 
-    policy = policy_of(config)
-    split = _split_within_memory(checkpoint, config, kinds) if policy is None else policy.weights
-    return load_on_device(build, split, torch.device(config.runtime.device), overlaps=config.offload.overlap)
+    policy, dtype, device = policy_of(config), torch_dtype(config.model.dtype), torch.device(config.runtime.device)
+    split = _beside_device(checkpoint, config, kinds) if policy is None else policy.weights
+    has_disk = split.shares[DISK] > 0
+    if config.offload.disk_bandwidth is not None and not has_disk:
+        raise ConfigError("offload.disk_bandwidth limits a disk, but none is read: no weights are there; leave it out")
+    with _image_errors():
+        model = load_on_device(
+            build,
+            split,
+            device,
+            wanted=device_image_of(checkpoint, dtype, config.model.weights, kinds) if has_disk else None,
+            bandwidth=config.offload.disk_bandwidth,
+            overlaps=config.offload.overlap,
+        )
+    if policy is not None and policy.hidden.beyond(0) > 0:
+        assert config.scheduler.token_budget is not None
+        num_bytes = states_bytes(checkpoint.shape, dtype, config.scheduler.token_budget, policy.block)
+        model.states = HiddenStates(HostMemory(num_bytes, device), policy.hidden.beyond(0), device)
+    return model
+
+
+def _beside_device(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Split:
+    """The shares of GPU, host and disk that use offload.memory of the first one and what is free of the second."""
+    weights = _within_memory(checkpoint, config, kinds)
+    near = weights.requested.shares[0]
+    layer_bytes = sum(place.num_bytes for layer in weights.layers for place in layer)
+    free = int(available_memory(torch.device("cpu")) * (1 - OFFLOAD_SPARE)) - (config.offload.cache or 0)
+    far = min(1 - near, max(0, free) / layer_bytes)
+    return Split((near, Share(far), Share(max(0.0, 1 - near - far))))
 
 
 def _outside(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
@@ -235,8 +274,8 @@ def mover_of(model: OffloadedModel, what: str) -> Mover:
     return mover
 
 
-def _split_within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Split:
-    """The shares of the weights that use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
+def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collection[str]) -> Weights:
+    """The weights placed so that they use offload.memory, by the checkpoint's headers. kinds: of blocks that are kept.
 
     Raises ConfigError if the memory is too small.
     """
@@ -252,7 +291,7 @@ def _split_within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Co
         if len(checkpoint.shape.tensor_shapes[name]) == 2:
             section, place = section_of(name), Place(name, 0, num_bytes)
             (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
-    return fitting(layers, fixed, config.offload.memory).requested
+    return fitting(layers, fixed, config.offload.memory)
 
 
 def home_of_cache(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
@@ -330,6 +369,7 @@ def offload_counters(model: Model, table: OffloadedTable | None) -> Callable[[],
             "weights_near": model.weights.split.shares[0],
             "weights_loads": stream.num_loads,
             "weights_bytes_read": stream.bytes_read,
+            "weights_bytes_from_disk": stream.bytes_from_disk,
             "weights_wait_seconds": stream.wait_seconds,
             **states.stats(),
         }

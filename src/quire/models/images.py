@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,7 @@ from quire.models.image_folder import (
     remove_older,
     table_bytes,
 )
-from quire.models.loading import held_kind
+from quire.models.loading import held_kind, held_sizes
 from quire.models.quants import held_bytes
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ log = logging.getLogger("quire")
 LEAST_BYTES = 384 << 20
 """Smaller packed weights have no image, because packing takes a fraction of a second. This includes the embedded model
 in every form."""
+
+DEVICE_LAYOUT = 1
+"""Version of the packing for a GPU."""
 
 BUSY_SECONDS = 0.2
 """Between two looks at an image that another process writes."""
@@ -88,6 +91,13 @@ def whole_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form) -> Wa
     assert checkpoint.path is not None, "a checkpoint that is on no disk"
     packed, num_bytes = (_packed_bytes(checkpoint, dtype, form, with_plain=plain) for plain in (False, True))
     return _wanted(checkpoint, dtype, form if num_bytes == packed else f"{form}, whole", num_bytes)
+
+
+def device_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, kinds: Collection[str]) -> Wanted:
+    """The image with all matrices of the layers as a GPU multiplies them. kinds: of blocks that it multiplies."""
+    sizes = held_sizes(checkpoint, dtype, form, kinds)
+    num_bytes = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    return _wanted(checkpoint, dtype, f"{form}, gpu {DEVICE_LAYOUT}", num_bytes)
 
 
 def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int) -> Wanted:

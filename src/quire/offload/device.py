@@ -1,13 +1,19 @@
-"""Weights beside a GPU: matrices that stay there, and matrices in the host's memory that are copied for every pass.
+"""Weights beside a GPU: matrices that stay there, matrices in the host's memory, and matrices on the disk. Those that
+do not stay are copied to the GPU for every pass.
 
 Each layer is copied into one of two buffers on the device while the layer before is computed. A matrix always has the
 same place in the same buffer, so the products never learn that it came and went. Between the last layer and the first
 one, copying waits if the number of copied layers is odd, because both then have the same buffer.
+
+What is on the disk comes through two buffers of the host (`WeightStream`): while a layer is computed and the next one
+is copied, the one after that is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +22,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from quire.config import format_bytes
-from quire.models.images import section_of
-from quire.models.quants import Unread
+from quire.errors import ConfigError
+from quire.models.images import section_of, written
+from quire.models.quants import Blocks, Unread, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
-from quire.offload.homes import NUM_BUFFERS, Homes, Place, Weights
+from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights
 from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
+from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
+    from quire.kernels.memory import Memory
+    from quire.models.image_folder import Image
+    from quire.models.images import Wanted
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.quants import Weight
@@ -36,59 +49,145 @@ log = logging.getLogger("quire")
 ALIGNMENT = 256
 """Matrices in a buffer begin at multiples of it, as torch's own allocations do."""
 
+DEVICE, HOST, DISK = range(3)
+"""Tiers of a matrix."""
+
 
 class Copied(NamedTuple):
-    """A tensor that is copied for every pass: on the host, and on the device."""
+    """A tensor that is copied for every pass.
 
+    name   of its bytes in the image
+    host   on the host; a meta tensor if its bytes come from the disk
+    there  on the device
+    """
+
+    name: str
     host: Tensor
     there: Tensor
 
 
-class PlacingOps(TritonOps):
-    """See `TritonOps`. Leaves the matrices of layers on the device or moves them to the host, as shares say.
+class Disk(NamedTuple):
+    """Where a `CopyStream` reads what is on the disk.
 
-    places   by layer, the matrices with their bytes
-    tiers    0: on the device, 1: on the host; like `places`
-    copied   by layer, the tensors on the host
+    path       of the image
+    layers     what is read for each
+    bandwidth  most bytes per second; None: no limit
     """
 
-    def __init__(self, split: Split) -> None:
+    path: Path
+    layers: Sequence[Sequence[Piece]]
+    bandwidth: float | None
+
+
+class WritingOps(TritonOps):
+    """See `TritonOps`. Puts the matrices of layers into memory for packed weights, and keeps none: for an image."""
+
+    def __init__(self, memory: Memory) -> None:
         super().__init__()
-        self.places: dict[int, list[Place]] = {}
-        self.tiers: dict[int, list[int]] = {}
-        self.copied: dict[int, list[Copied]] = {}
-        self._homes = Homes(split)
+        self._memory = memory
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | PackedLinear:
         """See TritonOps."""
         product = super().linear(parts, bias, dtype)
-        first = parts[0]
-        assert isinstance(first, Unread), "a matrix without a name"
-        section = section_of(first.name)
-        if not section.startswith("layers."):
+        if _layer_of(parts) is None:
             return product
-        layer = int(section.removeprefix("layers."))
-        num_bytes = sum(tensor.nbytes for tensor in product.tensors)
-        tier = self._homes.tier(num_bytes)
-        self.places.setdefault(layer, []).append(Place(first.name, 0, num_bytes))
-        self.tiers.setdefault(layer, []).append(tier)
+        for name, tensor in zip(_names(parts, product), product.tensors, strict=True):
+
+            def fill(target: Tensor, tensor: Tensor = tensor) -> None:
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+            self._memory.place(name, tensor.nbytes, fill)
+            tensor.data = tensor.new_empty(0)
+        return product
+
+
+class PlacingOps(TritonOps):
+    """See `TritonOps`. Places the matrices of layers, as shares say.
+
+    places   by layer, the tensors of its matrices
+    tiers    of each; like `places`
+    copied   by layer, the tensors that are copied for every pass
+    """
+
+    def __init__(self, split: Split, device: torch.device, image: Image | None) -> None:
+        """split: shares of device, host and disk. image: has the matrices of the disk; None if it has no share."""
+        super().__init__()
+        self.places: dict[int, list[Place]] = {}
+        self.tiers: dict[int, list[int]] = {}
+        self.copied: dict[int, list[Copied]] = {}
+        self._device = device
+        self._homes = Homes(split)
+        self._offsets: dict[str, int] = {}
+        for section in () if image is None else image.sections:
+            self._offsets |= {entry.name: entry.offset for entry in section.entries}
+
+    def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | PackedLinear:
+        """See TritonOps."""
+        layer = _layer_of(parts)
+        if layer is None:
+            return super().linear(parts, bias, dtype)
+        product = super().linear([_unread(part, self._device) for part in parts], bias, dtype)
+        tier = self._homes.tier(sum(tensor.nbytes for tensor in product.tensors))
+        if tier != DISK:
+            product = super().linear(parts, bias, dtype)
         of_layer = self.copied.setdefault(layer, [])
-        for tensor in product.tensors if tier else ():
-            host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape)
-            of_layer.append(Copied(host.copy_(tensor), tensor))
+        for name, tensor in zip(_names(parts, product), product.tensors, strict=True):
+            self.places.setdefault(layer, []).append(Place(name, self._offsets.get(name, 0), tensor.nbytes))
+            self.tiers.setdefault(layer, []).append(tier)
+            if tier == DEVICE:
+                continue
+            host = torch.empty_like(tensor, device="meta")
+            if tier == HOST:
+                host = pinned(tensor.nbytes, tensor.device, self).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            of_layer.append(Copied(name, host, tensor))
             tensor.data = tensor.new_empty(0)  # until the stream gives it a place
         return product
+
+
+def _layer_of(parts: Sequence[Weight]) -> int | None:
+    """The layer of a product; None if it belongs to none."""
+    first = parts[0]
+    assert isinstance(first, Unread), "a matrix without a name"
+    section = section_of(first.name)
+    return int(section.removeprefix("layers.")) if section.startswith("layers.") else None
+
+
+def _names(parts: Sequence[Weight], product: TritonLinear | PackedLinear) -> list[str]:
+    """Names of a product's tensors."""
+    first = parts[0]
+    assert isinstance(first, Unread), "a matrix without a name"
+    return [f"{first.name} {number}" for number in range(len(product.tensors))]
+
+
+def _unread(weight: Weight, device: torch.device) -> Weight:
+    """A matrix with any numbers: its product has the tensors of the true one."""
+    assert isinstance(weight, Unread), "a matrix without a name"
+    kind, (outputs, inputs) = weight.kind, weight.shape
+    if kind is None:
+        return dataclasses.replace(weight, read=lambda: torch.empty(weight.shape, dtype=weight.dtype, device=device))
+    size = outputs, block_bytes(kind, inputs)
+    return dataclasses.replace(
+        weight, read=lambda: Blocks(kind, torch.empty(size, dtype=torch.uint8, device=device), inputs)
+    )
 
 
 class CopyStream:
     """Copies layers to the device, each ahead of its use. See `WeightStream`, whose place it takes.
 
     num_loads, bytes_read  layers and bytes that were copied so far
-    wait_seconds           0: the device waits, not the host
     """
 
-    def __init__(self, layers: Sequence[Sequence[Copied]], device: torch.device, *, overlaps: bool = True) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Copied]],
+        device: torch.device,
+        *,
+        disk: Disk | None = None,
+        overlaps: bool = True,
+    ) -> None:
+        """disk: None if nothing is there. Raises OSError, and ConfigError if there is not enough memory."""
         self._items = [tuple(layer) for layer in layers if layer]
+        self._layers = [index for index, layer in enumerate(layers) if layer]
         self._order = {index: order for order, index in enumerate(i for i, layer in enumerate(layers) if layer)}
         self._overlaps = overlaps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -97,14 +196,30 @@ class CopyStream:
         self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
         for order, item in enumerate(self._items):
             buffer, at = self._buffers[order % count], 0
-            for host, there in item:
+            for _, host, there in item:
                 there.data = buffer[at : at + host.nbytes].view(host.dtype).view(host.shape)
                 at += _aligned(host.nbytes)
         self._next = 0  # the next layer that is copied, counted since the start
         self._given = 0  # layers that were computed
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self.num_loads = self.bytes_read = 0
-        self.wait_seconds = 0.0
+        self._read: dict[str, Tensor] = {}  # what was read last, on the host
+        self._taken: int | None = None  # a layer that the disk's stream waits to have back
+        self._disk: WeightStream | None = None
+        if disk is not None:
+            memory = functools.partial(pinned, device=device, owner=self)
+            moved = self._read.__setitem__
+            self._disk = WeightStream(disk.path, disk.layers, moved, disk.bandwidth, overlaps=overlaps, memory=memory)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the host waited for the disk. For copies the device waits."""
+        return 0.0 if self._disk is None else self._disk.wait_seconds
+
+    @property
+    def bytes_from_disk(self) -> int:
+        """See Stream."""
+        return 0 if self._disk is None else self._disk.bytes_read
 
     def begin(self) -> None:
         """Begins a pass. The last one may have ended early."""
@@ -112,6 +227,9 @@ class CopyStream:
         if self._given % count:
             self._given = -(-self._given // count) * count
             self._next = self._given
+            if self._disk is not None:
+                self._return()
+                self._disk.begin()
 
     def take(self, layer: int) -> None:
         """Makes the device wait for a layer's weights, and begins to copy the next layer's."""
@@ -136,6 +254,8 @@ class CopyStream:
         """Waits until nothing moves."""
         if self._stream is not None:
             self._stream.synchronize()
+        if self._disk is not None:
+            self._disk.close()
 
     def _may_copy(self) -> bool:
         """Whether the next layer has another buffer than the one that is computed now."""
@@ -145,14 +265,27 @@ class CopyStream:
 
     def _copy(self) -> None:
         order = self._next % len(self._items)
+        if self._disk is not None:
+            self._return()
+            self._disk.take(self._layers[order])
+            self._taken = self._layers[order]
         with self._on_stream():
             # All that the device was given so far is done before: also the layer that had this buffer.
-            for host, there in self._items[order]:
-                there.copy_(host, non_blocking=True)
+            for name, host, there in self._items[order]:
+                source = self._read[name].view(host.dtype).view(host.shape) if host.is_meta else host
+                there.copy_(source, non_blocking=True)
         self._copied[order % len(self._buffers)] = None if self._stream is None else self._stream.record_event()
         self._next += 1
         self.num_loads += 1
         self.bytes_read += sum(each.host.nbytes for each in self._items[order])
+
+    def _return(self) -> None:
+        """Gives the disk's stream back the buffer of the layer that was copied last."""
+        if self._taken is not None and self._disk is not None:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._disk.give(self._taken)
+            self._taken = None
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -165,25 +298,47 @@ class CopyStream:
 
 
 def load_on_device(
-    build: Callable[[Ops], Model], split: Split, device: torch.device, *, overlaps: bool = True
+    build: Callable[[Ops], Model],
+    split: Split,
+    device: torch.device,
+    *,
+    wanted: Wanted | None = None,
+    bandwidth: float | None = None,
+    overlaps: bool = True,
 ) -> OffloadedModel:
-    """Loads a model whose matrices are on the device and in the host's memory.
+    """Loads a model whose matrices are on the device, in the host's memory and on the disk.
 
-    split     shares of the layers' bytes
-    overlaps  whether the next layer is copied while one is computed
+    What is on the disk is read from an image with the matrices of all layers, as the device multiplies them. The first
+    start that needs it writes it.
+
+    split      shares of the layers' bytes on the device, the host and the disk
+    wanted     the image; None if nothing is on the disk
+    bandwidth  most bytes per second that are read from the disk while computing; None: no limit
+    overlaps   whether the next layer is copied while one is computed
+    Raises ImageError if the image cannot be written or read, ConfigError if there is not enough memory.
     """
     begun = time.perf_counter()
-    ops = PlacingOps(split)
+    image = None
+    if split.shares[DISK] > 0:
+        assert wanted is not None, "a share of the weights is on the disk, and there is no image"
+        image = written(wanted, lambda memory: build(WritingOps(memory)))
+    ops = PlacingOps(split, device, image)
     model = build(ops)
     layers = range(model.shape.num_layers)
     places = tuple(tuple(ops.places[layer]) for layer in layers)
     weights = Weights(places, tuple(tuple(ops.tiers[layer]) for layer in layers), (), split)
-    stream = CopyStream([ops.copied[layer] for layer in layers], device, overlaps=overlaps)
+    disk = None if image is None else Disk(image.path, weights.streamed, bandwidth)
+    try:
+        stream = CopyStream([ops.copied[layer] for layer in layers], device, disk=disk, overlaps=overlaps)
+    except OSError as error:
+        raise ConfigError(f"the layer image cannot be read: {error}") from error
     log.info(
-        "weights: %s of the layers on the device (requested %s), %s copied there in every pass; loaded in %.1f s",
-        percent(weights.split.shares[0]),
-        percent(split.shares[0]),
+        "weights: %s of the layers on the device (requested %s), %s copied there in every pass, of which %s from the"
+        " disk; loaded in %.1f s",
+        percent(weights.split.shares[DEVICE]),
+        percent(split.shares[DEVICE]),
         format_bytes(sum(each.host.nbytes for layer in layers for each in ops.copied[layer])),
+        format_bytes(0 if image is None else weights.streamed_bytes),
         time.perf_counter() - begun,
     )
     return OffloadedModel(model, weights, stream, None, overlaps=overlaps)

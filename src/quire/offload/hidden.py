@@ -1,4 +1,6 @@
-"""The activations of a block's micro-batches between two layers, in memory or in a file."""
+"""The activations of a block's micro-batches between two layers: where they are computed, or in a file. Beside a GPU,
+the host's memory takes the place of the file.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,26 @@ import torch
 from quire.kernels.memory import huge_pages
 from quire.offload.mover import NOTHING, Mover, Part, Ticket
 from quire.offload.units import NONE, Share
-from quire.stores.direct import padded
+from quire.stores.direct import BLOCK_BYTES, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.models.shape import ModelShape
+    from quire.offload.host import HostMemory
+
     State = tuple[Tensor, ...]
 
-STRIDE = 1 << 32
-"""Distance in the file between two micro-batches. What is not written takes no room there."""
+CPU = torch.device("cpu")
 
 
 @dataclass
 class _Far:
-    """A state in the file, and where it is being written or read."""
+    """A state in the file, its place there, and where it is being written or read."""
 
     alike: list[tuple[torch.Size, torch.dtype]]
-    moved: Ticket
+    offset: int
+    moved: Ticket = NOTHING
     buffer: Tensor | None = None
 
     @property
@@ -35,25 +40,32 @@ class _Far:
         return sum(_bytes_of(*each) for each in self.alike)
 
 
+def states_bytes(shape: ModelShape, dtype: torch.dtype, rows: int, count: int) -> int:
+    """Most bytes of the states of `count` micro-batches with so many rows in all: two tensors each."""
+    return 2 * (rows * shape.hidden_size * dtype.itemsize + count * BLOCK_BYTES)
+
+
 class HiddenStates:
     """The states of micro-batches by index.
 
-    far  share of the micro-batches whose states are in the file; a single micro-batch stays in memory
+    far     share of the micro-batches whose states are in the file; a single micro-batch stays where it is computed
+    device  where they are computed
     """
 
-    def __init__(self, mover: Mover | None = None, far: Share = NONE) -> None:
+    def __init__(self, mover: Mover | HostMemory | None = None, far: Share = NONE, device: torch.device = CPU) -> None:
         assert mover is not None or not far, "a share of the states is on the disk, and there is no file"
         self.far = far
         self._mover = mover
+        self._device = device
         self._near: dict[int, State] = {}
         self._away: dict[int, _Far] = {}
+        self._offsets: dict[int, int] = {}
+        self._end = 0  # of what has a place in the file
         self._is_far: list[bool] = []
         self._num_far = self._num_all = 0  # of all steps
         # Two buffers to read into and two to write from, each used in turn.
-        self._memory = {
-            "read": [torch.empty(0, dtype=torch.uint8)] * 2,
-            "write": [torch.empty(0, dtype=torch.uint8)] * 2,
-        }
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._memory = {"read": [nothing] * 2, "write": [nothing] * 2}
         self._turns = {"read": 0, "write": 0}
         self._written: list[Ticket] = [NOTHING, NOTHING]
 
@@ -77,6 +89,8 @@ class HiddenStates:
         self._written = [NOTHING, NOTHING]
         self._near.clear()
         self._away.clear()
+        self._offsets.clear()
+        self._end = 0
         share = self.far if count > 1 else NONE
         self._is_far = [
             math.floor((index + 1) * share + 1e-9) > math.floor(index * share + 1e-9) for index in range(count)
@@ -89,13 +103,14 @@ class HiddenStates:
             self._near[index] = state
             return
         assert self._mover is not None
-        far = _Far([(each.shape, each.dtype) for each in state], NOTHING)
+        far = _Far([(each.shape, each.dtype) for each in state], self._offsets.setdefault(index, self._end))
+        self._end = max(self._end, far.offset + far.num_bytes)
         turn = self._turns["write"]
         self._written[turn].wait()
         buffer = self._buffer("write", far.num_bytes)
         for part, each in zip(_views(buffer, far.alike), state, strict=True):
             part.copy_(each)
-        far.moved = self._written[turn] = self._mover.write([Part(index * STRIDE, buffer)])
+        far.moved = self._written[turn] = self._mover.write([Part(far.offset, buffer)])
         self._away[index] = far
 
     def settle(self) -> None:
@@ -110,7 +125,7 @@ class HiddenStates:
             return NOTHING
         assert self._mover is not None
         far.buffer = self._buffer("read", far.num_bytes)
-        far.moved = self._mover.read([Part(index * STRIDE, far.buffer)], far.moved)
+        far.moved = self._mover.read([Part(far.offset, far.buffer)], far.moved)
         return far.moved
 
     def get(self, index: int) -> State:
@@ -131,7 +146,9 @@ class HiddenStates:
         turn = self._turns[use]
         self._turns[use] = 1 - turn
         if len(self._memory[use][turn]) < num_bytes:
-            self._memory[use][turn] = huge_pages(num_bytes)
+            is_cpu = self._device.type == "cpu"
+            memory = huge_pages(num_bytes) if is_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._memory[use][turn] = memory
         return self._memory[use][turn][:num_bytes]
 
 

@@ -98,7 +98,7 @@ class Weights:
     """Where a model's matrices are: in memory, or on the disk and loaded for every pass.
 
     layers     matrices of each layer
-    tiers      0: in memory, 1: on the disk; like `layers`
+    tiers      as in `requested`, the disk is the last one; like `layers`
     fixed      matrices outside of layers, which stay in memory
     requested  the split that was asked for
     unpacked   bytes of other matrices outside of layers, which are not in the file and stay in memory too
@@ -113,7 +113,8 @@ class Weights:
     @property
     def streamed(self) -> tuple[tuple[Piece, ...], ...]:
         """What is read for each layer."""
-        return tuple(pieces(layer, tiers, 1) for layer, tiers in zip(self.layers, self.tiers, strict=True))
+        disk = len(self.requested.shares) - 1
+        return tuple(pieces(layer, tiers, disk) for layer, tiers in zip(self.layers, self.tiers, strict=True))
 
     @property
     def streamed_bytes(self) -> int:
@@ -135,8 +136,9 @@ class Weights:
 
     @property
     def split(self) -> Split:
-        """The realised shares of the layers' bytes, in memory and on the disk."""
-        return realised([[place.num_bytes for place in layer] for layer in self.layers], self.tiers, 2)
+        """The realised shares of the layers' bytes."""
+        sizes = [[place.num_bytes for place in layer] for layer in self.layers]
+        return realised(sizes, self.tiers, len(self.requested.shares))
 
 
 def _blocks(place: Place) -> int:

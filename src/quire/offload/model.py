@@ -37,7 +37,14 @@ class Stream(Protocol):
 
     num_loads: int
     bytes_read: int
-    wait_seconds: float
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the host waited."""
+
+    @property
+    def bytes_from_disk(self) -> int:
+        """Bytes of `bytes_read` that came from the disk."""
 
     def begin(self) -> None:
         """Begins a pass."""

@@ -47,8 +47,11 @@ class WeightStream:
         bandwidth: float | None = None,
         *,
         overlaps: bool = True,
+        memory: Callable[[int], torch.Tensor] = huge_pages,
     ) -> None:
-        """layers: what is read for each. bandwidth: most bytes per second; None: no limit. Raises OSError."""
+        """layers: what is read for each. bandwidth: most bytes per second; None: no limit. memory: makes the buffers,
+        uint8 [num_bytes]. Raises OSError.
+        """
         self._items = [tuple(layer) for layer in layers if layer]
         self._order: dict[int, int] = {}
         for index, layer in enumerate(layers):
@@ -60,9 +63,9 @@ class WeightStream:
         self._file = DirectFile(path, is_direct=reads_direct(path))
         buffer_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
         self._num_buffers = min(NUM_BUFFERS, len(self._items))
-        memory = huge_pages(max(1, self._num_buffers * buffer_bytes))
+        every = memory(max(1, self._num_buffers * buffer_bytes))
         self._buffers = [
-            memory[buffer * buffer_bytes : (buffer + 1) * buffer_bytes] for buffer in range(self._num_buffers)
+            every[buffer * buffer_bytes : (buffer + 1) * buffer_bytes] for buffer in range(self._num_buffers)
         ]
         self._requests = [self._requests_of(item) for item in self._items]
         self._changed = threading.Condition()
@@ -82,6 +85,11 @@ class WeightStream:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def bytes_from_disk(self) -> int:
+        """See `offload.model.Stream`: all of them."""
+        return self.bytes_read
 
     def begin(self) -> None:
         """Begins a pass. If the last one ended early, the layers that it did not use are skipped."""
