@@ -92,12 +92,12 @@ def run(given: argparse.Namespace, policy: Any, settings: dict[str, Any], seed: 
     from quire import LLM, SamplingParams
     from quire.evaluation.memory_use import anonymous_bytes
     from quire.offload.files import policy_text
-    from quire.offload.planner import MEASURED_TIERS
+    from quire.offload.units import TIERS
 
     before = anonymous_bytes()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.json"
-        file.write_text(policy_text(policy, MEASURED_TIERS))
+        file.write_text(policy_text(policy, TIERS[1:]))
         options = {
             "offload.mode": str(file), "offload.disk_bandwidth": BANDWIDTH, "runtime.threads": given.threads,
             "scheduler.max_running": policy.block,

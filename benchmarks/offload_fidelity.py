@@ -169,7 +169,7 @@ def run_round(given: argparse.Namespace, subject: Any, calibration: Calibration,
         by_engine.setdefault(each.engine, []).append(each)
     for _, cases in sorted(by_engine.items()):
         first, options = cases[0], subject.options
-        placement = first.requested
+        placement = first.policy(first.requested).weights
         if first.num_batches > 1:
             placement = first.policy(first.requested)
             longest = -(-(first.prompt + first.output) // 64) * 64
@@ -216,7 +216,7 @@ def main() -> int:
     given = parser.parse_args()
     given.quiet += max(0, len(os.sched_getaffinity(0)) - given.threads)
     os.environ["XDG_CACHE_HOME"] = str(given.work.absolute() / "cache")
-    from quire.evaluation.offload_profile import Subject, disk_shares, fitted, measure_parts, run_shapes
+    from quire.evaluation.offload_profile import Subject, fitted, measure_parts, placements, run_shapes
     from quire.models.image_folder import list_images
     from quire.offload.costs import Workload
     from quire.offload.planner import predict
@@ -231,7 +231,7 @@ def main() -> int:
     given.budget = token_budget_of(subject.config)
     parts = measure_parts(subject, tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True))
     calibration, drops = Calibration(parts, list_images()[0].path), Drops()
-    fitting = [Case(share, *shape) for share in disk_shares(subject) for shape in run_shapes(subject)]
+    fitting = [Case(split.shares[-1], *shape) for split in placements(subject) for shape in run_shapes(subject)]
     cases = [Case(*policy) for policy in POLICIES]
     assert not {(each.sequences, each.prompt, each.output) for each in fitting} & {each[1:4] for each in POLICIES}
     dropped = Drops()

@@ -18,7 +18,6 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.offload.costs import Workload
 from quire.offload.files import policy_text
-from quire.offload.planner import MEASURED_TIERS
 from quire.offload.profile import profile_text, read_profile
 from quire.offload.units import Share, Split
 from quire.planning.batches import BatchPlan, plan_batch, workload_of
@@ -199,7 +198,7 @@ def test_a_whole_block_of_an_encoded_cache_runs_at_once(profile: Path, tmp_path:
     options = {"model.dtype": "float32", **codec, **plan.settings}
     if is_far:
         file, disk = tmp_path / "policy.json", Split((Share(0.0), Share(1.0)))
-        file.write_text(policy_text(dataclasses.replace(plan.policy, cache=disk), MEASURED_TIERS))
+        file.write_text(policy_text(dataclasses.replace(plan.policy, cache=disk), plan.tiers))
         options |= {"offload.mode": str(file), "cache.memory": "auto"}
     params, most = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), 0
     with LLM(str(model), options) as llm:

@@ -20,7 +20,8 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.evaluation import offload_profile
-from quire.evaluation.offload_profile import fitted
+from quire.evaluation.offload_profile import fitted, seconds_of_run
+from quire.models.layers import TorchOps
 from quire.models.weights import open_model
 from quire.offload import hardware, quiet
 from quire.offload.blocks import BlockAttention
@@ -28,13 +29,14 @@ from quire.offload.costs import Policy, Scratch, Sizes, Workload
 from quire.offload.files import policy_text, read_policy
 from quire.offload.fit import fit
 from quire.offload.homes import homes
-from quire.offload.planner import MEASURED_TIERS, model_of, num_passes, plan_all, predict, prompt_passes
+from quire.offload.planner import model_of, num_passes, plan_all, predict, prompt_passes
 from quire.offload.policy import Found, PlanError, best
 from quire.offload.profile import (
     Attention,
     Conditions,
     Corrections,
     Curve,
+    Device,
     Disk,
     Profile,
     Rate,
@@ -44,7 +46,7 @@ from quire.offload.profile import (
     read_profile,
 )
 from quire.offload.sizes import matrices_of
-from quire.offload.units import ALL, NONE, Share, Split
+from quire.offload.units import ALL, NONE, TIERS, Share, Split
 from quire.planning.offload_sizes import conditions_of, sizes_from
 from tests.tiny_models import save_tiny, tiny_shape
 
@@ -78,6 +80,15 @@ def profile_with(**changes: Any) -> Profile:
     return dataclasses.replace(found, **changes)
 
 
+def with_device(**changes: Any) -> Profile:
+    """A machine with a GPU, whose attention on the host takes twice as long as on the GPU."""
+    made = profile_with()
+    far = dataclasses.replace(
+        made.attention, seconds=tuple(tuple(2 * each for each in line) for line in made.attention.seconds)
+    )
+    return dataclasses.replace(made, device=Device(Rate(1e9), Rate(5e8), far), **changes)
+
+
 def plan(*arguments: Any, **more: Any) -> Found:
     """The block size and placement with the highest throughput."""
     found = best(plan_all(*arguments, **more))
@@ -92,10 +103,11 @@ def on_disk(share: float, block: int = 4) -> Policy:
 # Files.
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [profile_with, lambda: with_device()])
+def test_a_profile_survives_its_file(tmp_path: Path, make: Callable[[], Profile]) -> None:
     file = tmp_path / "machine.json"
-    file.write_text(profile_text(profile_with()))
-    assert read_profile(file) == profile_with()
+    file.write_text(profile_text(make()))
+    assert read_profile(file) == make()
 
 
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
@@ -129,6 +141,11 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("runs", 0, "seconds"), 0, "runs[0]: seconds is 0"),
     (("runs", 0, "disk_share"), 2, "runs[0]: disk_share is 2"),
     (("runs", 0, "sequences"), "4", "runs[0].sequences is '4'"),
+    (("runs", 0, "host_share"), -1, "runs[0]: host_share is -1"),
+    (("corrections", "bus"), 0, "corrections: bus is 0"),
+    (("device",), 3, "device is 3; it must be an object"),
+    (("device", "up", "bandwidth"), 0, "device.up: bandwidth is 0"),
+    (("device", "far", "rows"), [8, 1], "device.far: rows are [8, 1]"),
 ]  # fmt: skip
 
 
@@ -136,7 +153,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
 def test_a_damaged_profile_is_refused_by_its_field(
     tmp_path: Path, path: tuple[str | int, ...], value: Any, message: str
 ) -> None:
-    fields = json.loads(profile_text(profile_with()))
+    fields = json.loads(profile_text(with_device()))
     at = fields
     for name in path[:-1]:
         at = at[name]
@@ -180,6 +197,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None
         ({"threads": 1}, "runtime.threads 2, not 1"),
         ({"kernels": "v4"}, "runtime.level v3, not v4"),
         ({"disk_bandwidth": None}, "offload.disk_bandwidth 95.37MiB, not auto"),
+        ({"device": "H200"}, "the GPU none, not H200"),
     ],
 )
 def test_another_model_or_setting_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
@@ -290,12 +308,123 @@ def test_prompts_in_two_passes_read_the_weights_twice() -> None:
     assert two.stages["prefill"]["disk to cpu"] == pytest.approx(3 * one.stages["prefill"]["disk to cpu"])
 
 
+# A GPU.
+
+
+def beside(weights: tuple[float, ...], cache: tuple[float, ...] = (1, 0, 0), attended: float = 0.0) -> Policy:
+    near = Split((ALL, NONE, NONE))
+    return Policy(2, 2, Split(tuple(map(Share, weights))), Split(tuple(map(Share, cache))), near, Share(attended))
+
+
+def test_the_links_of_a_gpu_and_of_the_disk_are_stages_of_their_own() -> None:
+    made = with_device(corrections=Corrections(bus=2.0))
+    found = predict(made, SIZES, WORK, beside((0.2, 0.3, 0.5)), budget=BUDGET).stages["decode"]
+    assert found["cpu to gpu"] == pytest.approx(0.8 * SIZES.layer_bytes / 0.5e9)
+    assert found["disk to cpu"] == pytest.approx(0.5 * SIZES.layer_bytes / 100e6)
+    compute = 2 * made.products.at(2) + 2 * made.attention.at(2, 72) + made.head.at(4) / 10
+    assert found["compute"] == pytest.approx(compute)
+    far = predict(made, SIZES, WORK, beside((1, 0, 0), (0, 1, 0), 1.0), budget=BUDGET).stages["decode"]
+    assert far["compute"] == pytest.approx(compute + 2 * made.attention.at(2, 72))
+    assert far["cpu to gpu"] == 0
+    loaded = predict(made, SIZES, WORK, beside((1, 0, 0), (0, 1, 0)), budget=BUDGET).stages["decode"]
+    assert loaded["cpu to gpu"] == pytest.approx(4 * 72 * SIZES.cache_bytes / 0.5e9)
+
+
+def test_a_gpu_s_memory_has_two_layers_of_what_it_has_not() -> None:
+    made = with_device()
+    near, far = (
+        predict(made, SIZES, WORK, beside(split), budget=BUDGET).memory for split in ((1, 0, 0), (0, 0.4, 0.6))
+    )
+    layers = SIZES.num_layers * SIZES.layer_bytes
+    assert near["gpu"] - far["gpu"] == pytest.approx(layers - 2 * SIZES.layer_bytes)
+    assert far["cpu"] - near["cpu"] == pytest.approx(
+        0.4 * layers + SIZES.layer_bytes + 0.6 * SIZES.layer_bytes, rel=0.3
+    )
+
+
+@pytest.mark.parametrize("gpu", [30, 50, 80])
+@pytest.mark.parametrize("slow", [1.0, 40.0])
+def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, slow: float) -> None:
+    """slow: factor on attention on the host, which decides whether it is worth it."""
+    made, work = with_device(), Workload(448, 16)
+    assert made.device is not None
+    lines = tuple(tuple(slow * each for each in line) for line in made.device.far.seconds)
+    far = dataclasses.replace(made.device.far, seconds=lines)
+    made = dataclasses.replace(made, device=dataclasses.replace(made.device, far=far))
+    room, sizes = (gpu * float(MIB), 30.0 * MIB, 1000.0 * MIB), (1, 4, 8)
+    found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=sizes, num_batches=[1, 2])
+    shares = [each / 5 for each in range(6)]
+    splits = [(a, b, 1 - a - b) for a in shares for b in shares if a + b <= 1 + 1e-9]
+    pairs = [(a, 1 - a, 0) for a in shares]
+    grid = np.array([
+        [*w, *c, *h, attended, 1]
+        for w in splits for c in pairs for h in pairs for attended in {0.0, c[1]}
+    ])  # fmt: skip
+    best_rate = 0.0
+    for micro, count in itertools.product(sizes, (1, 2)):
+        model = model_of(made, SIZES, work, room, micro, count, budget=BUDGET)
+        fits = np.ones(len(grid), bool)
+        for rows, limit in zip(model.memory().values(), room, strict=True):
+            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
+        prefill, decode = (
+            np.max([grid @ bound for bound in bounds.values()], axis=0)
+            for bounds in (model.prefill_bounds(), model.decode_bounds())
+        )
+        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
+        best_rate = max(best_rate, *rates[fits], 0.0)
+    policy = found.policy
+    assert best_rate > 0 and found.prediction.throughput >= best_rate * (1 - 1e-6)
+    assert policy.cache.shares[2] == policy.hidden.shares[2] == 0, "beside a GPU only weights are on the disk"
+    assert policy.attended in (0, pytest.approx(policy.cache.shares[1])), "all or nothing is attended to on the host"
+    assert all(found.prediction.memory[tier] <= size * (1 + 1e-6) for tier, size in zip(TIERS, room, strict=True))
+
+
+def test_attention_on_the_host_is_planned_where_it_is_worth_it() -> None:
+    """A cache that a GPU cannot hold: loaded if the host is slow, attended to where it is if it is fast."""
+    work, room = Workload(448, 16), (28.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
+    attended = {}
+    for slow in (0.1, 1000.0):
+        made = with_device()
+        assert made.device is not None
+        lines = tuple(tuple(slow * each for each in line) for line in made.device.far.seconds)
+        far = dataclasses.replace(made.device.far, seconds=lines)
+        made = dataclasses.replace(made, device=dataclasses.replace(made.device, far=far))
+        policy = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=[4], num_batches=[2]).policy
+        assert policy.cache.beyond(0) > 0
+        attended[slow] = policy.attended > 0
+    assert attended == {0.1: True, 1000.0: False}
+
+
+def test_only_weights_leave_a_gpu_where_they_must() -> None:
+    tight = (40.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
+    policy = plan(with_device(), SIZES, Workload(448, 16), tight, budget=BUDGET, only_weights=True).policy
+    assert policy.cache.shares == policy.hidden.shares == (1, 0, 0) and policy.weights.beyond(0) > 0
+
+
+@pytest.mark.parametrize(("gpu", "cpu", "expected"), [
+    (1000, 1000, [(1, 0, 0), (0.5, 0.5, 0), (0, 1, 0), (0, 0.5, 0.5)]),
+    (20, 1000, [(0.25, 0.75, 0), (0.125, 0.875, 0), (0, 1, 0), (0, 0.5, 0.5)]),
+    (0, 10, [(0, 0.175, 0.825)]),
+])  # fmt: skip
+def test_runs_beside_a_gpu_have_weights_on_all_tiers(
+    monkeypatch: pytest.MonkeyPatch, gpu: int, cpu: int, expected: list[tuple[float, ...]]
+) -> None:
+    """Ten layers of 4 MiB, and 4 MiB beside them; 0.7 of the free memory is used."""
+    free = {"cuda": gpu * MIB, "cpu": cpu * MIB}
+    monkeypatch.setattr(offload_profile, "available_memory", lambda device: free[device.type])
+    monkeypatch.setattr(offload_profile, "has_device", lambda config: True)
+    sizes = dataclasses.replace(SIZES, fixed_bytes=4.0 * MIB)
+    subject = offload_profile.Subject("tiny", {}, None, EngineConfig(), sizes, 512)
+    found = offload_profile.placements(subject)
+    assert [pytest.approx(each, abs=1e-3) for each in expected] == [split.shares for split in found]
+
+
 # The fit.
 
 
 def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     made = profile_with()
-    truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005)
+    truth = Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005)  # and the bus, which no run without a GPU shows
 
     def seconds_of(run: Run, corrections: Corrections) -> float:
         work = Workload(run.prompt_tokens, run.output_tokens)
@@ -310,6 +439,24 @@ def test_the_fit_recovers_known_corrections(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
     found = fit(runs, seconds_of)
     for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), found
+
+
+def test_the_fit_recovers_the_corrections_of_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, truth = with_device(), Corrections(1.3, 0.8, 1.6, 0.3, 0.004, 0.0005, bus=2.5)
+    # So that copies are slower than products.
+    sizes = dataclasses.replace(SIZES, layer_bytes=20.0 * MIB, decode=(Scratch(1.0),))
+    shapes = [(1, 32, 8), (4, 320, 2), (8, 96, 6), (32, 32, 6)]
+    places = [(0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.2, 0.8), (1.0, 0.0)]
+    blank = [Run(Share(disk), *shape, BUDGET, 1.0, host_share=Share(host)) for disk, host in places for shape in shapes]
+
+    def seconds_of(run: Run, corrections: Corrections) -> float:
+        return seconds_of_run(dataclasses.replace(made, corrections=corrections), sizes, run)
+
+    monkeypatch.setattr(sys.modules[fit.__module__], "PULL", 1e-4)
+    runs = [dataclasses.replace(run, seconds=seconds_of(run, truth)) for run in blank]
+    found = fitted(made, sizes, runs).corrections
+    for name in ("disk", "prefill", "decode", "exposed", "step_seconds", "sequence_seconds", "bus"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), found
 
 
@@ -511,7 +658,7 @@ def test_a_generation_reads_what_its_passes_read(
         "cache.memory": "64MiB", "model.dtype": "bfloat16", "scheduler.token_budget": budget,
         "scheduler.max_running": 64,
     }  # fmt: skip
-    with offload_profile.generator(model, options, None, disk_share) as made:
+    with offload_profile.generator(model, options, None, on_disk(disk_share).weights) as made:
         made.run(1, 8, 2)
         streamed = made.model.weights.streamed_bytes
         assert streamed > 0
@@ -529,7 +676,7 @@ def test_the_policy_of_a_generation_overrides_settings(tmp_path: Path) -> None:
         "overlap = false\n"
     )
     options = {"cache.memory": "16MiB", "model.dtype": "bfloat16"}
-    with offload_profile.generator(model, options, file, 0.5) as made:
+    with offload_profile.generator(model, options, file, on_disk(0.5).weights) as made:
         assert made.run(3, 5, 2).seconds > 0
         assert "cache_near" not in made.llm.stats()["offload"] and made.model.overlaps
         assert not isinstance(made.llm.engine.runner.attention, BlockAttention)
@@ -538,7 +685,7 @@ def test_the_policy_of_a_generation_overrides_settings(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cache_folder")
 def test_prompts_that_share_wait_for_the_first_of_them(tmp_path: Path) -> None:
     model, file, budget = str(save_tiny(tmp_path / "model", num_hidden_layers=4)), tmp_path / "policy.json", 256
-    file.write_text(policy_text(on_disk(1.0, 8), MEASURED_TIERS))
+    file.write_text(policy_text(on_disk(1.0, 8), TIERS[1:]))
     options = {
         "cache.memory": "64MiB", "model.dtype": "bfloat16", "offload.mode": str(file), "scheduler.token_budget": budget,
     }  # fmt: skip
@@ -562,18 +709,48 @@ def test_layers_of_every_family_are_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert timer.products(5) > 0 and timer.head(3) > 0
 
 
+def test_layers_are_timed_with_the_operations_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "COLD_BYTES", 0)
+    with open_model(save_tiny(tmp_path / "model", num_hidden_layers=3)) as checkpoint:
+        timer = hardware.LayerTimer(checkpoint, torch.float32, "native", 1e6, ops=TorchOps())
+    assert timer.products(5) > 0 and timer.head(3) > 0
+
+
 @pytest.mark.parametrize("codec", ["dense", "g4"])
 def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str) -> None:
     model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
     options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
     with LLM(str(model), options) as llm:
         free = llm.stats()["cache"]["bytes_free"]
-        timer = hardware.AttentionTimer(llm.engine.runner.attention.spec, 600)
+        attention: Any = llm.engine.runner.attention
+        timer = hardware.AttentionTimer(attention.another(), attention.spec, 600)
         assert timer.decode(3, 200) > 0 and timer.prompt(130) > 0
-        attention, prompt = timer.curves(1)
-        assert attention.contexts == (32, 480) and prompt.counts == (32, 112, 480)
+        decoding, prompt = timer.curves(1)
+        assert decoding.contexts == (32, 480) and prompt.counts == (32, 112, 480)
         assert llm.stats()["cache"]["bytes_free"] == free
         llm.engine.scheduler.manager.check()
+
+
+@pytest.mark.parametrize("codec", ["dense", "g4"])
+def test_attention_on_the_host_is_timed_with_what_crosses(tmp_path: Path, codec: str) -> None:
+    """The engine's own memory has a device's place."""
+    model = save_tiny(tmp_path / "model", head_dim=64, max_position_embeddings=600)
+    options = {"cache.memory": "64MiB", "cache.codec": codec, "cache.check": False}
+    with LLM(str(model), options) as llm:
+        attention: Any = llm.engine.runner.attention
+        timer = hardware.host_timer(attention.spec, 600, 48 * MIB)
+        assert timer.decode(3, 200) > 0
+        beside: Any = timer._beside
+        spec = attention.spec
+        rows = 3 * spec.num_layers * spec.num_kv_heads * spec.group_size * spec.head_dim
+        assert beside.bytes_crossed == 2 * rows * spec.dtype.itemsize, "queries one way, outputs the other"
+        assert timer.curves(1)[0].contexts == (32, 480)
+
+
+def test_copies_to_a_device_are_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "COPY_BYTES", MIB)
+    monkeypatch.setattr(quiet, "MOST_TRIES", 1)
+    assert all(rate.bandwidth > 1e6 for rate in hardware.measure_bus(torch.device("cpu"), 1))
 
 
 @pytest.fixture
@@ -618,7 +795,7 @@ def test_a_machine_is_measured_and_planned_for(
     words = ["--hardware", str(file), "--input-tokens", "64", "--output-tokens", "8", "--json", *SAME]
     assert main(["plan", "offload", model, *words, "--only-weights", "--output", str(output)]) == 0
     found = json.loads(capsys.readouterr().out)
-    policy = read_policy(output, MEASURED_TIERS)
+    policy = read_policy(output, TIERS[1:])
     assert policy.block == found["micro_batch"] and found["throughput"] > 0
     assert found["weights"] == {"cpu": 1.0, "disk": 0.0}  # a tiny model fits
     options = {"model.dtype": "bfloat16", "cache.memory": "16MiB", "offload.mode": str(output)}

@@ -54,9 +54,9 @@ def test_the_paper_s_policy_has_the_published_times() -> None:
 
 
 @pytest.mark.parametrize(("slack", "weights", "throughput"), [(0.8, 0.087, 6.974), (1.0, 0.1476, 7.060)])
-@pytest.mark.parametrize("attended", [True, False])
+@pytest.mark.parametrize("attended", [True, None])
 def test_the_program_finds_the_golden_placement(
-    slack: float, weights: float, throughput: float, attended: bool
+    slack: float, weights: float, throughput: float, attended: bool | None
 ) -> None:
     model = cost_model(OPT_30B, WORK, 48, 3, ROOM, loose(slack))
     policy = best_placement(model, attended=attended)

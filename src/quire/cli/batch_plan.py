@@ -67,7 +67,6 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
     from quire.models.resolve import resolve_model
     from quire.models.tokenizer import load_tokenizer
     from quire.offload.files import policy_text
-    from quire.offload.planner import MEASURED_TIERS
     from quire.planning.batches import plan_batch
 
     batch.to_tree_order(load_tokenizer(resolve_model(args.model), config.model.tokenizer, config.model.chat_template))
@@ -84,7 +83,7 @@ def planned(args: argparse.Namespace, batch: Batch) -> Iterator[Planned]:
         settings["offload.mode"] = "off"
         if not plan.is_in_memory:
             file = Path(folder) / "policy.json"
-            file.write_text(policy_text(plan.policy, MEASURED_TIERS))
+            file.write_text(policy_text(plan.policy, plan.tiers))
             settings["offload.mode"] = str(file)
         else:
             settings |= {"offload.cache": None, "offload.disk_bandwidth": None, "offload.micro_batch": None}
@@ -101,8 +100,9 @@ def _tell(plan: BatchPlan) -> None:
         f"{name} {percent(split.shares[0])}"
         for name, split in (("weights", policy.weights), ("cache", policy.cache), ("activations", policy.hidden))
     )
+    near = "on the GPU" if len(plan.tiers) > 2 else "in memory"
     print(
-        f"quire: blocks of {policy.num_batches} x {policy.micro_batch}; in memory: {shares}; predicted"
+        f"quire: blocks of {policy.num_batches} x {policy.micro_batch}; {near}: {shares}; predicted"
         f" {said.throughput:.3g} tokens/s, limited by {', '.join(said.binding)}",
         file=sys.stderr,
         flush=True,

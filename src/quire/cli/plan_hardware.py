@@ -82,6 +82,9 @@ def print_profile(profile: Profile) -> None:
         f" copies in memory {_per_second(profile.copy.bandwidth)};"
         f" a small read takes {1e3 * disk.request_seconds:.3g} ms"
     )
+    if profile.device is not None:
+        up, down = (_per_second(rate.bandwidth) for rate in (profile.device.up, profile.device.down))
+        print(f"{profile.conditions.device}: {up} from the host, {down} to it")
     heads = dict(zip(profile.head.counts, profile.head.seconds, strict=True))
     shared.print_table(
         ["rows", "ms a layer", "ms output head"],
@@ -90,19 +93,22 @@ def print_profile(profile: Profile) -> None:
             for rows, seconds in zip(profile.products.counts, profile.products.seconds, strict=True)
         ],
     )
+    on_host = ["in the host's memory"] if profile.device is not None else []
     shared.print_table(
-        ["on the disk", "sequences", "prompt", "answer", "seconds", "spread", "predicted", "error"],
+        [*on_host, "on the disk", "sequences", "prompt", "answer", "seconds", "spread", "predicted", "error"],
         [
             [
-                f"{run.disk_share:.1%}", f"{run.sequences}", f"{run.prompt_tokens}", f"{run.output_tokens}",
-                f"{run.seconds:.3g}", f"{run.spread:.0%}", f"{run.predicted:.3g}", f"{run.error:+.0%}",
+                *(f"{run.host_share:.1%}" for _ in on_host), f"{run.disk_share:.1%}", f"{run.sequences}",
+                f"{run.prompt_tokens}", f"{run.output_tokens}", f"{run.seconds:.3g}", f"{run.spread:.0%}",
+                f"{run.predicted:.3g}", f"{run.error:+.0%}",
             ]
             for run in profile.runs
         ],
     )  # fmt: skip
     fitted = profile.corrections
+    copies = "" if profile.device is None else f" copies to the GPU {fitted.bus:.3g},"
     print(
-        f"fitted: reads take {fitted.disk:.3g} of their time alone, prefill {fitted.prefill:.3g}, decoding"
+        f"fitted: reads take {fitted.disk:.3g} of their time alone,{copies} prefill {fitted.prefill:.3g}, decoding"
         f" {fitted.decode:.3g}; {fitted.exposed:.0%} of the faster stage is not hidden;"
         f" {1e3 * fitted.step_seconds:.3g} ms a step and {1e3 * fitted.sequence_seconds:.3g} ms a sequence"
     )

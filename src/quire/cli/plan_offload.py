@@ -186,30 +186,32 @@ class MeasuredPlanner(Planner):
     """A machine with a profile."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from quire.offload.planner import MEASURED_TIERS
         from quire.offload.profile import read_profile
-        from quire.planning.offload_sizes import conditions_of, keeps_cache
+        from quire.planning.offload_sizes import conditions_of, has_device, keeps_cache
 
         if args.form is not None:
             raise ConfigError(f"--form is for --hardware {PAPER}; a profile has a fitted one")
-        options = options_from(args, SECTIONS)
-        if "plan.gpu" in options_from(args, ("plan",)):
-            raise ConfigError("--plan.gpu has no effect: a profile has the tiers cpu and disk")
+        options = {"offload.mode": "auto", **options_from(args, SECTIONS)}
         self.profile = read_profile(Path(args.hardware))
-        super().__init__(args, {"offload.mode": "auto", **options})
+        is_given = "plan.gpu" in options_from(args, ("plan",))
+        if is_given and self.profile.device is None:
+            raise ConfigError("--plan.gpu has no effect: the profile has the tiers cpu and disk")
+        on_gpu = has_device(EngineConfig.from_options(options, args.config))
+        super().__init__(args, options, on_gpu=on_gpu)
         self.profile.check(conditions_of(args.model, self.shape, self.config, self.sizes))
         self.only_weights = args.only_weights or keeps_cache(self.config)
-        self.tiers = MEASURED_TIERS
-        self.capacities = (self._memory(), self._room())
+        self.tiers = self.profile.tiers
+        self.capacities = (self._memory("cpu", self.plan.cpu), self._room())
+        if self.profile.device is not None:
+            self.capacities = (self._memory("cuda", self.plan.gpu if is_given else None), *self.capacities)
 
-    def _memory(self) -> float:
-        from quire.engine.machine import available_memory
-
-        if self.plan.cpu is not None:
-            return float(self.plan.cpu)
+    @staticmethod
+    def _memory(device: str, given: int | None) -> float:
         import torch
 
-        return float(available_memory(torch.device("cpu")))
+        from quire.engine.machine import available_memory
+
+        return float(available_memory(torch.device(device)) if given is None else given)
 
     def _room(self) -> float:
         if self.plan.disk is not None:
@@ -228,14 +230,13 @@ class MeasuredPlanner(Planner):
         from quire.offload.policy import PlanError
         from quire.planning.offload_sizes import token_budget_of
 
-        low, high = self.capacities
         most = self.config.scheduler.max_running
         try:
             return plan_all(
                 self.profile,
                 self.sizes,
                 self.workload,
-                (low, high),
+                self.capacities,
                 budget=token_budget_of(self.config),
                 slack=self.slack,
                 only_weights=self.only_weights,

@@ -30,7 +30,7 @@ from quire.cache.tree import NoSharing, PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
-from quire.engine.machine import available_memory, usable_cores
+from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloading import (
     cache_bytes,
     check_room,
@@ -99,10 +99,8 @@ def resolve(
     checkpoint   where the weights come from: what model.weights native holds depends on how they are stored
     calibration  of a codec that needs one; without it, sizes are those it is meant to have
     """
-    device_type = config.runtime.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device_type == "cuda" and not torch.cuda.is_available():
+    device_type = device_type_of(config.runtime.device)
+    if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use cpu")
     device = torch.device(device_type)
     backend = config.attention.backend

@@ -7,11 +7,19 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def device_type_of(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    """The type of device that `runtime.device` names; auto: a GPU if there is one."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
 
 
 def available_memory(device: torch.device) -> int:

@@ -49,8 +49,8 @@ MICRO_BATCH = 8
 NEAR = Share(0.1)
 """Without a policy and without cache.memory, share of the longest sequences' chunks that there are frames for."""
 
-HALF = Share(0.5)
-"""A policy that attends to at least this share of the cache on the host does so with all that is there."""
+HALF = 0.5
+"""A policy that attends to at least this part of what is far does so with all of it."""
 
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
 """With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
@@ -318,7 +318,9 @@ def offloaded_table(
     is_file = isinstance(home, Mover)
     # A plan with a window has no gaps: what its rows see is loaded.
     has_window = (shape.sliding_window or fits.max_context) < fits.max_context
-    attends = not is_file and not has_window and (policy is None or policy.attended >= HALF)
+    attends = (
+        not is_file and not has_window and (policy is None or 0 < policy.attended >= HALF * policy.cache.beyond(0))
+    )
     log.info(
         "cache: at most %s in %s%s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
         format_bytes(fits.cache_bytes),

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 SECONDS = 0.02
 """Between two looks."""
 
@@ -31,9 +33,20 @@ def free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes that this process has: of a GPU, or anonymous memory."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else anonymous_bytes()
+
+
 @contextlib.contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """A list that gets the largest anonymous memory inside."""
+def peak_memory(device: torch.device) -> Iterator[list[int]]:
+    """A list that gets the largest `memory_of` inside."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        of_device = list[int]()
+        yield of_device
+        of_device.append(torch.cuda.max_memory_allocated(device))
+        return
     ended, most, found = threading.Event(), [anonymous_bytes()], list[int]()
 
     def watch() -> None:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.config import EngineConfig
+from quire.engine.build import ops_type
 from quire.engine.machine import available_memory
 from quire.engine.params import SamplingParams
 from quire.errors import ConfigError
-from quire.evaluation.memory_use import anonymous_bytes, free_memory, peak_memory
+from quire.evaluation.memory_use import free_memory, memory_of, peak_memory
 from quire.kernels import runtime
 from quire.llm import LLM
 from quire.models.image_folder import image_folder
@@ -35,24 +38,31 @@ from quire.offload.hardware import (
     ROWS,
     AttentionTimer,
     LayerTimer,
+    host_timer,
+    measure_bus,
     measure_copy,
     measure_curve,
     measure_disk,
     yardstick,
 )
 from quire.offload.model import OffloadedModel
-from quire.offload.planner import MEASURED_TIERS, predict
+from quire.offload.planner import predict
 from quire.offload.policy import Prediction
-from quire.offload.profile import Corrections, Profile, Run
+from quire.offload.profile import Corrections, Device, Profile, Run
 from quire.offload.quiet import quietest, spread
-from quire.offload.units import ALL, NONE, Share, Split
-from quire.planning.offload_sizes import conditions_of, sizes_from, token_budget_of
+from quire.offload.units import ALL, NONE, TIERS, Share, Split
+from quire.planning.offload_sizes import conditions_of, has_device, sizes_from, token_budget_of
 
 SHAPES = ((1, 32, 6), (4, 320, 2), (8, 96, 4), (32, 32, 4))
 """Sequences, tokens of a prompt and of an answer of the generations that corrections are fitted to."""
 
 MEMORY_SHARE = 0.7
 """Share of the free memory that resident weights of a run may take."""
+
+FAR_SHARE = 0.3
+"""Share of the host's free memory for chunks that attention on the host is timed on."""
+
+CPU = torch.device("cpu")
 
 QUIET_SECONDS = 0.1
 """Without a read for so long, a stream has filled its buffers."""
@@ -73,7 +83,7 @@ class Timing:
 
     seconds     from the first prompt to the last token
     bytes_read  weights that were read from the disk for it
-    memory      anonymous memory of the process at most, less what it had before the engine
+    memory      memory that the engine took at most: anonymous memory of the process, or of the GPU if that computes
     """
 
     seconds: float
@@ -84,9 +94,10 @@ class Timing:
 class Generator:
     """An engine with a placement of weights. Generates blocks of random prompts. before: memory without it."""
 
-    def __init__(self, llm: Any, before: int) -> None:
+    def __init__(self, llm: Any, before: int, device: torch.device) -> None:
         self.llm = llm
         self._before = before
+        self._device = device
         self.model: OffloadedModel = llm.engine.runner.model
         self._vocab = llm.shape.vocab_size
         self._random = random.Random(0)
@@ -94,7 +105,12 @@ class Generator:
     @property
     def disk_share(self) -> Share:
         """Share of the layers' bytes on the disk, as realised."""
-        return self.model.weights.split.shares[1]
+        return self.model.weights.split.shares[-1]
+
+    @property
+    def host_share(self) -> Share:
+        """Beside a GPU, share of the layers' bytes in the host's memory, as realised."""
+        return NONE if self._device.type == "cpu" else self.model.weights.split.shares[1]
 
     def run(self, sequences: int, prompt_tokens: int, output_tokens: int) -> Timing:
         """Generates a block, and waits until the weights of its end have been read ahead."""
@@ -104,7 +120,7 @@ class Generator:
         ]
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         before = self.settle()
-        with peak_memory() as peak:
+        with peak_memory(self._device) as peak:
             begun = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begun
@@ -114,35 +130,36 @@ class Generator:
         """Waits until nothing is read, and returns the bytes that were read so far."""
         stream, last, since = self.model.stream, -1, time.perf_counter()
         while time.perf_counter() - since < QUIET_SECONDS:
-            if stream.bytes_read != last:
-                last, since = stream.bytes_read, time.perf_counter()
+            if stream.bytes_from_disk != last:
+                last, since = stream.bytes_from_disk, time.perf_counter()
             time.sleep(0.005)
         return last
 
 
 @contextlib.contextmanager
 def generator(
-    model: str, options: Mapping[str, Any], config_file: Path | None, placement: float | Policy
+    model: str, options: Mapping[str, Any], config_file: Path | None, placement: Split | Policy
 ) -> Iterator[Generator]:
-    """An engine with a placement: a policy, or the share of its layers' weights on the disk. options: as of `LLM`.
-    Raises ConfigError.
+    """An engine with a placement: a policy, or the shares of its layers' weights. options: as of `LLM`. Raises
+    ConfigError.
     """
-    policy = placement if isinstance(placement, Policy) else weights_on_disk(placement)
+    policy = placement if isinstance(placement, Policy) else weights_at(placement)
+    device = torch.device("cpu" if len(policy.weights.shares) < len(TIERS) else "cuda")
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         file = Path(folder) / "policy.json"
-        file.write_text(policy_text(policy, MEASURED_TIERS))
+        file.write_text(policy_text(policy, TIERS[-len(policy.weights.shares) :]))
         given = {**options, **PLACED, "offload.mode": str(file)}
         free_memory()  # of the last engine
-        before = anonymous_bytes()
+        before = memory_of(device)
         with LLM(model, given, config_file) as llm:
-            yield Generator(llm, before)
+            yield Generator(llm, before, device)
 
 
-def weights_on_disk(share: float, sequences: int | None = None) -> Policy:
-    """A policy with a share of the weights on the disk, and one micro-batch of so many sequences, or of any number."""
-    memory = Split((ALL, NONE))
+def weights_at(split: Split, sequences: int | None = None) -> Policy:
+    """A policy that places weights, and one micro-batch of so many sequences, or of any number."""
+    near = Split((ALL, *[NONE] * (len(split.shares) - 1)))
     most = sequences or EngineConfig().scheduler.max_running
-    return Policy(most, 1, Split((Share(1 - share), Share(share))), memory, memory)
+    return Policy(most, 1, split, near, near)
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,11 @@ class Subject:
     sizes: Sizes
     max_context: int
 
+    @property
+    def has_device(self) -> bool:
+        """Whether a GPU computes."""
+        return has_device(self.config)
+
     @staticmethod
     def of(name: str, options: Mapping[str, Any], config_file: Path | None = None) -> Subject:
         """Reads the model's headers. Raises ModelError or ConfigError."""
@@ -169,7 +191,7 @@ class Subject:
         config = EngineConfig.from_options(given, config_file)
         if config.retain.is_on or config.tiers.is_on:
             raise ConfigError("a profile is measured without retain and tiers; plan with them instead")
-        shape, sizes = sizes_from(name, config, Workload(1, 1))
+        shape, sizes = sizes_from(name, config, Workload(1, 1), on_gpu=has_device(config))
         return Subject(name, given, config_file, config, sizes, config.model.max_context or shape.max_context)
 
 
@@ -177,7 +199,11 @@ def layer_timer(subject: Subject) -> LayerTimer:
     """The model's first layers, in memory."""
     with open_model(resolve_model(subject.name)) as checkpoint:
         dtype = checkpoint.shape.dtype if subject.config.model.dtype == "auto" else subject.config.model.dtype
-        return LayerTimer(checkpoint, torch_dtype(dtype), subject.config.model.weights, subject.sizes.layer_bytes)
+        given: dict[str, Any] = {}
+        if subject.has_device:
+            given = {"ops": ops_type("triton")(), "device": torch.device("cuda")}
+        form = subject.config.model.weights
+        return LayerTimer(checkpoint, torch_dtype(dtype), form, subject.sizes.layer_bytes, **given)
 
 
 def measure_machine(
@@ -191,9 +217,10 @@ def measure_machine(
     """
     profile = measure_parts(subject, folder=folder, rounds=rounds, tell=tell)
     runs: list[Run] = []
-    for share in disk_shares(subject):
-        with generator(subject.name, subject.options, subject.config_file, share) as made:
-            tell(f"generations with {made.disk_share:.0%} of the weights on the disk")
+    for split in placements(subject):
+        with generator(subject.name, subject.options, subject.config_file, split) as made:
+            on_host = f" and {made.host_share:.0%} in the host's memory" * subject.has_device
+            tell(f"generations with {made.disk_share:.0%} of the weights on the disk{on_host}")
             runs += measure_runs(made, run_shapes(subject), token_budget_of(subject.config), rounds)
         del made  # else its memory counts as that of the process before the next one
     return fitted(profile, subject.sizes, runs)
@@ -218,12 +245,19 @@ def measure_parts(
     products, head = measure_curve(timer.products, ROWS, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
     del timer
     tell("attention")
-    with generator(subject.name, subject.options, subject.config_file, disk_shares(subject)[0]) as made:
+    device = None
+    with generator(subject.name, subject.options, subject.config_file, placements(subject)[0]) as made:
         engine = made.llm.engine
-        attention, prompt = AttentionTimer(engine.runner.attention.spec, engine.max_context).curves(rounds)
+        backend, context = engine.runner.attention, engine.max_context
+        attention, prompt = AttentionTimer(backend.another(), backend.spec, context).curves(rounds)
+        if subject.has_device:
+            tell("the GPU's copies, and attention on the host")
+            room = int(available_memory(CPU) * FAR_SHARE)
+            far, _ = host_timer(backend.spec, context, room).curves(rounds)
+            device = Device(*measure_bus(torch.device("cuda"), rounds), far)
     return Profile(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,
-        products, head, attention, prompt,
+        products, head, attention, prompt, device=device,
     )  # fmt: skip
 
 
@@ -240,7 +274,13 @@ def measure_runs(made: Generator, shapes: Sequence[tuple[int, int, int]], budget
             return timing.seconds
 
         times = quietest(seconds, rounds)
-        runs.append(Run(made.disk_share, *shape, budget, statistics.median(times), spread(times), memory=max(memory)))
+        seconds_taken = statistics.median(times)
+        runs.append(
+            Run(
+                made.disk_share, *shape, budget, seconds_taken, spread(times), memory=max(memory),
+                host_share=made.host_share,
+            )
+        )  # fmt: skip
     return runs
 
 
@@ -262,7 +302,8 @@ def seconds_of_run(profile: Profile, sizes: Sizes, run: Run) -> float:
 
 
 def _prediction(profile: Profile, sizes: Sizes, run: Run) -> Prediction:
-    policy = weights_on_disk(run.disk_share, run.sequences)
+    far = (run.disk_share,) if profile.device is None else (run.host_share, run.disk_share)
+    policy = weights_at(_split(1 - sum(far), *far), run.sequences)
     return predict(profile, sizes, Workload(run.prompt_tokens, run.output_tokens), policy, budget=run.budget)
 
 
@@ -271,9 +312,9 @@ def _scratch(profile: Profile, sizes: Sizes, runs: Sequence[Run]) -> float:
     process keeps what the largest of them took.
     """
     found = []
-    for share in {run.disk_share for run in runs}:
-        alike = [run for run in runs if run.disk_share == share]
-        explained = max(_prediction(profile, sizes, run).memory[MEASURED_TIERS[0]] for run in alike)
+    for place in {(run.disk_share, run.host_share) for run in runs}:
+        alike = [run for run in runs if (run.disk_share, run.host_share) == place]
+        explained = max(_prediction(profile, sizes, run).memory[profile.tiers[0]] for run in alike)
         rows = max(min(run.sequences * run.prompt_tokens, run.budget) for run in alike)
         scratch = rows * max(each.num_bytes for each in sizes.decode)
         found.append(1 + (max(run.memory for run in alike) - explained) / scratch)
@@ -290,11 +331,24 @@ def run_shapes(subject: Subject) -> list[tuple[int, int, int]]:
     return sorted(fits)
 
 
-def disk_shares(subject: Subject) -> list[float]:
-    """Shares of the weights on the disk that runs have: as few as memory allows, all, and the middle."""
-    import torch
+def placements(subject: Subject) -> list[Split]:
+    """Placements of the weights that runs have. First as fast as memory allows; then all weights one tier lower, and
+    the middle of the two. Beside a GPU also half of the weights on the disk.
+    """
+    free = [available_memory(CPU) * MEMORY_SHARE]
+    if subject.has_device:
+        free.insert(0, available_memory(torch.device("cuda")) * MEMORY_SHARE)
+    sizes = subject.sizes
+    total = sizes.num_layers * sizes.layer_bytes
+    near = min(1.0, max(0.0, (free[0] - sizes.fixed_bytes) / total))
+    least = round(1 - near, 3)
+    if not subject.has_device:
+        return [_split(1 - share, share) for share in sorted({least, (1 + least) / 2, 1.0})]
+    room = min(1.0, free[1] / total)
+    found = [_split(1 - far, min(far, room), max(0.0, far - room)) for far in sorted({least, (1 + least) / 2, 1.0})]
+    half = min(room, 0.5)
+    return [*found, *([_split(0.0, half, 1 - half)] if half < room else [])]
 
-    sizes, free = subject.sizes, available_memory(torch.device("cpu")) * MEMORY_SHARE
-    resident = min(1.0, max(0.0, (free - sizes.fixed_bytes) / (sizes.num_layers * sizes.layer_bytes)))
-    least = round(1 - resident, 3)
-    return sorted({least, (1 + least) / 2, 1.0})
+
+def _split(*shares: float) -> Split:
+    return Split(tuple(map(Share, shares)))

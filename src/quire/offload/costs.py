@@ -225,6 +225,8 @@ class Options:
     most_rows          rows of a pass at most: of no others there are activations
     hidden_buffers     micro-batches of activations that the first tier has buffers for, where activations leave it
     whole_on_last      whether the last tier has all weights, those of other tiers too
+    only_weights       whether cache and activations have their homes on the first tier
+    attends_whole      whether all of the cache beyond the first tier is attended to on the second, or nothing is
     one_way            with Form.MAX: whether both directions of the last link take turns, as those of a disk do
     """
 
@@ -238,6 +240,8 @@ class Options:
     exposed: float = 0.0
     most_rows: float = math.inf
     hidden_buffers: int = 1
+    only_weights: bool = False
+    attends_whole: bool = False
     one_way: bool = False
     whole_on_last: bool = False
 

@@ -3,8 +3,8 @@
 The speeds of products, attention and reads alone do not add up to the time of a generation: reading takes cores and
 memory bandwidth from computing, and a step has work of its own.
 
-Source: the cost model of FlexGen's public code is fitted to end-to-end runs for the same reason. Ours fits six numbers
-on top of measured tables.
+Source: the cost model of FlexGen's public code is fitted to end-to-end runs for the same reason. Ours fits seven
+numbers on top of measured tables.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) ->
     unit = min(run.seconds / (run.output_tokens * run.sequences) for run in runs)
 
     def corrections(values: NDArray[np.float64]) -> Corrections:
-        disk, prefill, decode, exposed, step, sequence = (float(value) for value in values)
+        disk, bus, prefill, decode, exposed, step, sequence = (float(value) for value in values)
         return Corrections(
             math.exp(disk), math.exp(prefill), math.exp(decode),
-            min(1.0, max(0.0, exposed)), max(0.0, step) * unit, max(0.0, sequence) * unit,
+            min(1.0, max(0.0, exposed)), max(0.0, step) * unit, max(0.0, sequence) * unit, bus=math.exp(bus),
         )  # fmt: skip
 
     def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -50,6 +50,6 @@ def fit(runs: Sequence[Run], seconds_of: Callable[[Run, Corrections], float]) ->
         return np.array([*found, *(PULL * values)])
 
     most = math.log(MOST_FACTOR)
-    low, high = [-most] * 3 + [0.0] * 3, [most] * 3 + [1.0] * 3
-    answer = least_squares(errors, [0.0, 0.0, 0.0, 0.1, 0.01, 0.01], bounds=(low, high), diff_step=1e-4)
+    low, high = [-most] * 4 + [0.0] * 3, [most] * 4 + [1.0] * 3
+    answer = least_squares(errors, [0.0] * 4 + [0.1, 0.01, 0.01], bounds=(low, high), diff_step=1e-4)
     return corrections(answer.x)

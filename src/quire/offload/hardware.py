@@ -1,7 +1,8 @@
-"""Measures a machine: reads and writes of its disk, copies in memory, and the stages of a layer.
+"""Measures a machine: reads and writes of its disk, copies in memory and to a GPU, and the stages of a layer.
 
 Products and the output head are those of the model, packed as they are while it runs. Attention is the backend's, on
-pages of the engine's own cache. Knows no requests; `quire.evaluation.offload_profile` has whole generations.
+pages of the engine's own cache; beside a GPU also the host's, on pages of the host. Knows no requests;
+`quire.evaluation.offload_profile` has whole generations.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ import torch
 from numpy.typing import NDArray
 
 from quire.attention.cpu import CpuAttention
+from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.rows import RowSlice
-from quire.cache.ledger import PAGE_TOKENS
+from quire.cache.arena import Arena
+from quire.cache.ledger import PAGE_TOKENS, UNIT, PageLedger
+from quire.cache.table import ChunkTable
 from quire.config import format_bytes
 from quire.errors import CacheFullError, QuireError
 from quire.kernels.memory import Carver, huge_pages
 from quire.models.decoder import build_model
+from quire.offload.host import HostMemory, pinned
 from quire.offload.mover import Mover, Part
 from quire.offload.ops import MovingOps
 from quire.offload.profile import Attention, Curve, Disk, Rate, Read
@@ -37,7 +42,7 @@ from quire.stores.direct import BLOCK_BYTES, MEASURE_PREFIX, REQUEST_BYTES, Buff
 from quire.stores.throttle import Throttle
 
 if TYPE_CHECKING:
-    from quire.attention.plan import AttentionSpec
+    from quire.models.layers import Ops
     from quire.models.loading import Form
     from quire.models.weights import Checkpoint
 
@@ -63,6 +68,7 @@ CONTEXTS = (32, 480, 2016)
 """Tokens that a decoding row attends to. No row fills a chunk, which would encode it."""
 PROMPTS = (32, 112, 480, 992)
 """Tokens of a prompt whose attention is measured."""
+CPU = torch.device("cpu")
 COLD_BYTES = 256 << 20
 """Bytes of layers that are used in turn, so that weights come from memory and not from the processor's caches."""
 
@@ -192,6 +198,30 @@ def measure_copy(rounds: int) -> Rate:
     return median_rate(quietest(copy, rounds))
 
 
+def measure_bus(device: torch.device, rounds: int) -> tuple[Rate, Rate]:
+    """Bytes per second that a GPU copies from pinned memory of the host, and to it."""
+    there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    host = pinned(COPY_BYTES, device, there)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> float:
+        begun = finished(device)
+        target.copy_(source, non_blocking=True)
+        return COPY_BYTES / (finished(device) - begun)
+
+    rates = []
+    for pair in ((there, host), (host, there)):
+        copy(*pair)
+        rates.append(median_rate(quietest(functools.partial(copy, *pair), rounds)))
+    return rates[0], rates[1]
+
+
+def finished(device: torch.device) -> float:
+    """The time once a device has done everything that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def yardstick() -> float:
     """Seconds of a fixed product of torch in float32, the median of some: whether the machine is as fast as before.
 
@@ -232,8 +262,8 @@ def _sample(seconds_of: Callable[[int], float], count: int) -> float:
 class _NoAttention:
     """A plan whose attention costs nothing."""
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        self._out = torch.zeros(rows, width, dtype=dtype)
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._out = torch.zeros(rows, width, dtype=dtype, device=device)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """See StepPlan."""
@@ -244,14 +274,26 @@ class _NoAttention:
 
 
 class LayerTimer:
-    """Times a model's layers without attention, and its output head. Holds its first layers in memory, packed."""
+    """Times a model's layers without attention, and its output head. Holds its first layers, packed."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, form: Form, layer_bytes: float) -> None:
-        """layer_bytes: bytes of a layer as it is stored. The checkpoint may be closed afterwards."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        form: Form,
+        layer_bytes: float,
+        *,
+        ops: Ops | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        """layer_bytes: bytes of a layer as it is stored. ops: of the device; None: those that offloading has on a CPU.
+        The checkpoint may be closed afterwards.
+        """
         shape, enough = checkpoint.shape, max(2, round(COLD_BYTES / layer_bytes))
         self._shape = dataclasses.replace(shape, num_layers=min(shape.num_layers, enough))
         self._dtype = dtype
-        self._model = build_model(self._shape, checkpoint, MovingOps(Carver()), dtype, "cpu", form)
+        self._device = device
+        self._model = build_model(self._shape, checkpoint, ops or MovingOps(Carver()), dtype, device, form)
 
     @property
     def num_layers(self) -> int:
@@ -261,29 +303,36 @@ class LayerTimer:
     @torch.inference_mode()
     def products(self, rows: int) -> float:
         """Seconds of one layer: products, norms and the calls from Python."""
-        plan: Any = _NoAttention(rows, self._shape.q_size, self._dtype)
-        state = self._model.begin(torch.arange(rows) % self._shape.vocab_size, torch.arange(rows))
-        begun = time.perf_counter()
+        plan: Any = _NoAttention(rows, self._shape.q_size, self._dtype, self._device)
+        positions = torch.arange(rows, device=self._device)
+        state = self._model.begin(positions % self._shape.vocab_size, positions)
+        begun = finished(self._device)
         for index in range(self._shape.num_layers):
             state = self._model.layer(index, state, plan)
-        return (time.perf_counter() - begun) / self._shape.num_layers
+        return (finished(self._device) - begun) / self._shape.num_layers
 
     @torch.inference_mode()
     def head(self, rows: int) -> float:
         """Seconds of the output head."""
-        hidden = torch.ones(rows, self._shape.hidden_size, dtype=self._dtype)
-        begun = time.perf_counter()
+        hidden = torch.ones(rows, self._shape.hidden_size, dtype=self._dtype, device=self._device)
+        begun = finished(self._device)
         self._model.head(hidden)
-        return time.perf_counter() - begun
+        return finished(self._device) - begun
 
 
 class AttentionTimer:
-    """Times attention on free pages of an engine's cache, in its codec, while the engine is idle."""
+    """Times attention on free pages of a cache, in its codec, while nothing else uses it.
 
-    def __init__(self, spec: AttentionSpec, max_context: int) -> None:
-        """max_context: longest sequence."""
-        self._spec, self._backend = spec, CpuAttention(spec)
+    beside  where rows come from and outputs go to, if that is another memory than the one of the pages
+    """
+
+    def __init__(
+        self, attention: AttentionBackend, spec: AttentionSpec, max_context: int, beside: HostMemory | None = None
+    ) -> None:
+        """attention: the backend of the spec. max_context: longest sequence."""
+        self._spec, self._backend = spec, attention
         self._max_context = max_context
+        self._beside = beside
 
     def curves(self, rounds: int) -> tuple[Attention, Curve]:
         """Seconds of a layer: of rows that decode, and of a prompt."""
@@ -323,13 +372,40 @@ class AttentionTimer:
             plan = self._backend.plan(made)
             rows = sum(count for _, count in slices)
             heads = spec.num_kv_heads
+            here, beside = spec.table.arena.device, self._beside
             q = torch.zeros(rows, heads * spec.group_size, spec.head_dim, dtype=spec.dtype)
-            k = torch.zeros(rows, heads, spec.head_dim, dtype=spec.dtype)
-            begun = time.perf_counter()
+            k = torch.zeros(rows, heads, spec.head_dim, dtype=spec.dtype, device=here)
+            device = here if beside is None else beside.device
+            q = q.to(device)
+            begun = finished(device)
             for layer in range(spec.num_layers):
                 plan.write(layer, k, k)
-                plan.attend(layer, q)
-            return (time.perf_counter() - begun) / spec.num_layers
+                if beside is None:
+                    plan.attend(layer, q)
+                    continue
+                crossed = beside.to_host(q)
+                beside.arrived()
+                beside.to_device(plan.attend(layer, crossed))
+            return (finished(device) - begun) / spec.num_layers
         finally:
             for each in taken:
                 table.give(each)
+
+
+def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> AttentionTimer:
+    """Times attention on the host of rows that a device has.
+
+    spec       that of the device
+    num_bytes  of the host's memory for chunks
+    """
+    table = spec.table
+    # Slabs as large as the device's, which hold whole pages of every size.
+    ledger = PageLedger(num_bytes // table.ledger.slab_bytes * table.ledger.slab_bytes, table.ledger.slab_bytes)
+    sealed = (table.sealed_codec,) if table.encodes else ()
+    pages = ChunkTable(
+        ledger, spec.num_layers, spec.num_kv_heads, table.open_codec, *sealed, sinks=table.sinks,
+        arena=Arena(ledger.num_bytes),
+    )  # fmt: skip
+    cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
+    spec = dataclasses.replace(spec, table=pages, cos=cos, sin=sin)
+    return AttentionTimer(CpuAttention(spec), spec, max_context, HostMemory(UNIT, table.arena.device))

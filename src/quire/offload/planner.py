@@ -1,10 +1,10 @@
 """Plans on a profile: the placement with the highest throughput on this machine, and what to expect of a placement.
 
-The cost model is `quire.offload.costs` with the tiers cpu and disk. Its rates come from the profile's tables: they are
-constants for one micro-batch and phase, so each block size has a linear program of its own. Layers are visited once a
-step. While a layer computes, the disk reads the weights of the next one, and reads and writes in turns what else is not
-in memory. The slower of computing and the disk counts, and the fitted share of the faster one. The output head and the
-work between two passes count as computing: the disk goes on meanwhile.
+The cost model is `quire.offload.costs` with the tiers cpu and disk, and a GPU before them if there is one. Its rates
+come from the profile's tables: they are constants for one micro-batch and phase, so each block size has a linear
+program of its own. Layers are visited once a step. While a layer computes, the disk reads the weights of the next one,
+and reads and writes in turns what else is not in memory. The slower of computing and the disk counts, and the fitted
+share of the faster one. The output head and the work between two passes count as computing: the disk goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, 
 from quire.offload.homes import NUM_BUFFERS, homes
 from quire.offload.policy import BATCHES, Found, Lack, PlanError, lacks_of, search
 from quire.offload.policy import predict as predict_with
-from quire.offload.units import TIERS
 
 if TYPE_CHECKING:
     from quire.offload.costs import Policy, Sizes, Workload
     from quire.offload.policy import Prediction
     from quire.offload.profile import Profile
-
-MEASURED_TIERS = TIERS[1:]
-"""Tiers of a profile: cpu and disk."""
 
 MICRO_BATCHES = (1, 2, 3, *range(4, 132, 4), 160, 192, 256)
 """Sizes of a micro-batch that are tried."""
@@ -44,8 +40,6 @@ HIDDEN_BUFFERS = 4
 
 MEMORY_TRIES = 4
 """Programs for a block whose memory is more than the program counts, each with less memory to use."""
-
-UNLIMITED = (float("inf"), float("inf"))
 
 
 def prompt_passes(prompts: Sequence[int], budget: int, num_waiting: int = 0, shared: int = 0) -> list[int]:
@@ -91,7 +85,7 @@ def model_of(
     profile: Profile,
     sizes: Sizes,
     workload: Workload,
-    capacities: tuple[float, float],
+    capacities: tuple[float, ...],
     micro_batch: int,
     num_batches: int,
     *,
@@ -101,15 +95,14 @@ def model_of(
 ) -> CostModel:
     """The cost model of a block size.
 
-    capacities    bytes of memory and disk
+    capacities    bytes of the profile's tiers
     budget        scheduler.token_budget
     slack         share of each capacity that may be used
-    only_weights  whether cache and activations stay in memory
+    only_weights  whether cache and activations stay where they are computed
     """
-    corrections, block = profile.corrections, micro_batch * num_batches
+    corrections, block, device = profile.corrections, micro_batch * num_batches, profile.device
     passes = _prompt_passes(workload, block, budget)
-    disk = profile.disk.streamed.bandwidth / corrections.disk
-    link = Link(Traffic.alike(disk), Traffic.alike(profile.disk.writes.bandwidth))
+    links = _links(profile)
     head = profile.head.at(block)
     between = corrections.sequence_seconds * block
 
@@ -118,7 +111,7 @@ def model_of(
     attention = profile.prompt.at(workload.prompt_tokens) * pairs / workload.prompt_tokens**2
     fixed = corrections.step_seconds * len(passes) + between + corrections.prefill * head
     prefill = Rates(
-        (link,),
+        links,
         workload.computed_tokens(block) * sizes.layer_flops / (corrections.prefill * products),
         pairs * sizes.pair_flops / (corrections.prefill * attention),
         passes=len(passes),
@@ -129,10 +122,12 @@ def model_of(
     products = num_batches * profile.products.at(micro_batch)
     attention = num_batches * profile.attention.at(micro_batch, context)
     fixed = corrections.step_seconds + between + corrections.decode * head
+    flops = block * context * sizes.pair_flops
     decode = Rates(
-        (link,),
+        links,
         block * sizes.layer_flops / (corrections.decode * products),
-        block * context * sizes.pair_flops / (corrections.decode * attention),
+        flops / (corrections.decode * attention),
+        0.0 if device is None else flops / (num_batches * device.far.at(micro_batch, context)),
         fixed_seconds=fixed / sizes.num_layers,
         request_seconds=profile.disk.request_seconds,
     )
@@ -141,18 +136,21 @@ def model_of(
     scratch = tuple(Scratch(each.num_bytes * rows * corrections.scratch) for each in sizes.decode)
     options = Options(
         form=Form.MAX,
-        slack=(slack, slack),
-        hidden_on_last=not only_weights,
-        cache_on_last=not only_weights,
+        slack=(slack,) * len(capacities),
+        # Beside a GPU only weights are on the disk.
+        hidden_on_last=device is None,
+        cache_on_last=device is None,
+        only_weights=only_weights,
+        attends_whole=True,
         early_buffers=True,
         exposed=corrections.exposed,
         most_rows=budget,
         hidden_buffers=HIDDEN_BUFFERS,
         one_way=True,
         # The layer image. Where there is no room for it, all weights are in memory, and there is none.
-        whole_on_last=capacities[1] >= sizes.layer_bytes * sizes.num_layers,
+        whole_on_last=capacities[-1] >= sizes.layer_bytes * sizes.num_layers,
     )
-    machine = Machine(MEASURED_TIERS, capacities, prefill, decode)
+    machine = Machine(profile.tiers, capacities, prefill, decode)
     own = OPEN_ENCODED * sizes.open_cache_bytes or OPEN_CHUNKS * sizes.cache_bytes
     measured = dataclasses.replace(
         sizes, head_flops=0.0, prefill=scratch, open_bytes=own * PAGE_TOKENS * sizes.num_layers
@@ -160,9 +158,20 @@ def model_of(
     return CostModel(measured, workload, machine, micro_batch, num_batches, options)
 
 
+def _links(profile: Profile) -> tuple[Link, ...]:
+    """The links between the profile's tiers."""
+    disk, device, corrections = profile.disk, profile.device, profile.corrections
+    found = [Link(Traffic.alike(disk.streamed.bandwidth / corrections.disk), Traffic.alike(disk.writes.bandwidth))]
+    if device is not None:
+        up, down = device.up.bandwidth / corrections.bus, device.down.bandwidth
+        found.insert(0, Link(Traffic.alike(up), Traffic.alike(down)))
+    return tuple(found)
+
+
 def predict(profile: Profile, sizes: Sizes, workload: Workload, policy: Policy, *, budget: int) -> Prediction:
-    """What the profile says of a policy for the tiers cpu and disk, whether it fits or not. budget: see model_of."""
-    model = model_of(profile, sizes, workload, UNLIMITED, policy.micro_batch, policy.num_batches, budget=budget)
+    """What the profile says of a policy for its tiers, whether it fits or not. budget: see model_of."""
+    unlimited = (math.inf,) * len(profile.tiers)
+    model = model_of(profile, sizes, workload, unlimited, policy.micro_batch, policy.num_batches, budget=budget)
     return _with_memory(model, policy, predict_with(model, policy))
 
 
@@ -183,14 +192,15 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
     if policy.cache.beyond(0) > 0:
         # Of a micro-batch, and of what several of them share: as much as the longest sequence.
         layer = 2 * sizes.cache_bytes * work.held_tokens(1, work.output_tokens)
-        more += (1 - policy.cache.beyond(0)) * layer * model.micro_batch + layer
+        more += (1 - policy.cache.beyond(0) + policy.attended) * layer * model.micro_batch + layer
     elif not (work.room_tokens or work.num_prefixes or work.kept < 1):
         tokens, layers = work.prompt_tokens + work.output_tokens, sizes.num_layers
         sealed = tokens // PAGE_TOKENS if sizes.open_cache_bytes else -(-tokens // PAGE_TOKENS)
         taken = (sealed * sizes.cache_bytes + sizes.open_cache_bytes) * PAGE_TOKENS * layers * model.block
         counted = sizes.cache_bytes * work.held_tokens(model.block, work.output_tokens) * layers
         more += taken - counted - sizes.open_bytes * model.block
-    memory = {**prediction.memory, MEASURED_TIERS[0]: prediction.memory[MEASURED_TIERS[0]] + more}
+    first = model.machine.tiers[0]
+    memory = {**prediction.memory, first: prediction.memory[first] + more}
     return dataclasses.replace(prediction, memory=memory)
 
 
@@ -198,7 +208,7 @@ def plan_all(
     profile: Profile,
     sizes: Sizes,
     workload: Workload,
-    capacities: tuple[float, float],
+    capacities: tuple[float, ...],
     *,
     budget: int,
     slack: float = 1.0,
@@ -225,7 +235,7 @@ def plan_all(
 
     def model(micro_batch: int, count: int, room: float = capacities[0]) -> CostModel:
         return model_of(
-            profile, sizes, workload, (room, capacities[1]), micro_batch, count,
+            profile, sizes, workload, (room, *capacities[1:]), micro_batch, count,
             budget=budget, slack=slack, only_weights=only_weights,
         )  # fmt: skip
 
@@ -235,7 +245,7 @@ def plan_all(
         for _ in range(MEMORY_TRIES):
             size = policy.micro_batch, policy.num_batches
             prediction = _with_memory(model(*size), policy, prediction)
-            excess = prediction.memory[MEASURED_TIERS[0]] - capacities[0] * slack
+            excess = prediction.memory[profile.tiers[0]] - capacities[0] * slack
             if excess <= 0:
                 found.append(Found(policy, prediction))
                 break
@@ -247,7 +257,7 @@ def plan_all(
             policy, prediction = again[0].policy, again[0].prediction
     if not found:
         if least < math.inf:
-            raise PlanError(f"{Lack({MEASURED_TIERS[0]: least})}")
+            raise PlanError(f"{Lack({profile.tiers[0]: least})}")
         micro_batch, count = blocks[0]
         raise PlanError(f"with blocks of {count} x {micro_batch}, {lacks_of(model(micro_batch, count))}")
     return found

@@ -111,18 +111,22 @@ def predict(model: CostModel, policy: Policy) -> Prediction:
     )
 
 
-def best_placement(model: CostModel, *, attended: bool = False) -> Policy | None:
+def best_placement(model: CostModel, *, attended: bool | None = None) -> Policy | None:
     """The placement with the least seconds of one block size; None if none fits.
 
-    attended  whether all of the cache beyond the first tier is attended to on the second, as in the paper; otherwise
-              the program decides
+    attended  whether all of the cache beyond the first tier is attended to on the second, as in the paper, or nothing
+              is; None: the program decides
     Raises PlanError if the solver gives up.
     """
-    found = _solve(model, attended)
-    if found is None:
+    if attended is None and model.options.attends_whole and model.machine.decode.far_flops:
+        both = [best_placement(model, attended=whole) for whole in (False, True)]
+        found = [policy for policy in both if policy is not None]
+        return min(found, key=lambda policy: predict(model, policy).seconds, default=None)
+    values = _solve(model, attended)
+    if values is None:
         return None
     tiers = model.num_tiers
-    shares = [Share(min(1.0, max(0.0, float(value)))) for value in found]
+    shares = [Share(min(1.0, max(0.0, float(value)))) for value in values]
     weights, cache, hidden = (_split(shares[kind * tiers : (kind + 1) * tiers]) for kind in Kind)
     return Policy(model.micro_batch, model.num_batches, weights, cache, hidden, shares[3 * tiers])
 
@@ -143,7 +147,7 @@ def lacks_of(model: CostModel) -> Lack:
     """
     found: list[Lack] = []
     for tiers in [*([tier] for tier in reversed(range(model.num_tiers))), list(range(model.num_tiers))]:
-        extra = _solve(model, False, tiers)
+        extra = _solve(model, None, tiers)
         if extra is not None:
             sizes = zip(model.machine.tiers, extra[model.num_variables :], model.options.slack, strict=False)
             found.append(Lack({tier: size / slack for tier, size, slack in sizes if size > 0.5}))
@@ -161,7 +165,7 @@ def _limits(model: CostModel) -> dict[str, float]:
     }
 
 
-def _solve(model: CostModel, attended: bool, open_tiers: Sequence[int] | None = None) -> Linear | None:
+def _solve(model: CostModel, attended: bool | None, open_tiers: Sequence[int] | None = None) -> Linear | None:
     """The values of the variables; None if the constraints cannot be met.
 
     open_tiers  with tiers: the least bytes are sought that make the block fit if these tiers may grow. The values then
@@ -209,7 +213,10 @@ def _solve(model: CostModel, attended: bool, open_tiers: Sequence[int] | None = 
         within[3 * tiers - 1] = (0.0, 0.0)
     if not model.options.cache_on_last and tiers > 1:
         within[2 * tiers - 1] = (0.0, 0.0)
-    if not model.machine.decode.far_flops or tiers < 3:
+    if model.options.only_weights:
+        for kind in (Kind.CACHE, Kind.HIDDEN):
+            within[kind * tiers + 1 : (kind + 1) * tiers] = [(0.0, 0.0)] * (tiers - 1)
+    if not model.machine.decode.far_flops or tiers < 3 or attended is False:
         within[3 * tiers] = (0.0, 0.0)
     if open_tiers is None:
         within += [(0.0, None)] * 2

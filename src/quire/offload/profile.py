@@ -18,7 +18,7 @@ import numpy as np
 from quire.config import format_bytes
 from quire.errors import ConfigError
 from quire.offload.records import above, increasing, made
-from quire.offload.units import Share
+from quire.offload.units import NONE, TIERS, Share
 
 if TYPE_CHECKING:
     from quire.models.shape import ModelShape
@@ -40,6 +40,7 @@ class Conditions:
     threads         threads that compute
     kernels         level of the CPU kernels
     disk_bandwidth  offload.disk_bandwidth in bytes per second; None: no limit
+    device          name of the GPU that computes; empty: the processor does
     """
 
     model: str
@@ -52,6 +53,7 @@ class Conditions:
     threads: int
     kernels: str
     disk_bandwidth: float | None = None
+    device: str = ""
 
     def difference(self, other: Conditions) -> str | None:
         """The first condition in which another one differs, in words; None if all are equal. Names do not count."""
@@ -68,6 +70,7 @@ class Conditions:
             "threads": "runtime.threads",
             "kernels": "runtime.level",
             "disk_bandwidth": "offload.disk_bandwidth",
+            "device": "the GPU",
         }
         for field, setting in settings.items():
             ours, theirs = getattr(self, field), getattr(other, field)
@@ -80,6 +83,8 @@ class Conditions:
 def _shown(field: str, value: Any) -> str:
     if value is None:
         return "auto"
+    if value == "":
+        return "none"
     return format_bytes(int(value)) if field == "disk_bandwidth" else f"{value}"
 
 
@@ -183,6 +188,19 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A GPU beside the host. Products and attention of a profile are its own.
+
+    up, down  copies between pinned memory and the GPU
+    far       seconds of a layer's attention on the host while decoding, with copies of queries and partials
+    """
+
+    up: Rate
+    down: Rate
+    far: Attention
+
+
+@dataclass(frozen=True)
 class Corrections:
     """What turns the sum of the parts into the time of a generation, fitted to whole runs.
 
@@ -193,6 +211,7 @@ class Corrections:
     step_seconds      of every pass, whatever it computes
     sequence_seconds  of every sequence in every pass: sampling and scheduling
     scratch           factor on the bytes that the products of a pass need beside their inputs
+    bus               factor on the seconds that copies to a GPU take alone
     """
 
     disk: float = 1.0
@@ -202,9 +221,10 @@ class Corrections:
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
     scratch: float = 1.0
+    bus: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("disk", "prefill", "decode", "scratch"):
+        for name in ("disk", "prefill", "decode", "scratch", "bus"):
             above(getattr(self, name), name)
         for name in ("step_seconds", "sequence_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -223,7 +243,8 @@ class Run:
     seconds     median of the rounds
     spread      (maximum - minimum) / median
     predicted   seconds with the fitted corrections
-    memory      bytes that the process had more than before the engine, at most; 0: not measured
+    memory      bytes that the engine took at most where it computes; 0: not measured
+    host_share  beside a GPU, share of the layers' bytes in the host's memory
     """
 
     disk_share: Share
@@ -235,11 +256,13 @@ class Run:
     spread: float = 0.0
     predicted: float = 0.0
     memory: float = 0.0
+    host_share: Share = NONE
 
     def __post_init__(self) -> None:
         above(self.seconds, "seconds")
-        if not 0 <= self.disk_share <= 1:
-            raise ConfigError(f"disk_share is {self.disk_share!r}; it must be a share from 0 to 1")
+        for name in ("disk_share", "host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a share from 0 to 1")
 
     @property
     def error(self) -> float:
@@ -262,6 +285,7 @@ class Profile:
     prompt       seconds of attention of one prompt from its start, by tokens
     corrections  fitted to `runs`
     runs         whole generations
+    device       the GPU; None: the processor computes
     """
 
     made: str
@@ -275,6 +299,12 @@ class Profile:
     prompt: Curve
     corrections: Corrections = Corrections()
     runs: tuple[Run, ...] = ()
+    device: Device | None = None
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The machine's tiers, fastest first."""
+        return TIERS if self.device is not None else TIERS[1:]
 
     def check(self, wanted: Conditions) -> None:
         """Raises ConfigError with the reason if the profile is not valid for these conditions."""

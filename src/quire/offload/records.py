@@ -52,9 +52,11 @@ def _value(hint: Any, value: Any, at: str) -> Any:
             raise ConfigError(f"{at} is {value!r:.60}; it must be an object")
         return {name: _value(arguments[1], each, _below(at, name)) for name, each in value.items()}
     if origin is types.UnionType:
+        if value is None and types.NoneType in arguments:
+            return None
         for kind in arguments:
-            if value is None and kind is types.NoneType:
-                return None
+            if dataclasses.is_dataclass(kind):
+                return made(typing.cast("type[Any]", kind), value, at)
             if kind is not types.NoneType and _is_a(value, kind):
                 return value
     elif _is_a(value, getattr(hint, "__supertype__", hint)):

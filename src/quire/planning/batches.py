@@ -21,7 +21,7 @@ from quire.offload.planner import MICRO_BATCHES, plan_all
 from quire.offload.policy import PlanError, Prediction
 from quire.offload.profile import read_profile
 from quire.offload.units import ALL, Share
-from quire.planning.offload_sizes import conditions_of, keeps_cache, remedies, sizes_from, token_budget_of
+from quire.planning.offload_sizes import conditions_of, has_device, keeps_cache, remedies, sizes_from, token_budget_of
 
 SLACK = 0.9
 """Share of the memory and of the disk's room that a plan uses."""
@@ -35,18 +35,20 @@ MARGIN, SLABS_BYTES = 0.02, 4 << 20
 class BatchPlan:
     """How a batch runs.
 
-    policy      for the tiers cpu and disk
+    policy      for `tiers`
     prediction  of a block
     settings    by key, beside offload.mode
+    tiers       of the machine, fastest first
     """
 
     policy: Policy
     prediction: Prediction
     settings: dict[str, Any]
+    tiers: tuple[str, ...]
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether nothing is on the disk."""
+        """Whether everything is where it is computed."""
         policy = self.policy
         return max(each.beyond(0) for each in (policy.weights, policy.cache, policy.hidden)) <= 0
 
@@ -95,7 +97,8 @@ def plan_batch(
     """The policy with the least predicted seconds for a batch; None if the context holds none of its prompts.
 
     config   offload.mode is auto, and offload.profile names the machine's profile. offload.memory is the memory for
-             weights, cache and activations together, offload.cache the room for the cache on the disk
+             weights, cache and activations together, on a GPU if there is one. offload.cache is the room for the cache
+             on the disk
     prompts  token ids, in the order of the prefix tree
     outputs  most tokens of each answer, as far as the context goes; None: the rest of it
     Raises ConfigError if the profile is not for this model, and if nothing fits.
@@ -104,7 +107,10 @@ def plan_batch(
     profile = read_profile(Path(config.offload.profile))
     budget = config.retain.budget
     kept = ALL if budget == "off" else Share(min(1.0, budget))
-    shape, _ = sizes_from(model, config, Workload(1, 1))  # sizes depend on the workload, and it on the context
+    on_gpu = has_device(config)
+    shape, _ = sizes_from(
+        model, config, Workload(1, 1), on_gpu=on_gpu
+    )  # sizes depend on the workload, and it on the context
     context = config.model.max_context or shape.max_context
     fits = [index for index, prompt in enumerate(prompts) if 0 < len(prompt) < context]  # others are refused
     if not fits:
@@ -118,19 +124,21 @@ def plan_batch(
     longest = max(map(sum, zip(map(len, prompts), answers, strict=True)))
     room_tokens = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     workload = dataclasses.replace(workload, room_tokens=room_tokens)
-    shape, sizes = sizes_from(model, config, workload)
+    shape, sizes = sizes_from(model, config, workload, on_gpu=on_gpu)
     profile.check(conditions_of(model, shape, config, sizes))
     weights = sizes.layer_bytes * sizes.num_layers
     room, memory = config.offload.cache, config.offload.memory
     if room is None:
         room = int(_free(profile.disk.folder) * SLACK)
-    if memory is None:
-        memory = int(available_memory(torch.device("cpu")) * SLACK)
+    devices = [torch.device(each) for each in (("cuda", "cpu") if on_gpu else ("cpu",))]
+    memories = [available_memory(device) * SLACK for device in devices]
+    if memory is not None:
+        memories[0] = float(memory)
     most = min(config.scheduler.max_running, len(prompts))
     rows = token_budget_of(config)
     try:
         blocks = plan_all(
-            profile, sizes, workload, (float(memory), weights + room), budget=rows, most=config.scheduler.max_running,
+            profile, sizes, workload, (*memories, weights + room), budget=rows, most=config.scheduler.max_running,
             only_weights=keeps_cache(config),
             micro_batches=[each for each in sorted({*MICRO_BATCHES, most}) if each <= most],
         )  # fmt: skip
@@ -149,4 +157,4 @@ def plan_batch(
         own, held = policy.block * PAGE_TOKENS, workload.held_tokens(policy.block, workload.output_tokens)
         needed = (sizes.cache_bytes * (held + own) + sizes.open_cache_bytes * own) * sizes.num_layers
         settings["cache.memory"] = round(needed * (1 + MARGIN)) + SLABS_BYTES
-    return BatchPlan(policy, found.prediction, settings)
+    return BatchPlan(policy, found.prediction, settings, profile.tiers)

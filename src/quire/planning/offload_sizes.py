@@ -7,11 +7,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from quire.cache.codecs import CODECS
 from quire.cache.ledger import PAGE_TOKENS
 from quire.config import EngineConfig
 from quire.engine.build import TOKEN_BUDGET, sealed_pages
-from quire.engine.machine import processor_name, usable_cores
+from quire.engine.machine import device_type_of, processor_name, usable_cores
 from quire.engine.sizes import page_counts
 from quire.kernels import runtime
 from quire.models.families import shape_from_config
@@ -80,13 +82,19 @@ def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Si
         threads=config.runtime.threads or usable_cores(),
         kernels=runtime.level(),
         disk_bandwidth=None if config.offload.disk_bandwidth is None else float(config.offload.disk_bandwidth),
+        device=torch.cuda.get_device_name() if has_device(config) else "",
     )
 
 
+def has_device(config: EngineConfig) -> bool:
+    """Whether a GPU computes."""
+    return device_type_of(config.runtime.device) == "cuda"
+
+
 def token_budget_of(config: EngineConfig) -> int:
-    """Most rows of a step on a CPU."""
+    """Most rows of a step."""
     least = config.scheduler.max_running + PAGE_TOKENS
-    return config.scheduler.token_budget or max(TOKEN_BUDGET["cpu"], least)
+    return config.scheduler.token_budget or max(TOKEN_BUDGET[device_type_of(config.runtime.device)], least)
 
 
 def remedies(config: EngineConfig) -> str:
