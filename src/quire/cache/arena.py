@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
-from quire.cache.arrays import Bytes, Int32s
+from quire.cache.arrays import Bytes, Int32s, Int64s
 from quire.cache.ledger import UNIT
 from quire.kernels.memory import huge_pages
 
@@ -31,6 +34,15 @@ class Arena:
         page size.
         """
         return self.data.as_strided(((self.num_bytes - page_bytes) // UNIT + 1, page_bytes), (UNIT, 1))
+
+    @contextlib.contextmanager
+    def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
+        """Inside, pages may be read in `data`, and changed if that is said. They always may in this arena.
+
+        ids    int32 [n]
+        sizes  bytes of each
+        """
+        yield
 
     def load(self, ids: Int32s, page_bytes: int) -> torch.Tensor:
         """A copy of page images, uint8 [n, page_bytes] on the arena's device."""

@@ -15,7 +15,7 @@ from quire.errors import CacheFullError
 
 if TYPE_CHECKING:
     from quire.cache.arena import Arena
-    from quire.cache.codecs import Codec, PageFormat
+    from quire.cache.codecs import Codec, Moves, PageFormat
     from quire.cache.codecs.dense import DenseCodec
     from quire.cache.sinks import Sinks
 
@@ -108,6 +108,12 @@ class ChunkTable(ChunkCounts):
         for page_bytes in np.unique(sizes).tolist():
             at = sizes == page_bytes
             self.arena.copy(self.pages[source][at], self.pages[target][at], page_bytes)
+
+    def move(self, codec: Codec | SumsCodec, moves: Moves) -> None:
+        """Overwrites slots of pages of a codec with others."""
+        sizes = self.page_sizes(codec)[moves.layers, moves.heads].astype(np.int64)
+        with self.arena.held(moves.pages.reshape(-1), np.tile(sizes, 2), changes=True):
+            codec.move(self.arena.data, moves)
 
     def drop(self, places: Places) -> None:
         """Gives back the pages at some places."""

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,12 +34,12 @@ from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloading import (
     cache_bytes,
     check_room,
+    far_cache,
     in_micro_batches,
     load_beside_device,
     load_with_offload,
     memory_of,
     offload_counters,
-    offloaded_table,
     with_offload,
 )
 from quire.engine.runner import Decode, LocalRunner
@@ -347,9 +347,9 @@ def assemble(
     sealed = () if config.cache.codec == DENSE else (_codec(config, shape, calibration, model.key_bias),)
     codecs = (DenseCodec(shape.head_dim, dtype), *sealed)
     retention, sinks = _retention(config, tokenizer), _sinks(config, shape, dtype)
-    far = offloaded_table(model, config, fits, codecs, sinks) if fits.disk_bytes else None
-    if far is not None:
-        table = cast(ChunkTable, far)  # all of it that the CPU's kernels and the manager use
+    sums, far = None if retention is None else SumsCodec(), None
+    if fits.disk_bytes:
+        table, far = far_cache(model, config, fits, codecs, sinks, sums)
     else:
         ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
         table = ChunkTable(
@@ -358,7 +358,7 @@ def assemble(
             shape.num_kv_heads,
             *codecs,
             sinks=sinks,
-            sums=None if retention is None else SumsCodec(),
+            sums=sums,
             arena=Arena(ledger.num_bytes, device),
         )
     if tiers is not None and device.type == "cpu":

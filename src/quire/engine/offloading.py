@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.ledger import PAGE_TOKENS, PageCounts
+from quire.cache.ledger import PAGE_TOKENS, PageCounts, PageLedger
+from quire.cache.table import ChunkTable
 from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
@@ -28,17 +29,19 @@ if TYPE_CHECKING:
     from quire.attention.plan import AttentionBackend
     from quire.cache.codecs import Codec
     from quire.cache.codecs.dense import DenseCodec
+    from quire.cache.codecs.sums import SumsCodec
     from quire.cache.sinks import Sinks
     from quire.engine.sizes import Sizes
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
-    from quire.offload.blocks import Slot
+    from quire.offload.blocks import FarTable, Slot
     from quire.offload.costs import Policy
     from quire.offload.homes import Weights
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.room import Needs
+    from quire.offload.paged import Pager
+    from quire.offload.room import Needs, Room
     from quire.offload.table import OffloadedTable
 
 log = logging.getLogger("quire")
@@ -134,16 +137,15 @@ def cache_bytes(
     if room is None:
         return None
     source = "offload.cache" if config.offload.cache is not None else f"the policy {config.offload.mode}"
-    if config.retain.is_on:
+    if config.retain.is_on and config.attention.backend != "cpu":
         raise ConfigError(
-            f"retention keeps the cache of running requests small, in memory; a cache that leaves it ({source}) has"
-            " none. Leave one of the two out; tiers.disk keeps cached prefixes beside retention"
+            f"with retention a cache that leaves memory ({source}) is for a CPU; beside a GPU leave one of the two out"
         )
     if config.tiers.is_on:
         raise ConfigError(f"a cache that leaves memory ({source}) has no other tiers; leave tiers.disk out")
     micro_batch = config.offload.micro_batch or (min(MICRO_BATCH, running) if policy is None else policy.micro_batch)
     extents = Extents(sealed), None if open_ is None else Extents(open_)
-    return room, Needs(*extents, running, max_chunks, min(micro_batch, running))
+    return room, Needs(*extents, running, max_chunks, min(micro_batch, running), packs=config.retain.is_on)
 
 
 def check_room(num_bytes: int, chunk_bytes: int, needs: Needs) -> None:
@@ -299,40 +301,63 @@ def home_of_cache(model: OffloadedModel, config: EngineConfig) -> Mover | torch.
     return torch.device(config.runtime.device) if model.folder is None else mover_of(model, "cache")
 
 
-def offloaded_table(
-    model: Model, config: EngineConfig, fits: Sizes, codecs: tuple[DenseCodec, *tuple[Codec, ...]], sinks: Sinks | None
-) -> OffloadedTable:
-    """A cache on the disk. Raises ConfigError."""
+def far_cache(
+    model: Model,
+    config: EngineConfig,
+    fits: Sizes,
+    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
+    sinks: Sinks | None,
+    sums: SumsCodec | None,
+) -> tuple[ChunkTable, FarTable]:
+    """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
     from quire.offload.model import OffloadedModel
-    from quire.offload.mover import Mover
     from quire.offload.room import Room
-    from quire.offload.table import OffloadedTable
 
     assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
-    shape, policy = model.shape, policy_of(config)
-    layers_heads = shape.num_layers, shape.num_kv_heads
-    pages = [np.broadcast_to(codec.page_bytes, layers_heads) for codec in codecs]
+    shape = model.shape
+    pages = [np.broadcast_to(codec.page_bytes, (shape.num_layers, shape.num_kv_heads)) for codec in codecs]
     found = cache_bytes(config, fits.max_context, pages[-1], pages[0] if len(pages) > 1 else None)
     assert found is not None
-    room, home = Room.of(config.cache.memory, found[1]), home_of_cache(model, config)
-    is_file = isinstance(home, Mover)
-    # A plan with a window has no gaps: what its rows see is loaded.
-    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
-    attends = (
-        not is_file and not has_window and (policy is None or 0 < policy.attended >= HALF * policy.cache.beyond(0))
-    )
+    needs = found[1]
+    room, home = Room.of(config.cache.memory, needs), home_of_cache(model, config)
     log.info(
-        "cache: at most %s in %s%s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
+        "cache: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
         format_bytes(fits.cache_bytes),
-        model.folder if is_file else "the host's memory",
-        ", where decoded tokens attend to it" if attends else "",
+        "the host's memory" if isinstance(home, torch.device) else model.folder,
         format_bytes(config.cache.memory),
         room.num_open + room.num_near,
-        room.own_bytes // found[1].sealed.largest,
+        room.own_bytes // needs.sealed.largest,
     )
-    table = OffloadedTable(
+    if sums is not None:
+        assert not isinstance(home, torch.device), "retention beside a GPU"
+        return _paged_table(model, fits, codecs, sinks, sums, config.cache.memory, needs, room, home)
+    table = _offloaded_table(model, config, fits, codecs, sinks, room, home)
+    return cast("ChunkTable", table), table  # all of it that the CPU's kernels and the manager use
+
+
+def _offloaded_table(
+    model: OffloadedModel,
+    config: EngineConfig,
+    fits: Sizes,
+    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
+    sinks: Sinks | None,
+    room: Room,
+    home: Mover | torch.device,
+) -> OffloadedTable:
+    """Whole chunks leave memory. home: see OffloadedTable."""
+    from quire.offload.table import OffloadedTable
+
+    shape, policy = model.shape, policy_of(config)
+    # A plan with a window has no gaps: what its rows see is loaded.
+    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
+    wanted = policy is None or 0 < policy.attended >= HALF * policy.cache.beyond(0)
+    attends = isinstance(home, torch.device) and not has_window and wanted
+    if attends:
+        log.info("decoded tokens attend to chunks in the host's memory there")
+    return OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
-        *layers_heads,
+        shape.num_layers,
+        shape.num_kv_heads,
         *codecs,
         sinks=sinks,
         room=room,
@@ -340,16 +365,37 @@ def offloaded_table(
         near=ALL if policy is None else policy.cache.shares[0],
         attends=attends,
     )
-    return table
+
+
+def _paged_table(
+    model: OffloadedModel,
+    fits: Sizes,
+    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
+    sinks: Sinks | None,
+    sums: SumsCodec,
+    memory: int,
+    needs: Needs,
+    room: Room,
+    mover: Mover,
+) -> tuple[ChunkTable, Pager]:
+    """Blocks of pages leave memory."""
+    from quire.offload.paged import PagedArena, Pager
+
+    ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
+    budget = memory - needs.packed - 2 * (room.own_bytes + room.shared_bytes)
+    arena = PagedArena(ledger.num_bytes, budget, mover)
+    shape = model.shape
+    table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
+    return table, Pager(table, arena, room.own_bytes // needs.sealed.largest)
 
 
 def in_micro_batches(
     attention: AttentionBackend,
     config: EngineConfig,
-    table: OffloadedTable | None,
+    table: FarTable | None,
     padded_rows: Callable[[int], int],
 ) -> AttentionBackend:
-    """Attention in micro-batches, where the configuration wants them. table: the cache, if it is on the disk."""
+    """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
     from quire.offload.blocks import BlockAttention
 
     policy = policy_of(config)
@@ -359,7 +405,7 @@ def in_micro_batches(
     return BlockAttention(cast("Slot", attention), size or config.scheduler.max_running, table, padded_rows)
 
 
-def offload_counters(model: Model, table: OffloadedTable | None) -> Callable[[], dict[str, Any]]:
+def offload_counters(model: Model, table: FarTable | None) -> Callable[[], dict[str, Any]]:
     """What `LLM.stats` says of offloading."""
     from quire.offload.model import OffloadedModel
 

@@ -11,10 +11,11 @@ prompts have any length, finished sequences are replaced, and shared prefixes ar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -24,6 +25,8 @@ from quire.offload.attended import DividedPlan, divided, on_host
 from quire.offload.mover import NOTHING, Ticket
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -31,10 +34,11 @@ if TYPE_CHECKING:
     from quire.attention.cpu import CpuAttention
     from quire.attention.plan import AttentionSpec
     from quire.attention.rows import RowSlice
+    from quire.cache.arrays import Bools
     from quire.models.plan import Model
     from quire.offload.attended import PartialPlan
     from quire.offload.hidden import HiddenStates
-    from quire.offload.table import OffloadedTable, Placed
+    from quire.offload.table import HostPages
 
 
 class Slot(AttentionBackend, Protocol):
@@ -49,6 +53,48 @@ class Slot(AttentionBackend, Protocol):
 
     def refresh(self, chunks: NDArray[np.int32]) -> None:
         """Some chunks have other pages in the table now, for plans that exist already, too."""
+
+
+class FarTable(Protocol):
+    """Moves the chunks of a cache that leaves memory: see `OffloadedTable` and `Pager`. What `place` returns is for the
+    other calls.
+    """
+
+    @property
+    def own_chunks(self) -> int:
+        """Most chunks of a micro-batch."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether rows that decode attend to far chunks where they are."""
+
+    @property
+    def host(self) -> HostPages | None:
+        """The chunks as the CPU's kernels read them there."""
+
+    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Any], Any]:
+        """Prepares a step: something for each micro-batch, and for all of them."""
+
+    def load(self, layer: int, batch: int, num_batches: int, placed: Any, *after: Ticket) -> Ticket:
+        """Starts to load what a micro-batch reads in a layer."""
+
+    def load_shared(self, layer: int, placed: Any) -> Ticket:
+        """Starts to load what several micro-batches read in a layer."""
+
+    def enter(self, layer: int, batch: int, num_batches: int, placed: Any) -> NDArray[np.int32]:
+        """A micro-batch is computed next. Returns chunks that have other pages in this layer than plans were told."""
+
+    def store(self, layer: int, batch: int, num_batches: int, placed: Any) -> Ticket:
+        """Starts to store what a micro-batch has filled in a layer."""
+
+    def is_far(self, chunks: NDArray[np.int32]) -> Bools:
+        """Of sealed chunks: whether they are elsewhere."""
+
+    def recalled(self, slice_index: int) -> AbstractContextManager[None]:
+        """All layers of a slice's path can be read inside."""
+
+    def stats(self) -> dict[str, float]:
+        """See `LLM.stats`."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +120,8 @@ class BlockPlan:
         batches: Sequence[Batch],
         starts: Sequence[int],
         padded_rows: Callable[[int], int],
-        table: OffloadedTable | None,
-        placed: tuple[list[Placed], Placed] | None,
+        table: FarTable | None,
+        placed: tuple[list[Any], Any] | None,
         refresh: Callable[[NDArray[np.int32]], None],
     ) -> None:
         """starts: the first slice of each micro-batch. placed: the far chunks of each one, and of several. refresh: see
@@ -99,7 +145,8 @@ class BlockPlan:
     def recovered(self, slice_index: int, kept: NDArray[np.uint64], local: NDArray[np.int64]) -> NDArray[np.float64]:
         """See AttentionPlan."""
         batch = max(index for index, start in enumerate(self._starts) if start <= slice_index)
-        return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
+        with contextlib.nullcontext() if self._table is None else self._table.recalled(slice_index):
+            return self.batches[batch].plan.recovered(slice_index - self._starts[batch], kept, local)
 
     def load(self, layer: int, batch: int, *after: Ticket) -> Ticket:
         """Starts to load what a micro-batch reads in a layer."""
@@ -139,7 +186,7 @@ class BlockAttention:
         self,
         attention: Slot,
         micro_batch: int,
-        table: OffloadedTable | None,
+        table: FarTable | None,
         padded_rows: Callable[[int], int] = lambda rows: rows,
     ) -> None:
         self.micro_batch = micro_batch

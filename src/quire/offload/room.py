@@ -57,7 +57,7 @@ class Room:
             )
         # First buffers for whole micro-batches, then frames, which save what is read.
         own = needs.buffer + min((memory - least) // 2 // needs.sealed.largest * needs.sealed.largest, needs.more)
-        near = max(0, memory - needs.frames - 2 * needs.buffer - 2 * own) // needs.sealed.num_bytes
+        near = max(0, memory - needs.frames - needs.packed - 2 * needs.buffer - 2 * own) // needs.sealed.num_bytes
         return Room(needs.num_open, near, own, needs.buffer)
 
 
@@ -70,6 +70,7 @@ class Needs:
     max_running  sequences at once
     max_chunks   chunks of the longest sequence
     micro_batch  sequences that are computed together
+    packs        whether retention packs sequences, each of which is then in memory as a whole for a moment
     """
 
     sealed: Extents
@@ -77,6 +78,7 @@ class Needs:
     max_running: int
     max_chunks: int
     micro_batch: int
+    packs: bool = False
 
     @property
     def num_open(self) -> int:
@@ -96,9 +98,14 @@ class Needs:
         return self.max_chunks * self.sealed.largest
 
     @property
+    def packed(self) -> int:
+        """Bytes of a sequence that is packed."""
+        return self.packs * self.max_chunks * self.sealed.num_bytes
+
+    @property
     def least(self) -> int:
         """The least memory that is enough."""
-        return self.frames + 4 * self.buffer
+        return self.frames + self.packed + 4 * self.buffer
 
     @property
     def more(self) -> int:

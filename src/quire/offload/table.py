@@ -20,6 +20,7 @@ rows that decode attend to far chunks on the host (`offload.attended`), and only
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -319,6 +320,10 @@ class OffloadedTable(ChunkCounts):
             self.pages[renamed, layer] = (starts[:, None] + self.sealed.heads[layer]) // UNIT
             self.takes[renamed] += 1
         return renamed
+
+    def recalled(self, slice_index: int) -> AbstractContextManager[None]:
+        """Not called: nothing is retained."""
+        raise AssertionError("chunks of this table are not retained")
 
     @property
     def near_share(self) -> float:

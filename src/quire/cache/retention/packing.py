@@ -82,11 +82,11 @@ def _move(table: ChunkTable, chunks: Int32s, sums: Int32s, sources: Slots, holes
     """Copies tokens, and the sums of heads that need them, from slots into others."""
     assert table.sums is not None
     (layers, _), (heads, _), rows, slots = np.stack((sources, holes), 1, dtype=np.int32)  # [2, m] each
-    for held, move in ((chunks, table.sealed_codec.move), (sums, table.sums.move)):
+    for held, codec in ((chunks, table.sealed_codec), (sums, table.sums)):
         has_page = table.masks[held][rows[0], layers, heads] > 0
         pages = table.pages[held[rows], layers, heads]
         chosen = (each[..., has_page] for each in (layers, heads, pages, slots))
-        move(table.arena.data, Moves(*chosen))
+        table.move(codec, Moves(*chosen))
 
 
 def _store_positions(table: ChunkTable, rows: Int32s, retained: Retained) -> None:

@@ -1,0 +1,325 @@
+"""An arena whose pages have their bytes in a file: for a cache that retention makes ragged.
+
+Pages keep their addresses. The arena is address space for the whole cache, and only what a micro-batch computes with in
+a layer has memory. So the table, retention and the kernels work as on an arena in memory, page by page:
+
+    for each layer and micro-batch:  bring the blocks of its pages that are not in memory | compute | let them go
+
+Steps visit the same blocks in the same order. So once the memory is full, what was used last is needed latest, and goes
+first; what came before stays. Open chunks stay in any case.
+
+Without retention whole chunks move, which lie together in the file: see `offload.table`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quire.cache.arena import Arena
+from quire.cache.arrays import Bools, Bytes, Int32s, Int64s
+from quire.cache.counts import POSITIONS_BYTES
+from quire.cache.ledger import PAGE_TOKENS, UNIT
+from quire.errors import ConfigError
+from quire.offload.mover import NOTHING, Mover, Part, Ticket
+from quire.stores.direct import BLOCK_BYTES, padded
+
+if TYPE_CHECKING:
+    from quire.attention.rows import RowSlice
+    from quire.cache.table import ChunkTable
+
+SPARE = 8
+"""Part of the memory that a step begins with, so that what it brings need not wait: an eighth."""
+
+Blocks = Int64s
+"""Numbers of blocks of 4 KiB of an arena, increasing."""
+
+
+class PagedArena(Arena):
+    """See Arena. Blocks have memory while they are used, and afterwards as long as the memory is not full.
+
+    budget  bytes of blocks that stay in memory unused
+    """
+
+    def __init__(self, num_bytes: int, budget: int, mover: Mover) -> None:
+        """Raises ConfigError if the system does not grant the address space."""
+        self.num_bytes, self.device = num_bytes, torch.device("cpu")
+        self.mover = mover
+        self._map = _address_space(padded(num_bytes))
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        count = len(self.data) // BLOCK_BYTES
+        self._most = budget // BLOCK_BYTES
+        self._is_here = np.zeros(count, bool)
+        self._is_stored = np.zeros(count, bool)
+        self._is_changed = np.zeros(count, bool)  # since it was stored
+        self._is_going = np.zeros(count, bool)
+        self._users = np.zeros(count, np.int16)
+        self._used = np.zeros(count, np.int32)  # the step that used it last
+        self._step = 0
+        self._coming: list[tuple[Ticket, Blocks]] = []
+        self._going: list[tuple[Ticket, Blocks]] = []
+        self.num_here = 0
+        """Blocks that have memory."""
+
+    # ---- by blocks -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begins a step. The last one may have failed. Makes room of what nothing used for a step."""
+        self.mover.settle()
+        for ticket, blocks in self._coming:
+            if ticket.error is not None:
+                self._drop(blocks[self._is_here[blocks]])
+        self._coming.clear()
+        self._finish()
+        self._users[:] = 0
+        self._step += 1
+        excess = self.num_here - (self._most - self._most // SPARE)
+        if excess > 0:
+            idle = np.flatnonzero(self._is_here & (self._used < self._step - 1))
+            oldest = np.argsort(self._used[idle], kind="stable")[:excess]
+            self._send(np.sort(idle[oldest]))
+
+    def forget(self, starts: Int64s, sizes: Int64s) -> None:
+        """The bytes of some pages, given by their starts, are of no use. Those that fill whole blocks are not read."""
+        is_whole = (starts % BLOCK_BYTES == 0) & (sizes % BLOCK_BYTES == 0)
+        self._is_stored[blocks_of(starts[is_whole], sizes[is_whole])] = False
+
+    def bring(self, blocks: Blocks) -> Ticket:
+        """Starts to read the blocks that are not in memory. All stay there until `let_go`."""
+        self._finish()
+        self._users[blocks] += 1
+        self._used[blocks] = self._step
+        missing = blocks[~self._is_here[blocks]]
+        self._is_here[missing] = True
+        self.num_here += len(missing)
+        stored = missing[self._is_stored[missing]]
+        if not len(stored):
+            return NOTHING
+        ticket = self.mover.read(self._parts(stored))
+        self._coming.append((ticket, stored))
+        return ticket
+
+    def let_go(self, blocks: Blocks, changed: Blocks, keep: Blocks) -> Ticket:
+        """Ends a use. If the memory is full, starts to store and to free blocks that nothing else uses.
+
+        changed  of them, blocks whose bytes are new
+        keep     of them, blocks that stay in memory in any case
+        """
+        self._users[blocks] -= 1
+        self._is_changed[changed] = True
+        self._finish()
+        excess = self.num_here - sum(len(each) for _, each in self._going) - self._most
+        if excess <= 0:
+            return NOTHING
+        may_go = (self._users[blocks] == 0) & ~self._is_going[blocks]
+        may_go[np.searchsorted(blocks, keep)] = False
+        return self._send(blocks[may_go][-excess:])
+
+    def _send(self, blocks: Blocks) -> Ticket:
+        changed = blocks[self._is_changed[blocks]]
+        ticket = self.mover.write(self._parts(changed))
+        self._is_changed[changed], self._is_stored[changed] = False, True
+        self._is_going[blocks] = True
+        self._going.append((ticket, blocks))
+        self._finish()
+        return ticket
+
+    def _finish(self) -> None:
+        """Frees what has been stored, unless it is used again."""
+        left = []
+        for ticket, blocks in self._going:
+            if not ticket.done.is_set():
+                left.append((ticket, blocks))
+                continue
+            self._is_going[blocks] = False
+            if ticket.error is not None:
+                self._is_changed[blocks] = True
+            self._drop(blocks[(self._users[blocks] == 0) & ~self._is_changed[blocks] & self._is_here[blocks]])
+        self._going = left
+
+    def _drop(self, blocks: Blocks) -> None:
+        for first, count in _runs(blocks):
+            self._map.madvise(mmap.MADV_DONTNEED, first * BLOCK_BYTES, count * BLOCK_BYTES)
+        self._is_here[blocks] = False
+        self.num_here -= len(blocks)
+
+    def _parts(self, blocks: Blocks) -> Iterator[Part]:
+        for first, count in _runs(blocks):
+            start = first * BLOCK_BYTES
+            yield Part(start, self.data[start : start + count * BLOCK_BYTES])
+
+    # ---- by pages, between steps -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
+        """See Arena. Raises QuireError if the pages cannot be read or stored."""
+        blocks = blocks_of(ids.astype(np.int64) * UNIT, sizes)
+        self.bring(blocks).wait()
+        try:
+            yield
+        finally:
+            self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).wait()
+
+    def images(self, ids: Int32s, page_bytes: int) -> Bytes:
+        """See Arena."""
+        with self.held(ids, page_bytes, changes=False):
+            return super().images(ids, page_bytes)
+
+    def store(self, ids: Int32s, page_bytes: int, images: torch.Tensor | Bytes) -> None:
+        """See Arena."""
+        with self.held(ids, page_bytes, changes=True):
+            super().store(ids, page_bytes, images)
+
+
+def _address_space(num_bytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except OSError as error:
+        raise ConfigError(f"the system does not give {num_bytes} bytes of address space: {error.strerror}") from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+def blocks_of(starts: Int64s, sizes: Int64s | int) -> Blocks:
+    """The blocks of stretches of bytes, given their starts [n] and sizes."""
+    first = starts // BLOCK_BYTES
+    counts = (starts + sizes - 1) // BLOCK_BYTES - first + 1
+    ends = np.cumsum(counts)
+    within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    return np.unique(np.repeat(first, counts) + within)
+
+
+def _runs(blocks: Blocks) -> Iterator[tuple[int, int]]:
+    """Consecutive blocks: the first one, and their number."""
+    if not len(blocks):
+        return
+    firsts = np.flatnonzero(np.append(True, blocks[1:] != blocks[:-1] + 1))
+    yield from zip(blocks[firsts].tolist(), np.diff(np.append(firsts, len(blocks))).tolist(), strict=True)
+
+
+@dataclass
+class Working:
+    """What a micro-batch computes with.
+
+    rows     int32 [n] of the table
+    changed  those that it writes to
+    fresh    those that hold nothing yet
+    kept     those that stay in memory: open chunks
+    blocks   by layer, what was brought
+    """
+
+    rows: Int32s
+    changed: Int32s
+    fresh: Int32s
+    kept: Int32s
+    blocks: dict[int, Blocks] = field(default_factory=dict)
+
+
+class Pager:
+    """Brings what the micro-batches of a step compute with, and lets it go: see `blocks.FarTable`.
+
+    table       a chunk table over a paged arena
+    own_chunks  most chunks of a micro-batch
+    """
+
+    attends = False
+    host = None
+
+    def __init__(self, table: ChunkTable, arena: PagedArena, own_chunks: int) -> None:
+        self.table, self.arena = table, arena
+        self.own_chunks = own_chunks
+        self._paths: list[Int32s] = []
+
+    def place(self, batches: Sequence[Sequence[RowSlice]]) -> tuple[list[Working], None]:
+        """Begins a step of some micro-batches, given by their slices."""
+        self.arena.begin()
+        self._paths = [piece.chunks for slices in batches for piece in slices]
+        return [self._working(slices) for slices in batches], None
+
+    def _working(self, slices: Sequence[RowSlice]) -> Working:
+        parts: tuple[list[Int32s], ...] = [], [], [], []
+        rows, changed, fresh, kept = parts
+        for piece in slices:
+            end = piece.start + piece.num_rows
+            begun = piece.start // PAGE_TOKENS - piece.num_dropped
+            chunks = piece.chunks[: -(-end // PAGE_TOKENS) - piece.num_dropped]
+            filled = chunks[:0] if piece.filled < 0 else np.array([piece.filled], np.int32)
+            sums = chunks[:0] if piece.profiled is None else piece.profiled.sums[: len(chunks)]
+            rows += [chunks, filled, sums]
+            changed += [chunks[begun:], filled, sums]
+            has_tokens = piece.start % PAGE_TOKENS > 0 and piece.filled < 0
+            fresh.append(chunks[begun + has_tokens :])
+            kept.append(chunks[-1:] if end % PAGE_TOKENS else chunks[:0])
+        found = [np.unique(np.concatenate(part)) for part in parts]
+        return Working(found[0], found[1], found[2], found[3])
+
+    def load(self, layer: int, batch: int, num_batches: int, placed: Working, *after: Ticket) -> Ticket:
+        """Starts to bring what a micro-batch computes with in a layer."""
+        table = self.table
+        held = table.masks[placed.fresh, layer] > 0
+        sizes = table.sizes[table.kinds[placed.fresh], layer][held].astype(np.int64)
+        self.arena.forget(table.pages[placed.fresh, layer][held].astype(np.int64) * UNIT, sizes)
+        found = placed.blocks[layer] = self._blocks(placed.rows, [layer])
+        return self.arena.bring(found)
+
+    def load_shared(self, layer: int, placed: None) -> Ticket:
+        """Nothing: a block that several micro-batches use is in memory once."""
+        return NOTHING
+
+    def enter(self, layer: int, batch: int, num_batches: int, placed: Working) -> Int32s:
+        """No chunk changes its place."""
+        return placed.rows[:0]
+
+    def store(self, layer: int, batch: int, num_batches: int, placed: Working) -> Ticket:
+        """Lets go what a micro-batch computed with in a layer."""
+        changed, kept = (self._blocks(rows, [layer]) for rows in (placed.changed, placed.kept))
+        return self.arena.let_go(placed.blocks.pop(layer), changed, kept)
+
+    @contextlib.contextmanager
+    def recalled(self, slice_index: int) -> Iterator[None]:
+        """All layers of a slice's path are in memory inside."""
+        blocks = self._blocks(self._paths[slice_index], range(self.table.shape[0]))
+        self.arena.bring(blocks).wait()
+        yield
+        self.arena.let_go(blocks, blocks[:0], blocks[:0]).wait()
+
+    def is_far(self, chunks: Int32s) -> Bools:
+        """No chunk: all are computed with in this memory."""
+        return np.zeros(len(chunks), bool)
+
+    def stats(self) -> dict[str, float]:
+        """See `LLM.stats`."""
+        mover, here = self.arena.mover, self.arena.num_here * BLOCK_BYTES
+        return {
+            "cache_near": min(1.0, here / max(1, self.table.ledger.bytes_out)),
+            "cache_bytes_read": mover.bytes_read,
+            "cache_bytes_written": mover.bytes_written,
+        }
+
+    def _blocks(self, rows: Int32s, layers: Sequence[int]) -> Blocks:
+        """The blocks of some layers of rows: pages, positions and sidecars."""
+        table = self.table
+        starts, sizes = [], []
+        for layer in layers:
+            held: Bools = table.masks[rows, layer] > 0
+            starts.append(table.pages[rows, layer][held].astype(np.int64) * UNIT)
+            sizes.append(table.sizes[table.kinds[rows], layer][held])
+            positions = table.positions[rows, layer]
+            placed = positions[positions >= 0].astype(np.int64)
+            starts.append(placed * UNIT)
+            sizes.append(np.full(len(placed), POSITIONS_BYTES))
+            if table.sinks is not None:
+                beside = table.sidecars[rows]
+                beside = beside[beside >= 0].astype(np.int64)
+                starts.append(beside * UNIT + layer * table.sinks.layer_bytes)
+                sizes.append(np.full(len(beside), table.sinks.layer_bytes))
+        return blocks_of(np.concatenate(starts), np.concatenate(sizes).astype(np.int64))
