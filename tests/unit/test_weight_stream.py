@@ -326,7 +326,6 @@ def test_a_policy_that_cannot_be_followed_is_refused(model: Path, tmp_path: Path
     file = tmp_path / "policy.json"
     file.write_text(policy_text(Policy(4, 1, percents(50, 50), percents(50, 50), percents(100, 0)), ("cpu", "disk")))
     for options, message in (
-        ({"retain.budget": 0.5}, f"retention keeps the cache of .*the policy {file}.*tiers.disk"),
         ({"tiers.disk": f"{tmp_path}:64MiB"}, f"the policy {file}.* has no other tiers"),
         ({"cache.memory": "1MiB"}, "an offloaded cache needs at least"),
     ):
