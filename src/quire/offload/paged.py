@@ -26,7 +26,7 @@ from quire.cache.arena import Arena
 from quire.cache.arrays import Bools, Bytes, Int32s, Int64s
 from quire.cache.counts import POSITIONS_BYTES
 from quire.cache.ledger import PAGE_TOKENS, UNIT
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.offload.mover import NOTHING, Mover, Part, Ticket
 from quire.stores.direct import BLOCK_BYTES, padded
 
@@ -64,18 +64,21 @@ class PagedArena(Arena):
         self._step = 0
         self._coming: list[tuple[Ticket, Blocks]] = []
         self._going: list[tuple[Ticket, Blocks]] = []
+        self._lost: QuireError | None = None
         self.num_here = 0
         """Blocks that have memory."""
 
     # ---- by blocks -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begins a step. The last one may have failed. Makes room of what nothing used for a step."""
+        """Begins a step. The last one may have failed. Makes room of what nothing used for a step.
+
+        Raises QuireError if pages could not be read between two steps: what was changed then is lost.
+        """
+        if self._lost is not None:
+            raise QuireError(f"the offloaded cache has lost pages: {self._lost}") from self._lost
         self.mover.settle()
-        for ticket, blocks in self._coming:
-            if ticket.error is not None:
-                self._drop(blocks[self._is_here[blocks]])
-        self._coming.clear()
+        self._arrive()
         self._finish()
         self._users[:] = 0
         self._step += 1
@@ -121,6 +124,14 @@ class PagedArena(Arena):
         may_go[np.searchsorted(blocks, keep)] = False
         return self._send(blocks[may_go][-excess:])
 
+    def _arrive(self) -> None:
+        """Waits for what is being read. A step that failed has left it, and what could not be read is not there."""
+        for ticket, blocks in self._coming:
+            ticket.done.wait()
+            if ticket.error is not None:
+                self._drop(blocks[self._is_here[blocks]])
+        self._coming.clear()
+
     def _send(self, blocks: Blocks) -> Ticket:
         changed = blocks[self._is_changed[blocks]]
         ticket = self.mover.write(self._parts(changed))
@@ -158,13 +169,19 @@ class PagedArena(Arena):
 
     @contextlib.contextmanager
     def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
-        """See Arena. Raises QuireError if the pages cannot be read or stored."""
+        """See Arena. Raises QuireError if the pages cannot be read. Nobody can take back then what half a change of a
+        sequence has done: no further step begins.
+        """
         blocks = blocks_of(ids.astype(np.int64) * UNIT, sizes)
-        self.bring(blocks).wait()
+        self._arrive()
         try:
-            yield
-        finally:
-            self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).wait()
+            self.bring(blocks).wait()
+        except QuireError as error:
+            self._lost = error
+            raise
+        yield
+        # What cannot be stored stays in memory.
+        self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
 
     def images(self, ids: Int32s, page_bytes: int) -> Bytes:
         """See Arena."""
