@@ -8,10 +8,10 @@ cgroup of its own with 1.7 GB, so that weights cannot all be in memory. The cgro
 64 random tokens, answers 16 tokens. Sides take turns; in each turn a side starts, warms up, and answers every batch
 size. llama.cpp has batch 1 only.
 
-`resident` is Quire outside of the cgroup with all weights in memory. From its times and from the seconds of reading the
-layers without computing, measured before and after each batch size in the same process, follows the floor: every pass
-takes at least as long as its computing and as reading what is not in memory. `of floor` is the floor's seconds divided
-by the measured ones.
+`resident` is Quire outside of the cgroup with all weights in memory, and the same cache, so that its passes have the
+same rows. From their seconds and from the seconds of reading the layers without computing, measured before and after
+each batch size in the same process, follows the floor: every pass takes at least as long as its computing and as
+reading what is not in memory. `of floor` is the floor's seconds divided by the measured ones.
 
 `4 bits` are sides that need no disk: the same weights in 4 bits, Quire's and llama.cpp's (with --llama-4bit), in the
 same cgroup.
@@ -148,12 +148,24 @@ def child_quire(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         model = llm._loaded.engine.runner.model  # type: ignore[union-attr]
         stream = getattr(model, "stream", None)
 
-        def run(prompts: list[list[int]], tokens: int) -> float:
+        hidden, begun = model.hidden, list[tuple[int, float]]()
+
+        def noted(tokens: Any, *others: Any) -> Any:
+            begun.append((len(tokens), time.perf_counter()))
+            return hidden(tokens, *others)
+
+        model.hidden = noted  # type: ignore[method-assign]
+
+        def run(prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[int, float]]]:
+            """Seconds of a generation; rows and seconds of each pass, with the work up to the next one."""
             params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-            begun = time.perf_counter()
+            begun.clear()
+            start = time.perf_counter()
             found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            end = time.perf_counter()
             assert all(len(each.outputs[0].token_ids) == tokens for each in found)
-            return time.perf_counter() - begun
+            ends = [*(at for _, at in begun[1:]), end]
+            return end - start, [(rows, until - at) for (rows, at), until in zip(begun, ends, strict=True)]
 
         def load_seconds() -> float:
             """Of reading all layers that are not in memory, as the stream reads them, without computing."""
@@ -170,14 +182,13 @@ def child_quire(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
         run(prompts_of(1, -1), 2)
         for batch in given["batches"]:
             loads = [load_seconds()]
-            prefill = run(prompts_of(batch, given["seed"] + 1000), 1)
             before = (stream.bytes_read, stream.wait_seconds) if stream else (0, 0.0)
-            seconds = run(prompts_of(batch, given["seed"]), OUTPUT)
+            seconds, passes = run(prompts_of(batch, given["seed"]), OUTPUT)
             after = (stream.bytes_read, stream.wait_seconds) if stream else (0, 0.0)
             loads.append(load_seconds())
             streamed = model.weights.streamed_bytes if stream else 0
             yield {
-                "batch": batch, "seconds": seconds, "prefill": prefill, "streamed": streamed,
+                "batch": batch, "seconds": seconds, "passes": passes, "streamed": streamed,
                 "read": after[0] - before[0], "waited": after[1] - before[1], "load": min(loads), "loads": loads,
             }  # fmt: skip
 
@@ -363,10 +374,14 @@ def ask_llama(port: int, prompt: Sequence[int], tokens: int) -> None:
 
 
 def floor_seconds(row: dict[str, Any], resident: dict[str, Any]) -> float:
-    """The least seconds of a batch: each pass computes, and reads what is not in memory."""
-    load = row["load"]
-    step = (resident["seconds"] - resident["prefill"]) / (OUTPUT - 1)
-    return max(resident["prefill"], load) + (OUTPUT - 1) * max(step, load)
+    """The least seconds of a batch: each pass computes, and reads what is not in memory. Passes with equally many rows
+    count with their mean, because single ones are disturbed.
+    """
+    by_rows: dict[int, list[float]] = {}
+    for rows, seconds in resident["passes"]:
+        by_rows.setdefault(rows, []).append(seconds)
+    assert [rows for rows, _ in row["passes"]] == [rows for rows, _ in resident["passes"]], "passes with other rows"
+    return sum(max(sum(each), len(each) * row["load"]) for each in by_rows.values())
 
 
 def main() -> int:
@@ -379,7 +394,7 @@ def main() -> int:
     parser.add_argument("--batches", default="1,8,32", help="sequences at once (default: 1,8,32)")
     parser.add_argument("--memory", type=int, default=1_700_000_000, help="bytes of the cgroup (default: 1.7e9)")
     parser.add_argument("--offload-memory", default="1000MiB", help="of Quire's weights (default: 1000MiB)")
-    parser.add_argument("--cache-memory", default="160MiB", help="of Quire's cache (default: 160MiB)")
+    parser.add_argument("--cache-memory", default="176MiB", help="of Quire's cache; 32 sequences fit (default: 176MiB)")
     parser.add_argument("--cgroup", type=Path, default=Path("/sys/fs/cgroup/memory"))
     parser.add_argument("--llama-server", type=Path, help="a llama-server; without it llama.cpp is left out")
     parser.add_argument("--llama-quantize", type=Path, help="a llama-quantize, for llama.cpp's 4 bits")
