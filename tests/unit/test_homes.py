@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.offload.homes import ALIGNMENT, NUM_BUFFERS, Place, fitting, homes, pieces, placed, realised
+from quire.offload.homes import ALIGNMENT, NUM_BUFFERS, Place, buffer_sizes, fitting, homes, pieces, placed, realised
 from quire.offload.units import Share, Split
 from tests.effort import examples
 from tests.opt_paper import percents
@@ -101,7 +101,18 @@ def test_what_fits_into_a_memory_fits(sizes: list[list[int]], memory: int) -> No
 def test_memory_counts_slots_and_what_is_outside_of_layers() -> None:
     layers, fixed = laid_out([[ALIGNMENT * 3, ALIGNMENT]] * 4, outside=2 * ALIGNMENT)
     all_on_disk = placed(layers, fixed, percents(0, 100))
-    assert all_on_disk.buffer_bytes == 4 * ALIGNMENT and all_on_disk.streamed_bytes == 16 * ALIGNMENT
+    assert all_on_disk.buffers == [4 * ALIGNMENT] * NUM_BUFFERS and all_on_disk.streamed_bytes == 16 * ALIGNMENT
     assert all_on_disk.memory_bytes == (2 + NUM_BUFFERS * 4) * ALIGNMENT
     in_memory = placed(layers, fixed, percents(100, 0))
     assert in_memory.memory_bytes == 18 * ALIGNMENT and in_memory.streamed_bytes == 0
+
+
+@examples(50)
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_a_buffer_is_as_large_as_the_largest_layer_it_ever_has(layers: list[int]) -> None:
+    sizes, loaded = buffer_sizes(layers), [size for size in layers if size]
+    largest = [0] * len(sizes)
+    for number in range(4 * len(loaded)):  # passes over the loaded layers, counted since the start
+        buffer = number % len(sizes)
+        largest[buffer] = max(largest[buffer], loaded[number % len(loaded)])
+    assert sizes == largest and len(sizes) == min(NUM_BUFFERS, len(loaded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,18 @@ def pieces(layer: Sequence[Place], tiers: Sequence[int], tier: int) -> tuple[Pie
     return tuple(found)
 
 
+def buffer_sizes(layers: Sequence[int]) -> list[int]:
+    """Bytes of each buffer, given those that are loaded for each layer. Layers of which nothing is loaded use none.
+
+    The others take turns with the buffers, pass after pass. If their number is a multiple of the number of buffers, a
+    buffer has the same layers in every pass, and is as large as the largest of these.
+    """
+    loaded = [size for size in layers if size]
+    count = min(NUM_BUFFERS, len(loaded))
+    period = math.gcd(count, len(loaded))
+    return [max(loaded[buffer % period :: period]) for buffer in range(count)]
+
+
 @dataclass(frozen=True)
 class Weights:
     """Where a model's matrices are: in memory, or on the disk and loaded for every pass.
@@ -122,17 +135,22 @@ class Weights:
         return sum(piece.num_bytes for layer in self.streamed for piece in layer)
 
     @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the largest layer that is loaded."""
-        return max((sum(piece.num_bytes for piece in layer) for layer in self.streamed), default=0)
+    def buffers(self) -> list[int]:
+        """Bytes of each buffer for loaded layers."""
+        return buffer_sizes([sum(piece.num_bytes for piece in layer) for layer in self.streamed])
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes in memory: fixed and resident matrices, those of the file in whole blocks, and the buffers."""
+    def resident_bytes(self) -> int:
+        """Bytes of the file's matrices that stay in memory, in whole blocks."""
         resident = list(self.fixed)
         for layer, tiers in zip(self.layers, self.tiers, strict=True):
             resident += [place for place, tier in zip(layer, tiers, strict=True) if tier == 0]
-        return self.unpacked + sum(_blocks(place) for place in resident) + NUM_BUFFERS * self.buffer_bytes
+        return sum(around(place)[1] for place in resident)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in memory: resident matrices, others outside of layers, and the buffers."""
+        return self.unpacked + self.resident_bytes + sum(self.buffers)
 
     @property
     def split(self) -> Split:
@@ -141,9 +159,10 @@ class Weights:
         return realised(sizes, self.tiers, len(self.requested.shares))
 
 
-def _blocks(place: Place) -> int:
+def around(place: Place) -> tuple[int, int]:
+    """Offset and bytes of the whole blocks around a matrix."""
     start = place.offset // ALIGNMENT * ALIGNMENT
-    return -(-(place.offset + place.num_bytes - start) // ALIGNMENT) * ALIGNMENT
+    return start, -(-(place.offset + place.num_bytes - start) // ALIGNMENT) * ALIGNMENT
 
 
 def placed(layers: Sequence[Sequence[Place]], fixed: Sequence[Place], split: Split, *, unpacked: int = 0) -> Weights:

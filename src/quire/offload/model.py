@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.config import format_bytes
-from quire.kernels.memory import Carver, Fill, Memory
+from quire.kernels.memory import Carver, Fill, Memory, huge_pages
 from quire.models.image_folder import Image, ImageError
 from quire.models.images import written
 from quire.offload.blocks import BlockPlan, run
 from quire.offload.hidden import HiddenStates
-from quire.offload.homes import ALIGNMENT, Place, Weights, fitting, placed
+from quire.offload.homes import Place, Weights, around, fitting, placed
 from quire.offload.ops import MovingOps
 from quire.offload.stream import WeightStream
 from quire.offload.units import Split, percent
@@ -129,7 +129,8 @@ class _Resident:
         self._order: Iterator[Place] = (place for section in _sections(image) for place in section)
         self._streamed = {place.name for layer in weights.streamed for piece in layer for place in piece.places}
         self._file = DirectFile(image.path, is_direct=reads_direct(image.path))
-        self._carver = Carver()
+        # One mapping: pages have 2 MiB, and in blocks for a few matrices the last page of each block is mostly empty.
+        self._free = huge_pages(max(1, weights.resident_bytes))
         self._later = torch.empty(0, dtype=torch.uint8)
 
     def place(self, name: str, num_bytes: int, fill: Fill) -> torch.Tensor:
@@ -144,12 +145,10 @@ class _Resident:
             if len(self._later) < num_bytes:
                 self._later = Carver().take(num_bytes)
             return self._later[:num_bytes]
-        start = place.offset // ALIGNMENT * ALIGNMENT
-        size = -(-(place.offset + num_bytes - start) // ALIGNMENT) * ALIGNMENT
-        block = self._carver.take(size + ALIGNMENT)
-        skip = -block.data_ptr() % ALIGNMENT
-        self._file.read(block[skip : skip + size].numpy().data, start, lambda num_bytes: None)
-        at = skip + place.offset - start
+        start, size = around(place)
+        block, self._free = self._free[:size], self._free[size:]
+        self._file.read(block.numpy().data, start, lambda num_bytes: None)
+        at = place.offset - start
         return block[at : at + num_bytes]
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quire.cache.ledger import PAGE_TOKENS
 from quire.errors import ConfigError
 from quire.offload.costs import CostModel, Form, Link, Machine, Options, Rates, Scratch, Traffic
-from quire.offload.homes import NUM_BUFFERS, homes
+from quire.offload.homes import NUM_BUFFERS, buffer_sizes, homes
 from quire.offload.policy import BATCHES, Found, Lack, PlanError, lacks_of, search
 from quire.offload.policy import predict as predict_with
 
@@ -184,10 +184,10 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
     if sizes.matrices and far > 0:
         tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
         loaded = [
-            [size for size, tier in zip(layer, of_layer, strict=True) if tier]
+            sum(round(size) for size, tier in zip(layer, of_layer, strict=True) if tier)
             for layer, of_layer in zip(sizes.matrices, tiers, strict=True)
         ]
-        more += NUM_BUFFERS * max(map(sum, loaded)) - sum(map(sum, loaded))
+        more += sum(buffer_sizes(loaded)) - sum(loaded)
         more -= far * (NUM_BUFFERS - sizes.num_layers) * sizes.layer_bytes
     if policy.cache.beyond(0) > 0:
         # Of a micro-batch, and of what several of them share: as much as the longest sequence.

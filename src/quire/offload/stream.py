@@ -16,7 +16,7 @@ import torch
 
 from quire.errors import QuireError
 from quire.kernels.memory import huge_pages
-from quire.offload.homes import NUM_BUFFERS, Piece
+from quire.offload.homes import Piece, buffer_sizes
 from quire.stores.direct import REQUEST_BYTES, DirectFile, reads_direct
 from quire.stores.throttle import Throttle
 
@@ -61,12 +61,9 @@ class WeightStream:
         self.throttle = Throttle(bandwidth)
         self._overlaps = overlaps
         self._file = DirectFile(path, is_direct=reads_direct(path))
-        buffer_bytes = max((sum(piece.num_bytes for piece in item) for item in self._items), default=0)
-        self._num_buffers = min(NUM_BUFFERS, len(self._items))
-        every = memory(max(1, self._num_buffers * buffer_bytes))
-        self._buffers = [
-            every[buffer * buffer_bytes : (buffer + 1) * buffer_bytes] for buffer in range(self._num_buffers)
-        ]
+        sizes = buffer_sizes([sum(piece.num_bytes for piece in item) for item in self._items])
+        self._num_buffers = len(sizes)
+        self._buffers = list(memory(max(1, sum(sizes)))[: sum(sizes)].split(sizes))
         self._requests = [self._requests_of(item) for item in self._items]
         self._changed = threading.Condition()
         self._next = (0, 0)  # the next request: layer counted since the start, and its number there
