@@ -26,7 +26,7 @@ from quire.errors import ConfigError
 from quire.models.images import section_of, written
 from quire.models.quants import Blocks, Unread, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
-from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights
+from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights, buffer_sizes
 from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.stream import WeightStream
@@ -191,9 +191,9 @@ class CopyStream:
         self._order = {index: order for order, index in enumerate(i for i, layer in enumerate(layers) if layer)}
         self._overlaps = overlaps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sizes = [sum(_aligned(each.host.nbytes) for each in item) for item in self._items]
-        count = min(NUM_BUFFERS, len(self._items))
-        self._buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
+        sizes = buffer_sizes([sum(_aligned(each.host.nbytes) for each in item) for item in self._items])
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        count = len(sizes)
         for order, item in enumerate(self._items):
             buffer, at = self._buffers[order % count], 0
             for _, host, there in item:
