@@ -30,16 +30,14 @@ from quire.cache.tree import NoSharing, PrefixTree
 from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.engine.calibration import Calibration, check_tables
 from quire.engine.engine import Engine
+from quire.engine.far_cache import far_cache, in_micro_batches, offload_counters
 from quire.engine.machine import available_memory, device_type_of, usable_cores
 from quire.engine.offloading import (
     cache_bytes,
     check_room,
-    far_cache,
-    in_micro_batches,
     load_beside_device,
     load_with_offload,
     memory_of,
-    offload_counters,
     with_offload,
 )
 from quire.engine.runner import Decode, LocalRunner

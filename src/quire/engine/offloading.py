@@ -10,39 +10,29 @@ import shutil
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.cache.ledger import PAGE_TOKENS, PageCounts, PageLedger
-from quire.cache.table import ChunkTable
+from quire.cache.ledger import PAGE_TOKENS
 from quire.config import Backend, EngineConfig, OffloadConfig, format_bytes
 from quire.engine.machine import available_memory
 from quire.errors import ConfigError
 from quire.models.layers import torch_dtype
 from quire.offload.files import read_policy
-from quire.offload.units import ALL, TIERS, Share, Split
+from quire.offload.units import TIERS, Share, Split
 
 if TYPE_CHECKING:
-    from quire.attention.plan import AttentionBackend
-    from quire.cache.codecs import Codec
-    from quire.cache.codecs.dense import DenseCodec
-    from quire.cache.codecs.sums import SumsCodec
-    from quire.cache.sinks import Sinks
-    from quire.engine.sizes import Sizes
     from quire.models.layers import Ops
     from quire.models.plan import Model
     from quire.models.weights import Checkpoint
-    from quire.offload.blocks import FarTable, Slot
     from quire.offload.costs import Policy
     from quire.offload.homes import Weights
     from quire.offload.model import OffloadedModel
     from quire.offload.mover import Mover
-    from quire.offload.paged import Pager
-    from quire.offload.room import Needs, Room
-    from quire.offload.table import OffloadedTable
+    from quire.offload.room import Needs
 
 log = logging.getLogger("quire")
 
@@ -51,9 +41,6 @@ MICRO_BATCH = 8
 
 NEAR = Share(0.1)
 """Without a policy and without cache.memory, share of the longest sequences' chunks that there are frames for."""
-
-HALF = 0.5
-"""A policy that attends to at least this part of what is far does so with all of it."""
 
 OFFLOAD_CACHE_SHARE, OFFLOAD_SPARE = 0.25, 0.1
 """With offload.mode auto: shares of the free memory that are left for an automatic cache, and for everything else."""
@@ -294,133 +281,3 @@ def _within_memory(checkpoint: Checkpoint, config: EngineConfig, kinds: Collecti
             section, place = section_of(name), Place(name, 0, num_bytes)
             (layers[int(section[7:])] if section.startswith("layers.") else fixed).append(place)
     return fitting(layers, fixed, config.offload.memory)
-
-
-def home_of_cache(model: OffloadedModel, config: EngineConfig) -> Mover | torch.device:
-    """Where chunks go that leave memory: a file. Beside a GPU, which is then the result, the host's memory."""
-    return torch.device(config.runtime.device) if model.folder is None else mover_of(model, "cache")
-
-
-def far_cache(
-    model: Model,
-    config: EngineConfig,
-    fits: Sizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    sums: SumsCodec | None,
-) -> tuple[ChunkTable, FarTable]:
-    """A cache that leaves memory: its table, and what moves its chunks. sums: with retention. Raises ConfigError."""
-    from quire.offload.model import OffloadedModel
-    from quire.offload.room import Room
-
-    assert isinstance(model, OffloadedModel) and isinstance(config.cache.memory, int)
-    shape = model.shape
-    pages = [np.broadcast_to(codec.page_bytes, (shape.num_layers, shape.num_kv_heads)) for codec in codecs]
-    found = cache_bytes(config, fits.max_context, pages[-1], pages[0] if len(pages) > 1 else None)
-    assert found is not None
-    needs = found[1]
-    room, home = Room.of(config.cache.memory, needs), home_of_cache(model, config)
-    log.info(
-        "cache: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",
-        format_bytes(fits.cache_bytes),
-        "the host's memory" if isinstance(home, torch.device) else model.folder,
-        format_bytes(config.cache.memory),
-        room.num_open + room.num_near,
-        room.own_bytes // needs.sealed.largest,
-    )
-    if sums is not None:
-        assert not isinstance(home, torch.device), "retention beside a GPU"
-        return _paged_table(model, fits, codecs, sinks, sums, config.cache.memory, needs, room, home)
-    table = _offloaded_table(model, config, fits, codecs, sinks, room, home)
-    return cast("ChunkTable", table), table  # all of it that the CPU's kernels and the manager use
-
-
-def _offloaded_table(
-    model: OffloadedModel,
-    config: EngineConfig,
-    fits: Sizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    room: Room,
-    home: Mover | torch.device,
-) -> OffloadedTable:
-    """Whole chunks leave memory. home: see OffloadedTable."""
-    from quire.offload.table import OffloadedTable
-
-    shape, policy = model.shape, policy_of(config)
-    # A plan with a window has no gaps: what its rows see is loaded.
-    has_window = (shape.sliding_window or fits.max_context) < fits.max_context
-    wanted = policy is None or 0 < policy.attended >= HALF * policy.cache.beyond(0)
-    attends = isinstance(home, torch.device) and not has_window and wanted
-    if attends:
-        log.info("decoded tokens attend to chunks in the host's memory there")
-    return OffloadedTable(
-        PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
-        shape.num_layers,
-        shape.num_kv_heads,
-        *codecs,
-        sinks=sinks,
-        room=room,
-        home=home,
-        near=ALL if policy is None else policy.cache.shares[0],
-        attends=attends,
-    )
-
-
-def _paged_table(
-    model: OffloadedModel,
-    fits: Sizes,
-    codecs: tuple[DenseCodec, *tuple[Codec, ...]],
-    sinks: Sinks | None,
-    sums: SumsCodec,
-    memory: int,
-    needs: Needs,
-    room: Room,
-    mover: Mover,
-) -> tuple[ChunkTable, Pager]:
-    """Blocks of pages leave memory."""
-    from quire.offload.paged import PagedArena, Pager
-
-    ledger = PageLedger(fits.cache_bytes, fits.arena.slab_bytes)
-    budget = memory - needs.packed - 2 * (room.own_bytes + room.shared_bytes)
-    arena = PagedArena(ledger.num_bytes, budget, mover)
-    shape = model.shape
-    table = ChunkTable(ledger, shape.num_layers, shape.num_kv_heads, *codecs, sinks=sinks, sums=sums, arena=arena)
-    return table, Pager(table, arena, room.own_bytes // needs.sealed.largest)
-
-
-def in_micro_batches(
-    attention: AttentionBackend,
-    config: EngineConfig,
-    table: FarTable | None,
-    padded_rows: Callable[[int], int],
-) -> AttentionBackend:
-    """Attention in micro-batches, where the configuration wants them. table: the cache, if it leaves memory."""
-    from quire.offload.blocks import BlockAttention
-
-    policy = policy_of(config)
-    size = config.offload.micro_batch or (policy.micro_batch if policy is not None else None)
-    if table is None and (size is None or size >= config.scheduler.max_running):
-        return attention
-    return BlockAttention(cast("Slot", attention), size or config.scheduler.max_running, table, padded_rows)
-
-
-def offload_counters(model: Model, table: FarTable | None) -> Callable[[], dict[str, Any]]:
-    """What `LLM.stats` says of offloading."""
-    from quire.offload.model import OffloadedModel
-
-    assert isinstance(model, OffloadedModel)
-    stream, states = model.stream, model.states
-
-    def counters() -> dict[str, Any]:
-        found = {
-            "weights_near": model.weights.split.shares[0],
-            "weights_loads": stream.num_loads,
-            "weights_bytes_read": stream.bytes_read,
-            "weights_bytes_from_disk": stream.bytes_from_disk,
-            "weights_wait_seconds": stream.wait_seconds,
-            **states.stats(),
-        }
-        return found if table is None else found | table.stats()
-
-    return counters
