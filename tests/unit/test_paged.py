@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache.table import ChunkTable
 from quire.config import EngineConfig
 from quire.engine.offloading import cache_bytes
 from quire.errors import ConfigError, QuireError
@@ -22,7 +23,19 @@ from quire.stores.direct import BLOCK_BYTES, DirectFile
 from quire.stores.throttle import Throttle
 from tests.effort import combine, tries, whole
 from tests.offloaded import POISON, delayed, patched
-from tests.unit.test_offloaded_engine import CODECS, ON_DISK, PARAMS, PROMPTS, Run, expected, greedy, least, running
+from tests.unit.test_offloaded_engine import (
+    CODECS,
+    ON_DISK,
+    PARAMS,
+    PROMPTS,
+    SHARED,
+    Run,
+    expected,
+    greedy,
+    least,
+    numbers,
+    running,
+)  # fmt: skip
 from tests.unit.test_offloaded_engine import _cache as _cache
 from tests.unit.test_offloaded_engine import model as model
 
@@ -198,6 +211,12 @@ RETAIN: dict[str, dict[str, Any]] = {
 }
 
 
+LONG = [*(SHARED + numbers(20 + place, 50 + 9 * place) for place in range(3)), numbers(30, 170), *PROMPTS[:3]]
+"""Prompts of several chunks, whose tokens are packed."""
+
+MANY = [greedy(2 + 17 * (place % 4)) for place in range(len(LONG))]
+
+
 def retaining(name: str, codec: str) -> dict[str, Any]:
     return {"retain.profile_rows": 8} | RETAIN[name] | CODECS[codec]
 
@@ -213,23 +232,31 @@ def test_tokens_are_those_of_retention_in_memory(
     model: Path, retain: str, codec: str, share: bool, micro_batch: int, overlap: bool
 ) -> None:
     options = retaining(retain, codec) | {"cache.share": share} | ON_DISK
-    wanted = expected(model, options)
+    wanted = expected(model, options, LONG, MANY)
     options |= {"offload.overlap": overlap, "offload.micro_batch": micro_batch}
-    with poisoned(budget=0), running(model, options | {"cache.memory": least(model, options)}) as run:
-        assert run.ask() + run.ask() == wanted
+    num_packed, move = [0], ChunkTable.move
+
+    def counted(self: ChunkTable, codec: Any, moves: Any) -> None:
+        num_packed[0] += moves.pages.shape[1]
+        move(self, codec, moves)
+
+    memory = {"cache.memory": least(model, options)}
+    with poisoned(budget=0), patched(ChunkTable, move=counted), running(model, options | memory) as run:
+        assert run.ask(LONG, MANY) + run.ask(LONG, MANY) == wanted
         moved = run.engine.offloaded
         assert moved is not None and moved()["cache_bytes_read"] > 0 < moved()["cache_bytes_written"]
+    assert num_packed[0] > 0 or retain == "threshold"
 
 
 def test_moves_that_take_any_time_change_nothing(model: Path, seed: int) -> None:
     for number in range(tries(3)):
         generator = random.Random(f"{seed} {number}")
         options = retaining(generator.choice([*RETAIN]), generator.choice(("dense", "g4 sinks"))) | ON_DISK
-        wanted = expected(model, options, PROMPTS[:4], [greedy(70)] * 4)
+        wanted = expected(model, options, LONG[:4], [greedy(40)] * 4)
         options |= {"offload.micro_batch": generator.choice((1, 2, 4)), "cache.memory": least(model, options)}
         budget = generator.choice((0, 1 << 18))
         with poisoned(budget), delayed(number, 0.004), running(model, options) as run:
-            assert run.ask(PROMPTS[:4], [greedy(70)] * 4) == wanted[:4]
+            assert run.ask(LONG[:4], [greedy(40)] * 4) == wanted[:4]
 
 
 def test_fewer_bytes_are_read_than_of_whole_chunks(model: Path) -> None:
@@ -264,9 +291,10 @@ def test_memory_stays_within_what_was_given(model: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_move_that_fails_is_an_error_and_no_hang(model: Path, seed: int, kind: str) -> None:
-    options = retaining("threshold", "dense") | ON_DISK | {"offload.micro_batch": 1}
-    generator, options = random.Random(f"{seed} {kind}"), options | {"cache.memory": least(model, options)}
-    wanted = expected(model, options, PROMPTS[:4], [greedy(70)] * 4)[:4]
+    generator = random.Random(f"{seed} {kind}")
+    options = retaining(generator.choice([*RETAIN]), "dense") | ON_DISK | {"offload.micro_batch": 1}
+    options |= {"cache.memory": least(model, options)}
+    wanted = expected(model, options, LONG[:4], [greedy(40)] * 4)[:4]
     for _ in range(tries(2)):
         with poisoned(budget=0), running(model, options) as run:
             arena: Any = run.engine.scheduler.manager.table.arena
@@ -279,13 +307,13 @@ def test_a_move_that_fails_is_an_error_and_no_hang(model: Path, seed: int, kind:
                     raise OSError(errno.EIO, "Input/output error")
                 move(*arguments)
 
-            others = [[number, *prompt] for number, prompt in enumerate(PROMPTS[:4])]
+            others = [[number, *prompt] for number, prompt in enumerate(LONG[:4])]
             # What makes room ahead of its need may fail unseen: it stays where it is, and nothing is lost.
             raised = pytest.raises(QuireError, match="offloaded cache cannot be moved")
             with patched(mover._file, **{kind: failing}), raised if kind == "read" else contextlib.suppress(QuireError):
-                run.ask(others, [greedy(70)] * 4)
+                run.ask(others, [greedy(40)] * 4)
             if arena._lost is None:
-                assert run.ask(PROMPTS[:4], [greedy(70)] * 4) == wanted
+                assert run.ask(LONG[:4], [greedy(40)] * 4) == wanted
             else:
                 with pytest.raises(QuireError, match="the offloaded cache has lost pages"):
                     run.llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)
