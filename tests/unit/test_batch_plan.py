@@ -241,7 +241,7 @@ def test_a_batch_runs_as_planned_and_answers_as_ever(
     said = capsys.readouterr().err
     assert found[0] == found[1] and len(found[0]) == 24
     assert "quire: blocks of " in said and "predicted" in said.splitlines()[-2]
-    assert ("read " in said) == (memory == "5MiB"), "only what is on the disk is read"
+    assert ("loaded " in said) == (memory == "5MiB"), "only what is on the disk is read"
     (plan,) = [line for line in said.splitlines() if line.startswith("quire: blocks of ")]
     moved = [line for line in said.splitlines() if line.startswith("in memory: ")]
     assert any("cache" in line for line in moved) == ("cache 100 %" not in plan), "the cache is not where it is planned"
@@ -253,7 +253,7 @@ def test_a_report_tells_the_bytes_of_all_kinds() -> None:
     moved |= {"cache_bytes_written": 8 << 20, "hidden_bytes_written": 16 << 20}
     batch: Any = SimpleNamespace(num_tokens=0, num_done=0, num_failed=0)
     (said,) = Planned().report(batch, {"offload": moved})
-    assert said.startswith("in memory: weights 50 %, cache 25 %, hidden 0 %; read 7MiB, wrote 24MiB, waited 1.0 s")
+    assert said.startswith("in memory: weights 50 %, cache 25 %, hidden 0 %; loaded 7MiB, stored 24MiB, waited 1.0 s")
 
 
 def test_lines_that_failed_were_not_predicted() -> None:

@@ -4,10 +4,12 @@ computed. There is no GPU here; the copies go to other memory.
 
 from __future__ import annotations
 
+import errno
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from quire.errors import QuireError
 from quire.offload.device import ALIGNMENT, Copied, CopyStream, Disk
 from quire.offload.homes import ALIGNMENT as BLOCK
 from quire.offload.homes import Piece, Place
+from quire.stores.direct import DirectFile
+
+from ..offloaded import patched
 
 CPU = torch.device("cpu")
 
@@ -163,11 +168,18 @@ def test_the_next_layers_are_read_while_one_is_computed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_ends_the_pass(tmp_path: Path) -> None:
-    layers = OnDisk(tmp_path, ["d"] * 4)
-    layers.stream.close()
-    with pytest.raises(QuireError, match="closed"):
-        for _ in range(3):
+    layers, read = OnDisk(tmp_path, ["d"] * 4), DirectFile.read
+
+    def failing(self: DirectFile, view: memoryview, offset: int, *more: Any) -> None:
+        if offset >= layers.disk_bytes // 2:
+            raise OSError(errno.EIO, "Input/output error")
+        read(self, view, offset, *more)
+
+    with patched(DirectFile, read=failing), pytest.raises(QuireError, match="weights cannot be read: .*Input/output"):
+        for _ in range(2):
             layers.stream.begin()
             for index in range(4):
                 layers.stream.take(index)
+                layers.compute(index)
                 layers.stream.give(index)
+    layers.stream.close()

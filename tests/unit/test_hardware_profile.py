@@ -337,12 +337,11 @@ def test_a_gpu_s_memory_has_two_layers_of_what_it_has_not() -> None:
     )
     layers = SIZES.num_layers * SIZES.layer_bytes
     assert near["gpu"] - far["gpu"] == pytest.approx(layers - 2 * SIZES.layer_bytes)
-    assert far["cpu"] - near["cpu"] == pytest.approx(
-        0.4 * layers + SIZES.layer_bytes + 0.6 * SIZES.layer_bytes, rel=0.3
-    )
+    assert near["cpu"] == near["disk"] == 0 and far["disk"] == layers, "an image has all weights, or there is none"
+    assert far["cpu"] == pytest.approx(0.4 * layers + 2 * 0.6 * SIZES.layer_bytes)
 
 
-@pytest.mark.parametrize("gpu", [30, 50, 80])
+@pytest.mark.parametrize("gpu", [40, 50, 80])
 @pytest.mark.parametrize("slow", [1.0, 40.0])
 def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, slow: float) -> None:
     """slow: factor on attention on the host, which decides whether it is worth it."""
@@ -351,7 +350,7 @@ def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, s
     lines = tuple(tuple(slow * each for each in line) for line in made.device.far.seconds)
     far = dataclasses.replace(made.device.far, seconds=lines)
     made = dataclasses.replace(made, device=dataclasses.replace(made.device, far=far))
-    room, sizes = (gpu * float(MIB), 30.0 * MIB, 1000.0 * MIB), (1, 4, 8)
+    room, sizes = (gpu * float(MIB), 1000.0 * MIB, 1000.0 * MIB), (1, 4, 8)
     found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=sizes, num_batches=[1, 2])
     shares = [each / 5 for each in range(6)]
     splits = [(a, b, 1 - a - b) for a in shares for b in shares if a + b <= 1 + 1e-9]
@@ -373,10 +372,47 @@ def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, s
         rates = micro * count * 16 / (10 * (prefill + 15 * decode))
         best_rate = max(best_rate, *rates[fits], 0.0)
     policy = found.policy
-    assert best_rate > 0 and found.prediction.throughput >= best_rate * (1 - 1e-6)
+    assert (
+        best_rate > 0 and found.prediction.throughput >= best_rate * 0.99
+    )  # a plan counts more memory than the program
     assert policy.cache.shares[2] == policy.hidden.shares[2] == 0, "beside a GPU only weights are on the disk"
     assert policy.attended in (0, pytest.approx(policy.cache.shares[1])), "all or nothing is attended to on the host"
     assert all(found.prediction.memory[tier] <= size * (1 + 1e-6) for tier, size in zip(TIERS, room, strict=True))
+
+
+@pytest.mark.parametrize("cpu", [15.0, 25.0, 60.0])
+def test_a_plan_keeps_to_the_memory_of_every_tier(cpu: float) -> None:
+    """The host has all of a cache that is not all on the GPU, and buffers for two layers of what is on the disk."""
+    sizes = dataclasses.replace(SIZES, matrices=((1.0 * MIB, 3.0 * MIB),) * SIZES.num_layers)
+    room = (40.0 * MIB, cpu * MIB, 50.0 * MIB)
+    given: Any = {"budget": BUDGET, "micro_batches": [1, 4, 8], "num_batches": [1, 2]}
+    for found in plan_all(with_device(), sizes, Workload(448, 16), room, **given):
+        policy, memory = found.policy, found.prediction.memory
+        assert all(memory[tier] <= size * (1 + 1e-6) for tier, size in zip(TIERS, room, strict=True))
+        layers = SIZES.num_layers * SIZES.layer_bytes
+        least = policy.weights.shares[1] * layers
+        if policy.cache.beyond(0) > 0:
+            least += policy.block * 464 * SIZES.cache_bytes * SIZES.num_layers
+        if policy.weights.shares[2] > 0:
+            tiers = homes([[round(size) for size in each] for each in sizes.matrices], policy.weights)
+            of_disk = [
+                sum(size for size, tier in zip(sizes.matrices[0], each, strict=True) if tier == 2) for each in tiers
+            ]
+            least += 2 * min(size for size in of_disk if size) if any(of_disk) else 0
+        assert memory["cpu"] >= least and memory["disk"] == (layers if policy.weights.shares[2] > 0 else 0)
+
+
+def test_a_window_is_loaded_and_not_attended_to_on_the_host() -> None:
+    room = (28.0 * MIB, 1000.0 * MIB, 1000.0 * MIB)
+    made = with_device()
+    assert made.device is not None
+    lines = tuple(tuple(0.1 * each for each in line) for line in made.device.far.seconds)
+    far = dataclasses.replace(made.device.far, seconds=lines)
+    made = dataclasses.replace(made, device=dataclasses.replace(made.device, far=far))
+    for window, attends in ((math.inf, True), (464.0, True), (463.0, False)):
+        sizes = dataclasses.replace(SIZES, window=window)
+        found = plan(made, sizes, Workload(448, 16), room, budget=BUDGET, micro_batches=[4], num_batches=[2])
+        assert (found.policy.attended > 0) == attends
 
 
 def test_attention_on_the_host_is_planned_where_it_is_worth_it() -> None:
@@ -725,8 +761,7 @@ def test_attention_is_timed_on_the_engine_s_pages(tmp_path: Path, codec: str) ->
         attention: Any = llm.engine.runner.attention
         timer = hardware.AttentionTimer(attention.another(), attention.spec, 600)
         assert timer.decode(3, 200) > 0 and timer.prompt(130) > 0
-        decoding, prompt = timer.curves(1)
-        assert decoding.contexts == (32, 480) and prompt.counts == (32, 112, 480)
+        assert timer.decoding(1).contexts == (32, 480) and timer.prompts(1).counts == (32, 112, 480)
         assert llm.stats()["cache"]["bytes_free"] == free
         llm.engine.scheduler.manager.check()
 
@@ -742,9 +777,10 @@ def test_attention_on_the_host_is_timed_with_what_crosses(tmp_path: Path, codec:
         assert timer.decode(3, 200) > 0
         beside: Any = timer._beside
         spec = attention.spec
-        rows = 3 * spec.num_layers * spec.num_kv_heads * spec.group_size * spec.head_dim
-        assert beside.bytes_crossed == 2 * rows * spec.dtype.itemsize, "queries one way, outputs the other"
-        assert timer.curves(1)[0].contexts == (32, 480)
+        heads = 3 * spec.num_layers * spec.num_kv_heads * spec.group_size
+        there, back = spec.head_dim * spec.dtype.itemsize, spec.head_dim * spec.dtype.itemsize + 4
+        assert beside.bytes_crossed == heads * (there + back), "queries; outputs and their log-sum-exp"
+        assert timer.decoding(1).contexts == (32, 480)
 
 
 def test_copies_to_a_device_are_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

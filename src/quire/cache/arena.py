@@ -12,16 +12,16 @@ from quire.cache.arrays import Bytes, Int32s, Int64s
 from quire.cache.ledger import UNIT
 from quire.kernels.memory import huge_pages
 
-_COPY_BYTES = 16 << 20
-"""Size of the buffer for moving pages."""
-
 
 class Arena:
     """One allocation of bytes.
 
-    num_bytes  a multiple of 128
-    data       uint8 [num_bytes], on the device
+    num_bytes   a multiple of 128
+    data        uint8 [num_bytes], on the device
+    copy_bytes  size of the buffer for moving pages
     """
+
+    copy_bytes = 16 << 20
 
     def __init__(self, num_bytes: int, device: str | torch.device = "cpu") -> None:
         self.num_bytes = num_bytes
@@ -37,7 +37,8 @@ class Arena:
 
     @contextlib.contextmanager
     def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
-        """Inside, pages may be read in `data`, and changed if that is said. They always may in this arena.
+        """Inside, pages may be read in `data`. With `changes`, they may also be written. This arena needs no
+        preparation.
 
         ids    int32 [n]
         sizes  bytes of each
@@ -78,7 +79,7 @@ class Arena:
 
     def copy(self, before: Int32s, after: Int32s, page_bytes: int) -> None:
         """Copies pages to other ids. No target may be a source."""
-        step = max(1, _COPY_BYTES // page_bytes)
+        step = max(1, self.copy_bytes // page_bytes)
         for first in range(0, len(before), step):
             part = slice(first, first + step)
             self.store(after[part], page_bytes, self.load(before[part], page_bytes))

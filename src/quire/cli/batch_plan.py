@@ -40,10 +40,11 @@ class Planned:
             kinds = "weights", "cache", "hidden"
             near = [f"{name} {percent(Share(moved[f'{name}_near']))}" for name in kinds if f"{name}_near" in moved]
             read = sum(moved.get(f"{name}_bytes_read", 0) for name in kinds)
+            on_gpu = self.plan is not None and len(self.plan.tiers) > 2
             written = sum(moved.get(f"{name}_bytes_written", 0) for name in kinds)
             lines.append(
-                f"in memory: {', '.join(near)}; read {format_bytes(read)}, wrote {format_bytes(written)}, waited"
-                f" {moved['weights_wait_seconds']:.1f} s for weights"
+                f"{'on the GPU' if on_gpu else 'in memory'}: {', '.join(near)}; loaded {format_bytes(read)}, stored"
+                f" {format_bytes(written)}, waited {moved['weights_wait_seconds']:.1f} s for weights"
             )
         num_lines = batch.num_done - batch.num_failed
         if self.plan is not None and num_lines and batch.num_tokens:

@@ -51,7 +51,7 @@ def add_arguments(parser: Arguments) -> None:
     add("--shared-tokens", type=int, metavar="N", help="first tokens that all prompts share (default: 0)")
     add("--micro-batch", type=shared.count, metavar="N", help="only micro-batches of N sequences")
     add("--num-batches", type=shared.count, metavar="N", help="only blocks of N micro-batches")
-    add("--only-weights", action="store_true", help="keep cache and activations in memory")
+    add("--only-weights", action="store_true", help="keep cache and activations where they are computed")
     add("--slack", type=float, help="share of each tier that may be used (default: 0.8)")
     add(
         "--form",

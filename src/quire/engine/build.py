@@ -98,8 +98,6 @@ def resolve(
     calibration  of a codec that needs one; without it, sizes are those it is meant to have
     """
     device_type = device_type_of(config.runtime.device)
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use cpu")
     device = torch.device(device_type)
     backend = config.attention.backend
     if backend == "auto":

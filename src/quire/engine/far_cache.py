@@ -96,10 +96,12 @@ def _offloaded_table(
     shape, policy = model.shape, policy_of(config)
     # A plan with a window has no gaps: what its rows see is loaded.
     has_window = (shape.sliding_window or fits.max_context) < fits.max_context
-    wanted = policy is None or 0 < policy.attended >= HALF * policy.cache.beyond(0)
+    wanted = policy is None or (policy.attended > 0 and policy.attended >= HALF * policy.cache.beyond(0))
     attends = isinstance(home, torch.device) and not has_window and wanted
     if attends:
         log.info("decoded tokens attend to chunks in the host's memory there")
+    elif policy is not None and policy.attended > 0:
+        log.warning("the policy's attended is not followed: this model's window has chunks loaded instead")
     return OffloadedTable(
         PageCounts(fits.cache_bytes, fits.arena.slab_bytes),
         shape.num_layers,

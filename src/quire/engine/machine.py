@@ -11,15 +11,20 @@ from typing import Literal
 
 import torch
 
+from quire.errors import ConfigError
+
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def device_type_of(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """The type of device that `runtime.device` names; auto: a GPU if there is one."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    """The type of device that `runtime.device` names; auto: a GPU if there is one. Raises ConfigError for a GPU that is
+    not there.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use cpu")
+    return "cuda" if has_gpu and wanted != "cpu" else "cpu"
 
 
 def available_memory(device: torch.device) -> int:

@@ -205,8 +205,8 @@ def load_beside_device(
     policy, dtype, device = policy_of(config), torch_dtype(config.model.dtype), torch.device(config.runtime.device)
     split = _beside_device(checkpoint, config, kinds) if policy is None else policy.weights
     has_disk = split.shares[DISK] > 0
-    if config.offload.disk_bandwidth is not None and not has_disk:
-        raise ConfigError("offload.disk_bandwidth limits a disk, but none is read: no weights are there; leave it out")
+    if config.offload.disk_bandwidth is not None and policy is None and not has_disk:
+        raise ConfigError("offload.disk_bandwidth has no effect: no weights are on the disk; leave it out")
     with _image_errors():
         model = load_on_device(
             build,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quire.cache.ledger import MAX_ARENA_BYTES
 from quire.config import EngineConfig
 from quire.engine.build import ops_type
 from quire.engine.machine import available_memory
@@ -34,6 +35,8 @@ from quire.offload.costs import Policy, Sizes, Workload
 from quire.offload.files import policy_text
 from quire.offload.fit import fit
 from quire.offload.hardware import (
+    CPU,
+    DEVICE_ROWS,
     HEAD_ROWS,
     ROWS,
     AttentionTimer,
@@ -61,8 +64,6 @@ MEMORY_SHARE = 0.7
 
 FAR_SHARE = 0.3
 """Share of the host's free memory for chunks that attention on the host is timed on."""
-
-CPU = torch.device("cpu")
 
 QUIET_SECONDS = 0.1
 """Without a read for so long, a stream has filled its buffers."""
@@ -124,7 +125,15 @@ class Generator:
             begun = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begun
-        return Timing(seconds, self.settle() - before, peak[0] - self._before)
+        return Timing(seconds, self.settle() - before, peak[0] - self._before - self._untouched)
+
+    @property
+    def _untouched(self) -> int:
+        """Bytes of the cache that nothing used so far. On a GPU they are allocated, too."""
+        if self._device.type == "cpu":
+            return 0
+        told = self.llm.stats()["cache"]
+        return int(told["bytes_total"] - told["bytes_peak"])
 
     def settle(self) -> int:
         """Waits until nothing is read, and returns the bytes that were read so far."""
@@ -242,18 +251,20 @@ def measure_parts(
     tell("memory and products")
     copy, product = measure_copy(rounds), statistics.median(quietest(yardstick, rounds))
     timer = layer_timer(subject)
-    products, head = measure_curve(timer.products, ROWS, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
+    rows = ROWS + DEVICE_ROWS * subject.has_device
+    products, head = measure_curve(timer.products, rows, rounds), measure_curve(timer.head, HEAD_ROWS, rounds)
     del timer
     tell("attention")
     device = None
     with generator(subject.name, subject.options, subject.config_file, placements(subject)[0]) as made:
         engine = made.llm.engine
         backend, context = engine.runner.attention, engine.max_context
-        attention, prompt = AttentionTimer(backend.another(), backend.spec, context).curves(rounds)
+        near = AttentionTimer(backend.another(), backend.spec, context)
+        attention, prompt = near.decoding(rounds), near.prompts(rounds)
         if subject.has_device:
             tell("the GPU's copies, and attention on the host")
-            room = int(available_memory(CPU) * FAR_SHARE)
-            far, _ = host_timer(backend.spec, context, room).curves(rounds)
+            room = min(int(available_memory(CPU) * FAR_SHARE), MAX_ARENA_BYTES)
+            far = host_timer(backend.spec, context, room).decoding(rounds)
             device = Device(*measure_bus(torch.device("cuda"), rounds), far)
     return Profile(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), conditions, disk, copy, product,

@@ -97,10 +97,10 @@ def device_image_of(checkpoint: Checkpoint, dtype: torch.dtype, form: Form, kind
     """The image with all matrices of the layers as a GPU multiplies them. kinds: of blocks that it multiplies."""
     sizes = held_sizes(checkpoint, dtype, form, kinds)
     num_bytes = sum(size for name, size in sizes.items() if name.startswith("layers."))
-    return _wanted(checkpoint, dtype, f"{form}, gpu {DEVICE_LAYOUT}", num_bytes)
+    return _wanted(checkpoint, dtype, f"{form}, gpu", num_bytes, DEVICE_LAYOUT)
 
 
-def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int) -> Wanted:
+def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: int, layout: int = LAYOUT) -> Wanted:
     assert checkpoint.path is not None
     statuses = [file.stat() for file in checkpoint.files]
     path = checkpoint.path.resolve()
@@ -111,7 +111,7 @@ def _wanted(checkpoint: Checkpoint, dtype: torch.dtype, form: str, num_bytes: in
         files=tuple((status.st_size, status.st_mtime_ns) for status in statuses),
         form=form,
         dtype=str(dtype).removeprefix("torch."),
-        layout=LAYOUT,
+        layout=layout,
     )
     return Wanted(origin, num_bytes)
 

@@ -127,6 +127,7 @@ class Sizes:
     open_bytes    bytes on the first tier for the chunks that a sequence writes to, in any placement
     open_cache_bytes  bytes of a token of such a chunk in one layer, if the codec stores only full ones; else 0
     matrices      bytes of the matrices of each layer, as they are placed; empty: not known
+    window        tokens that a query sees at most
     """
 
     num_layers: int
@@ -143,6 +144,7 @@ class Sizes:
     open_bytes: float = 0.0
     open_cache_bytes: float = 0.0
     matrices: tuple[tuple[float, ...], ...] = ()
+    window: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ import torch
 
 from quire.config import format_bytes
 from quire.errors import ConfigError
+from quire.models.image_folder import ImageError
 from quire.models.images import section_of, written
 from quire.models.quants import Blocks, Unread, block_bytes
 from quire.models.triton_ops import PackedLinear, TritonLinear, TritonOps
-from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights, buffer_sizes
+from quire.offload.homes import NUM_BUFFERS, Homes, Piece, Place, Weights
 from quire.offload.host import pinned
 from quire.offload.model import OffloadedModel
 from quire.offload.stream import WeightStream
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.memory import Memory
-    from quire.models.image_folder import Image
+    from quire.models.image_folder import Entry, Image
     from quire.models.images import Wanted
     from quire.models.layers import Ops
     from quire.models.plan import Model
@@ -117,9 +118,9 @@ class PlacingOps(TritonOps):
         self.copied: dict[int, list[Copied]] = {}
         self._device = device
         self._homes = Homes(split)
-        self._offsets: dict[str, int] = {}
+        self._entries: dict[str, Entry] = {}
         for section in () if image is None else image.sections:
-            self._offsets |= {entry.name: entry.offset for entry in section.entries}
+            self._entries |= {entry.name: entry for entry in section.entries}
 
     def linear(self, parts: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype) -> TritonLinear | PackedLinear:
         """See TritonOps."""
@@ -132,7 +133,10 @@ class PlacingOps(TritonOps):
             product = super().linear(parts, bias, dtype)
         of_layer = self.copied.setdefault(layer, [])
         for name, tensor in zip(_names(parts, product), product.tensors, strict=True):
-            self.places.setdefault(layer, []).append(Place(name, self._offsets.get(name, 0), tensor.nbytes))
+            entry = self._entries.get(name)
+            if tier == DISK and (entry is None or entry.num_bytes != tensor.nbytes):
+                raise ImageError(f"it does not have {name} as this model needs it")
+            self.places.setdefault(layer, []).append(Place(name, entry.offset if entry else 0, tensor.nbytes))
             self.tiers.setdefault(layer, []).append(tier)
             if tier == DEVICE:
                 continue
@@ -191,9 +195,11 @@ class CopyStream:
         self._order = {index: order for order, index in enumerate(i for i, layer in enumerate(layers) if layer)}
         self._overlaps = overlaps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        sizes = buffer_sizes([sum(_aligned(each.host.nbytes) for each in item) for item in self._items])
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        count = len(sizes)
+        sizes = [sum(_aligned(each.host.nbytes) for each in item) for item in self._items]
+        count = min(NUM_BUFFERS, len(self._items))
+        self._buffers = [
+            torch.empty(max(sizes[buffer::count]), dtype=torch.uint8, device=device) for buffer in range(count)
+        ]
         for order, item in enumerate(self._items):
             buffer, at = self._buffers[order % count], 0
             for _, host, there in item:
@@ -226,6 +232,8 @@ class CopyStream:
         count = max(1, len(self._items))
         if self._given % count:
             self._given = -(-self._given // count) * count
+            if self._next > self._given:
+                return  # the first layer has been copied ahead
             self._next = self._given
             if self._disk is not None:
                 self._return()

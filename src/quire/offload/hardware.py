@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.attention.cpu import CpuAttention
+from quire.attention.cpu import CpuAttention, CpuPlan
 from quire.attention.plan import AttentionBackend, AttentionSpec
 from quire.attention.rows import RowSlice
 from quire.cache.arena import Arena
@@ -62,6 +62,8 @@ SAMPLE_SECONDS = 0.1
 """Of a sample of products or attention."""
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEVICE_ROWS = (1024, 2048, 4096, 8192)
+"""Of products on a GPU, beside these."""
 HEAD_ROWS = ROWS[:8]
 ATTENTION_ROWS = (1, 8, 32)
 CONTEXTS = (32, 480, 2016)
@@ -334,18 +336,20 @@ class AttentionTimer:
         self._max_context = max_context
         self._beside = beside
 
-    def curves(self, rounds: int) -> tuple[Attention, Curve]:
-        """Seconds of a layer: of rows that decode, and of a prompt."""
+    def decoding(self, rounds: int) -> Attention:
+        """Seconds of a layer of rows that decode."""
         contexts = [each for each in CONTEXTS if each < self._max_context]
-        prompts = [each for each in PROMPTS if each < self._max_context]
         lines: list[Curve] = []
         with contextlib.suppress(CacheFullError):
             for rows in ATTENTION_ROWS:
                 lines.append(measure_curve(functools.partial(self.decode, rows), contexts, rounds))
         if not lines:
             raise QuireError(f"cache.memory holds no sequence of {contexts[-1]} tokens")
-        attention = Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
-        return attention, measure_curve(self.prompt, prompts, rounds)
+        return Attention(ATTENTION_ROWS[: len(lines)], tuple(contexts), tuple(line.seconds for line in lines))
+
+    def prompts(self, rounds: int) -> Curve:
+        """Seconds of a layer of a prompt."""
+        return measure_curve(self.prompt, [each for each in PROMPTS if each < self._max_context], rounds)
 
     def decode(self, rows: int, context: int) -> float:
         """Seconds of one layer for rows of different sequences that each attend to `context` tokens."""
@@ -386,6 +390,8 @@ class AttentionTimer:
                 crossed = beside.to_host(q)
                 beside.arrived()
                 beside.to_device(plan.attend(layer, crossed))
+                assert isinstance(plan, CpuPlan) and plan.lse is not None
+                beside.to_device(plan.lse)
             return (finished(device) - begun) / spec.num_layers
         finally:
             for each in taken:
@@ -408,4 +414,6 @@ def host_timer(spec: AttentionSpec, max_context: int, num_bytes: int) -> Attenti
     )  # fmt: skip
     cos, sin = (None if angles is None else angles.cpu() for angles in (spec.cos, spec.sin))
     spec = dataclasses.replace(spec, table=pages, cos=cos, sin=sin)
-    return AttentionTimer(CpuAttention(spec), spec, max_context, HostMemory(UNIT, table.arena.device))
+    attention = CpuAttention(spec)
+    attention.keeps_lse = True
+    return AttentionTimer(attention, spec, max_context, HostMemory(UNIT, table.arena.device))

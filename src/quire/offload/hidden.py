@@ -28,7 +28,13 @@ CPU = torch.device("cpu")
 
 @dataclass
 class _Far:
-    """A state in the file, its place there, and where it is being written or read."""
+    """A state in the file.
+
+    alike   shapes and types of its tensors
+    offset  its place in the file
+    moved   of the last write or read
+    buffer  where it is read to
+    """
 
     alike: list[tuple[torch.Size, torch.dtype]]
     offset: int
@@ -41,7 +47,7 @@ class _Far:
 
 
 def states_bytes(shape: ModelShape, dtype: torch.dtype, rows: int, count: int) -> int:
-    """Most bytes of the states of `count` micro-batches with so many rows in all: two tensors each."""
+    """Most bytes of the states of `count` micro-batches that have `rows` rows together: two tensors each."""
     return 2 * (rows * shape.hidden_size * dtype.itemsize + count * BLOCK_BYTES)
 
 

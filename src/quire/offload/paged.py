@@ -1,12 +1,12 @@
 """An arena whose pages have their bytes in a file: for a cache that retention makes ragged.
 
-Pages keep their addresses. The arena is address space for the whole cache, and only what a micro-batch computes with in
-a layer has memory. So the table, retention and the kernels work as on an arena in memory, page by page:
+Pages keep their addresses. The arena is address space for the whole cache. Only what a micro-batch computes with in a
+layer has memory. So the table, retention and the kernels work as on an arena in memory, page by page:
 
     for each layer and micro-batch:  bring the blocks of its pages that are not in memory | compute | let them go
 
 Steps visit the same blocks in the same order. So once the memory is full, what was used last is needed latest, and goes
-first; what came before stays. Open chunks stay in any case.
+first; what came before stays. The open chunks of a step stay.
 
 Without retention whole chunks move, which lie together in the file: see `offload.table`.
 """
@@ -44,8 +44,10 @@ Blocks = Int64s
 class PagedArena(Arena):
     """See Arena. Blocks have memory while they are used, and afterwards as long as the memory is not full.
 
-    budget  bytes of blocks that stay in memory unused
+    budget  bytes of blocks in memory above which those go that are not needed
     """
+
+    copy_bytes = 1 << 20
 
     def __init__(self, num_bytes: int, budget: int, mover: Mover) -> None:
         """Raises ConfigError if the system does not grant the address space."""
@@ -169,8 +171,8 @@ class PagedArena(Arena):
 
     @contextlib.contextmanager
     def held(self, ids: Int32s, sizes: Int64s | int, *, changes: bool) -> Iterator[None]:
-        """See Arena. Raises QuireError if the pages cannot be read. Nobody can take back then what half a change of a
-        sequence has done: no further step begins.
+        """See Arena. Raises QuireError if the pages cannot be read. A sequence may be half changed then, so no further
+        step begins.
         """
         blocks = blocks_of(ids.astype(np.int64) * UNIT, sizes)
         self._arrive()
@@ -179,9 +181,19 @@ class PagedArena(Arena):
         except QuireError as error:
             self._lost = error
             raise
-        yield
-        # What cannot be stored stays in memory.
-        self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
+        try:
+            yield
+        finally:
+            # What cannot be stored stays in memory.
+            self.let_go(blocks, blocks if changes else blocks[:0], blocks[:0]).done.wait()
+
+    def read(self, start: int, num_bytes: int) -> Bytes:
+        """Not called: nothing is transferred beside this arena."""
+        raise AssertionError("bytes of a paged arena that are not held")
+
+    def write(self, start: int, given: Bytes) -> None:
+        """Not called, as `read`."""
+        raise AssertionError("bytes of a paged arena that are not held")
 
     def images(self, ids: Int32s, page_bytes: int) -> Bytes:
         """See Arena."""
@@ -272,7 +284,8 @@ class Pager:
             filled = chunks[:0] if piece.filled < 0 else np.array([piece.filled], np.int32)
             sums = chunks[:0] if piece.profiled is None else piece.profiled.sums[: len(chunks)]
             rows += [chunks, filled, sums]
-            changed += [chunks[begun:], filled, sums]
+            # What is written to the filled chunk is needed no more after the step, and written again if it fails.
+            changed += [chunks[begun:], sums]
             has_tokens = piece.start % PAGE_TOKENS > 0 and piece.filled < 0
             fresh.append(chunks[begun + has_tokens :])
             kept.append(chunks[-1:] if end % PAGE_TOKENS else chunks[:0])
@@ -306,8 +319,10 @@ class Pager:
         """All layers of a slice's path are in memory inside."""
         blocks = self._blocks(self._paths[slice_index], range(self.table.shape[0]))
         self.arena.bring(blocks).wait()
-        yield
-        self.arena.let_go(blocks, blocks[:0], blocks[:0]).wait()
+        try:
+            yield
+        finally:
+            self.arena.let_go(blocks, blocks[:0], blocks[:0])
 
     def is_far(self, chunks: Int32s) -> Bools:
         """No chunk: all are computed with in this memory."""

@@ -123,11 +123,12 @@ def model_of(
     attention = num_batches * profile.attention.at(micro_batch, context)
     fixed = corrections.step_seconds + between + corrections.decode * head
     flops = block * context * sizes.pair_flops
+    has_window = sizes.window < workload.prompt_tokens + workload.output_tokens
     decode = Rates(
         links,
         block * sizes.layer_flops / (corrections.decode * products),
         flops / (corrections.decode * attention),
-        0.0 if device is None else flops / (num_batches * device.far.at(micro_batch, context)),
+        0.0 if device is None or has_window else flops / (num_batches * device.far.at(micro_batch, context)),
         fixed_seconds=fixed / sizes.num_layers,
         request_seconds=profile.disk.request_seconds,
     )
@@ -148,7 +149,7 @@ def model_of(
         hidden_buffers=HIDDEN_BUFFERS,
         one_way=True,
         # The layer image. Where there is no room for it, all weights are in memory, and there is none.
-        whole_on_last=capacities[-1] >= sizes.layer_bytes * sizes.num_layers,
+        whole_on_last=device is None and capacities[-1] >= sizes.layer_bytes * sizes.num_layers,
     )
     machine = Machine(profile.tiers, capacities, prefill, decode)
     own = OPEN_ENCODED * sizes.open_cache_bytes or OPEN_CHUNKS * sizes.cache_bytes
@@ -182,11 +183,7 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
     sizes, work, far = model.sizes, model.workload, policy.weights.beyond(0)
     more = 0.0
     if sizes.matrices and far > 0:
-        tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
-        loaded = [
-            sum(round(size) for size, tier in zip(layer, of_layer, strict=True) if tier)
-            for layer, of_layer in zip(sizes.matrices, tiers, strict=True)
-        ]
+        loaded = _loaded(sizes, policy, 1)
         more += sum(buffer_sizes(loaded)) - sum(loaded)
         more -= far * (NUM_BUFFERS - sizes.num_layers) * sizes.layer_bytes
     if policy.cache.beyond(0) > 0:
@@ -201,7 +198,36 @@ def _with_memory(model: CostModel, policy: Policy, prediction: Prediction) -> Pr
         more += taken - counted - sizes.open_bytes * model.block
     first = model.machine.tiers[0]
     memory = {**prediction.memory, first: prediction.memory[first] + more}
+    if model.num_tiers > 2:
+        memory |= zip(model.machine.tiers[1:], _beside_device(model, policy), strict=True)
     return dataclasses.replace(prediction, memory=memory)
+
+
+def _loaded(sizes: Sizes, policy: Policy, first: int) -> list[int]:
+    """Bytes of each layer on tiers from `first` on, as matrices are placed."""
+    tiers = homes([[round(size) for size in layer] for layer in sizes.matrices], policy.weights)
+    return [
+        sum(round(size) for size, tier in zip(layer, of_layer, strict=True) if tier >= first)
+        for layer, of_layer in zip(sizes.matrices, tiers, strict=True)
+    ]
+
+
+def _beside_device(model: CostModel, policy: Policy) -> tuple[float, float]:
+    """Bytes of host and disk beside a GPU. The host has room for the whole cache and for the activations of a whole
+    pass if any of them are there; the disk has an image with all weights if any are there.
+    """
+    sizes, work = model.sizes, model.workload
+    weights = sizes.layer_bytes * sizes.num_layers
+    host, on_disk = policy.weights.shares[1] * weights, policy.weights.beyond(1)
+    if on_disk > 0:
+        loaded = _loaded(sizes, policy, 2) or [round(on_disk * sizes.layer_bytes)] * sizes.num_layers
+        host += sum(buffer_sizes(loaded))
+    if policy.cache.beyond(0) > 0:
+        tokens = work.held_tokens(model.block, work.output_tokens) + 2 * PAGE_TOKENS * model.block
+        host += sizes.cache_bytes * tokens * sizes.num_layers
+    if policy.hidden.beyond(0) > 0:
+        host += sizes.hidden_bytes * model.options.most_rows
+    return host, weights if on_disk > 0 else 0.0
 
 
 def plan_all(
@@ -233,31 +259,34 @@ def plan_all(
     if not blocks:
         raise ConfigError(f"every block has more sequences than scheduler.max_running, {most}; raise it")
 
-    def model(micro_batch: int, count: int, room: float = capacities[0]) -> CostModel:
+    def model(micro_batch: int, count: int, rooms: tuple[float, ...] = capacities) -> CostModel:
         return model_of(
-            profile, sizes, workload, (room, *capacities[1:]), micro_batch, count,
+            profile, sizes, workload, rooms, micro_batch, count,
             budget=budget, slack=slack, only_weights=only_weights,
         )  # fmt: skip
 
-    found, least = list[Found](), math.inf
+    found, lacks = list[Found](), list[dict[str, float]]()
     for each in search(model, blocks):
-        policy, prediction, room = each.policy, each.prediction, capacities[0]
+        policy, prediction, rooms = each.policy, each.prediction, list(capacities)
         for _ in range(MEMORY_TRIES):
             size = policy.micro_batch, policy.num_batches
             prediction = _with_memory(model(*size), policy, prediction)
-            excess = prediction.memory[profile.tiers[0]] - capacities[0] * slack
-            if excess <= 0:
+            excess = {
+                tier: prediction.memory[tier] / slack - capacity
+                for tier, capacity in zip(profile.tiers, capacities, strict=True)
+            }
+            if max(excess.values()) < 1:  # byte
                 found.append(Found(policy, prediction))
                 break
-            least = min(least, excess / slack)
-            room -= excess / slack
-            again = search(functools.partial(model, room=room), [size])
+            lacks.append({tier: size for tier, size in excess.items() if size >= 1})
+            rooms = [room - max(0.0, excess[tier]) for room, tier in zip(rooms, profile.tiers, strict=True)]
+            again = search(functools.partial(model, rooms=tuple(rooms)), [size]) if min(rooms) >= 0 else []
             if not again:
                 break
             policy, prediction = again[0].policy, again[0].prediction
     if not found:
-        if least < math.inf:
-            raise PlanError(f"{Lack({profile.tiers[0]: least})}")
+        if lacks:
+            raise PlanError(f"{Lack(min(lacks, key=lambda lack: sum(lack.values())))}")
         micro_batch, count = blocks[0]
         raise PlanError(f"with blocks of {count} x {micro_batch}, {lacks_of(model(micro_batch, count))}")
     return found

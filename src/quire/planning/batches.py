@@ -97,7 +97,7 @@ def plan_batch(
     """The policy with the least predicted seconds for a batch; None if the context holds none of its prompts.
 
     config   offload.mode is auto, and offload.profile names the machine's profile. offload.memory is the memory for
-             weights, cache and activations together, on a GPU if there is one. offload.cache is the room for the cache
+             weights, cache and activations together, on a GPU if there is one; offload.cache the room for the cache
              on the disk
     prompts  token ids, in the order of the prefix tree
     outputs  most tokens of each answer, as far as the context goes; None: the rest of it
@@ -108,9 +108,10 @@ def plan_batch(
     budget = config.retain.budget
     kept = ALL if budget == "off" else Share(min(1.0, budget))
     on_gpu = has_device(config)
-    shape, _ = sizes_from(
-        model, config, Workload(1, 1), on_gpu=on_gpu
-    )  # sizes depend on the workload, and it on the context
+    if on_gpu and config.offload.cache is not None:
+        raise ConfigError("offload.profile plans the cache beside a GPU; leave offload.cache out")
+    # Sizes depend on the workload, and it on the context.
+    shape, _ = sizes_from(model, config, Workload(1, 1), on_gpu=on_gpu)
     context = config.model.max_context or shape.max_context
     fits = [index for index, prompt in enumerate(prompts) if 0 < len(prompt) < context]  # others are refused
     if not fits:

@@ -53,7 +53,7 @@ def sizes_from(
         kind = held_kind(name, size, kinds[name], config.model.weights, BLOCK_KINDS)
         return float(math.prod(size) * ITEM_BYTES[dtype] if kind is None else size[0] * held_bytes(kind, size[1]))
 
-    pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "cpu")
+    pages, _ = sealed_pages(config, shape, torch_dtype(dtype), None, "triton" if has_device(config) else "cpu")
     per_token, of_open = 2.0 * shape.kv_size * ITEM_BYTES[dtype], 0.0
     if pages is not None:
         of_open = per_token
@@ -65,7 +65,8 @@ def sizes_from(
         return held_kind(name, shape.tensor_shapes[name], kinds[name], config.model.weights, BLOCK_KINDS)
 
     matrices = matrices_of(shape, tensor_bytes, kind_of)
-    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices)
+    window = float(shape.sliding_window or math.inf)
+    return shape, dataclasses.replace(sizes, open_cache_bytes=of_open, matrices=matrices, window=window)
 
 
 def conditions_of(model: str, shape: ModelShape, config: EngineConfig, sizes: Sizes) -> Conditions:
@@ -105,7 +106,9 @@ def remedies(config: EngineConfig) -> str:
 
 
 def keeps_cache(config: EngineConfig) -> bool:
-    """Whether the engine refuses a cache on the disk."""
+    """Whether a plan keeps the cache where it is computed. With retention the engine can move it, but no profile has
+    its speed.
+    """
     return config.retain.is_on or config.tiers.is_on or config.cache.sparse_values < 1
 
 
