@@ -96,6 +96,23 @@ def plan(*arguments: Any, **more: Any) -> Found:
     return found
 
 
+def grid_best(made: Profile, work: Workload, room: tuple[float, ...], grid: Any) -> float:
+    """Tokens per second of the best placement of a grid, rows as of CostModel.vector, that fits; of six block sizes."""
+    best = 0.0
+    for micro, count in itertools.product((1, 4, 8), (1, 2)):
+        model = model_of(made, SIZES, work, room, micro, count, budget=BUDGET)
+        fits = np.ones(len(grid), bool)
+        for rows, limit in zip(model.memory().values(), room, strict=True):
+            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
+        prefill, decode = (
+            np.max([grid @ bound for bound in bounds.values()], axis=0)
+            for bounds in (model.prefill_bounds(), model.decode_bounds())
+        )
+        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
+        best = max(best, *rates[fits], 0.0)
+    return best
+
+
 def on_disk(share: float, block: int = 4) -> Policy:
     return Policy(block, 1, Split((Share(1 - share), Share(share))), MEMORY, MEMORY)
 
@@ -350,8 +367,8 @@ def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, s
     lines = tuple(tuple(slow * each for each in line) for line in made.device.far.seconds)
     far = dataclasses.replace(made.device.far, seconds=lines)
     made = dataclasses.replace(made, device=dataclasses.replace(made.device, far=far))
-    room, sizes = (gpu * float(MIB), 1000.0 * MIB, 1000.0 * MIB), (1, 4, 8)
-    found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=sizes, num_batches=[1, 2])
+    room = gpu * float(MIB), 1000.0 * MIB, 1000.0 * MIB
+    found = plan(made, SIZES, work, room, budget=BUDGET, micro_batches=[1, 4, 8], num_batches=[1, 2])
     shares = [each / 5 for each in range(6)]
     splits = [(a, b, 1 - a - b) for a in shares for b in shares if a + b <= 1 + 1e-9]
     pairs = [(a, 1 - a, 0) for a in shares]
@@ -359,22 +376,9 @@ def test_no_placement_of_a_grid_beside_a_gpu_is_faster_than_the_plan(gpu: int, s
         [*w, *c, *h, attended, 1]
         for w in splits for c in pairs for h in pairs for attended in {0.0, c[1]}
     ])  # fmt: skip
-    best_rate = 0.0
-    for micro, count in itertools.product(sizes, (1, 2)):
-        model = model_of(made, SIZES, work, room, micro, count, budget=BUDGET)
-        fits = np.ones(len(grid), bool)
-        for rows, limit in zip(model.memory().values(), room, strict=True):
-            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
-        prefill, decode = (
-            np.max([grid @ bound for bound in bounds.values()], axis=0)
-            for bounds in (model.prefill_bounds(), model.decode_bounds())
-        )
-        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
-        best_rate = max(best_rate, *rates[fits], 0.0)
-    policy = found.policy
-    assert (
-        best_rate > 0 and found.prediction.throughput >= best_rate * 0.99
-    )  # a plan counts more memory than the program
+    best_rate, policy = grid_best(made, work, room, grid), found.policy
+    # A plan counts more memory than the program.
+    assert best_rate > 0 and found.prediction.throughput >= best_rate * 0.99
     assert policy.cache.shares[2] == policy.hidden.shares[2] == 0, "beside a GPU only weights are on the disk"
     assert policy.attended in (0, pytest.approx(policy.cache.shares[1])), "all or nothing is attended to on the host"
     assert all(found.prediction.memory[tier] <= size * (1 + 1e-6) for tier, size in zip(TIERS, room, strict=True))
@@ -559,24 +563,13 @@ ROOM = (100.0 * MIB, 1000.0 * MIB)
 @pytest.mark.parametrize("exposed", [0.0, 0.4])
 def test_no_placement_of_a_grid_is_faster_than_the_plan(memory: int, exposed: float) -> None:
     made = profile_with(corrections=Corrections(exposed=exposed, step_seconds=0.001))
-    room, sizes = (memory * float(MIB), 1000.0 * MIB), (1, 4, 8)
-    found = plan(made, SIZES, WORK, room, budget=BUDGET, micro_batches=sizes, num_batches=[1, 2])
+    room = memory * float(MIB), 1000.0 * MIB
+    found = plan(made, SIZES, WORK, room, budget=BUDGET, micro_batches=[1, 4, 8], num_batches=[1, 2])
     shares = [each / 10 for each in range(11)]
     grid = np.array(
         [[1 - w, w, 1 - c, c, 1 - h, h, 0, 1] for w, c, h in itertools.product(shares, repeat=3)]
     )  # as CostModel.vector
-    best = 0.0
-    for micro, count in itertools.product(sizes, (1, 2)):
-        model = model_of(made, SIZES, WORK, room, micro, count, budget=BUDGET)
-        fits = np.ones(len(grid), bool)
-        for rows, limit in zip(model.memory().values(), room, strict=True):
-            fits &= np.all([grid @ row <= limit for row in rows], axis=0)
-        prefill, decode = (
-            np.max([grid @ bound for bound in bounds.values()], axis=0)
-            for bounds in (model.prefill_bounds(), model.decode_bounds())
-        )
-        rates = micro * count * 16 / (10 * (prefill + 15 * decode))
-        best = max(best, *rates[fits], 0.0)
+    best = grid_best(made, WORK, room, grid)
     assert best > 0
     assert found.prediction.throughput >= best * (1 - 1e-6)
     assert found.prediction.memory["cpu"] <= room[0] * (1 + 1e-6)
