@@ -319,7 +319,10 @@ class AsyncLLM(AsyncPrefixes):
             engine.moving.close()
             self._loaded = None
         except BaseException as error:
-            log.exception("the engine stopped")
+            if isinstance(error, QuireError):
+                log.error("the engine stopped: %s", error)
+            else:
+                log.exception("the engine stopped")
             self._failure = str(error) or type(error).__name__  # the error's traceback would keep the engine
             self._on_loop(self._fail_all)
             if engine.moving.tiers is not None:  # what they were given is whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.cli import main
 from quire.config import EngineConfig
 from quire.engine.build import resolve
 from quire.errors import ConfigError, QuireError
@@ -22,6 +24,7 @@ from quire.offload.costs import Policy
 from quire.offload.files import policy_text
 from quire.offload.mover import Mover
 from quire.offload.table import OffloadedTable
+from quire.stores.direct import DirectFile
 
 from ..effort import combine, tries, whole
 from ..offloaded import delayed, patched, poisoned
@@ -397,6 +400,34 @@ def test_a_move_that_fails_is_an_error_and_no_hang(
                 with pytest.raises(QuireError, match=f"offloaded {contents} cannot be moved: .*Input/output error"):
                     run.ask(others, [greedy(3)] * 4)
                 assert run.ask(prompts, params) == wanted
+
+
+def test_a_batch_keeps_what_was_done_before_the_disk_failed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": f"r{place}", "prompt_token_ids": prompt} for place, prompt in enumerate(PROMPTS * 2)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ALL | ON_DISK | {"scheduler.max_running": 1, "cache.share": False}
+    options |= {"cache.memory": least(model, options)}
+    words = ["generate", str(model), "--input", str(source), "--output", str(output), "--max-tokens", "4"]
+    words += [f"--{name}={str(value).lower()}" for name, value in options.items()] + ["--temperature", "0"]
+    write, left = DirectFile.write, [12]
+
+    def full(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments)
+
+    with patched(DirectFile, write=full):
+        assert main(words) == 1
+    told, done = capsys.readouterr().err, output.read_text().splitlines()
+    assert "No space left on device; the same command goes on" in told and "Traceback" not in told
+    assert 0 < len(done) < len(lines)
+    assert main(words) == 0
+    answers = output.read_text().splitlines()
+    assert answers[: len(done)] == done and len(answers) == len(lines)
 
 
 def test_nothing_is_left_after_closing(model: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.cli.batch import Batch
@@ -87,6 +87,12 @@ def run(args: argparse.Namespace) -> int:
             if batch.num_tokens:
                 print(batch.summary(), file=sys.stderr)
             raise
+        except QuireError as error:
+            if not batch.num_done:
+                raise
+            print(batch.summary(), file=sys.stderr)
+            print(f"quire: {error}; the same command goes on", file=sys.stderr)
+            return 1
         print(batch.summary(), file=sys.stderr)
     return 1 if batch.num_failed else 0
 

@@ -279,6 +279,8 @@ def print_policy(planner: Planner, found: Found) -> None:
     needs = [format_bytes(int(said.memory[tier])) for tier in tiers]
     rows += [["memory", *needs], ["of", *(format_bytes(int(size)) for size in planner.capacities)]]
     shared.print_table(["", *tiers], rows)
+    if isinstance(planner, PaperPlanner):
+        print("the machine is that of FlexGen's paper; --hardware plans for a measured one")
     if "gpu" in tiers:
         print(f"attention on the CPU: {percent(policy.attended)} of the cache")
     print(

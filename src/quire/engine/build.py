@@ -419,7 +419,7 @@ def assemble(
 def _context_limit(fits: Sizes, shape: ModelShape) -> str:
     """What sets the longest request, for whoever sends a longer one."""
     if fits.max_context < fits.model_context:
-        return "what fits cache.memory"
+        return "what fits offload.cache" if fits.disk_bytes else "what fits cache.memory"
     return "what the model was made for" if fits.model_context == shape.max_context else "model.max_context"
 
 

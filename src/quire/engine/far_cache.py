@@ -14,7 +14,7 @@ import torch
 from quire.cache.ledger import PageCounts, PageLedger
 from quire.cache.table import ChunkTable
 from quire.config import EngineConfig, format_bytes
-from quire.engine.offloading import cache_bytes, mover_of, policy_of
+from quire.engine.offloading import cache_bytes, check_room, mover_of, policy_of
 from quire.offload.units import ALL
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def far_cache(
     found = cache_bytes(config, fits.max_context, sizes[-1], sizes[0] if len(sizes) > 1 else None)
     assert found is not None
     needs = found[1]
+    if model.folder is not None:  # the layer image has been written since
+        check_room(fits.cache_bytes, fits.chunk_bytes, needs)
     room, home = Room.of(config.cache.memory, needs), home_of_cache(model, config)
     log.info(
         "cache: at most %s in %s; in memory %s: %d chunks, and two buffers for %d chunks of a layer",

@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.build import ops_type
 from quire.engine.machine import available_memory
 from quire.engine.params import SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.evaluation.memory_use import free_memory, memory_of, peak_memory
 from quire.kernels import runtime
 from quire.llm import LLM
@@ -123,8 +123,10 @@ class Generator:
         before = self.settle()
         with peak_memory(self._device) as peak:
             begun = time.perf_counter()
-            self.llm.generate(prompts, params, use_tqdm=False)
+            answers = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begun
+        if any(len(answer.outputs[0].token_ids) != output_tokens for answer in answers):
+            raise QuireError("a generation failed while the machine was measured; the log has the reason")
         return Timing(seconds, self.settle() - before, peak[0] - self._before - self._untouched)
 
     @property

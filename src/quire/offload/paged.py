@@ -66,6 +66,8 @@ class PagedArena(Arena):
         self._step = 0
         self._coming: list[tuple[Ticket, Blocks]] = []
         self._going: list[tuple[Ticket, Blocks]] = []
+        self.num_brought = self.num_missed = 0
+        """Blocks that steps asked for, and those of them that had to be read."""
         self._lost: QuireError | None = None
         self.num_here = 0
         """Blocks that have memory."""
@@ -104,6 +106,7 @@ class PagedArena(Arena):
         self._is_here[missing] = True
         self.num_here += len(missing)
         stored = missing[self._is_stored[missing]]
+        self.num_brought, self.num_missed = self.num_brought + len(blocks), self.num_missed + len(stored)
         if not len(stored):
             return NOTHING
         ticket = self.mover.read(self._parts(stored))
@@ -330,9 +333,9 @@ class Pager:
 
     def stats(self) -> dict[str, float]:
         """See `LLM.stats`."""
-        mover, here = self.arena.mover, self.arena.num_here * BLOCK_BYTES
+        arena, mover = self.arena, self.arena.mover
         return {
-            "cache_near": min(1.0, here / max(1, self.table.ledger.bytes_out)),
+            "cache_near": 1 - arena.num_missed / max(1, arena.num_brought),
             "cache_bytes_read": mover.bytes_read,
             "cache_bytes_written": mover.bytes_written,
         }
