@@ -20,7 +20,8 @@ from pathlib import Path
 LAYERS = (
     "version", "errors", "interrupt", "collecting", "folders", "cache.codecs", "habits", "arguments", "options",
     "config", "kernels", "models", "cache", "stores", "attention", "offload", "engine", "planning", "calibrate",
-    "check", "load", "importing", "llm", "async_prefixes", "async_llm", "evaluation", "server", "cli", "__main__",
+    "check", "load", "importing", "llm", "async_prefixes", "async_llm", "cluster", "evaluation", "server", "cli",
+    "__main__",
 )  # fmt: skip
 
 # Packages that cost start-up time or are not installed everywhere, and the modules that may import them at the top.
@@ -55,6 +56,8 @@ NEVER = {
     "kernels/levels.py": ("torch", "numpy"),
     "models/shape.py": ("torch",),
     "engine/scheduler.py": ("torch", "time", "datetime"),
+    "cluster/messages.py": ("torch", "numpy", "time", "datetime", "threading", "socket", "asyncio"),
+    "cluster/protocol.py": ("torch", "numpy", "time", "datetime", "threading", "socket", "asyncio"),
 }
 
 # Packages that some modules must not load, even indirectly: a simulator runs the control plane without a model, and

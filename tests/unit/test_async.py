@@ -49,7 +49,7 @@ async def idle(llm: AsyncLLM) -> None:
     """Waits until the engine holds nothing."""
     for _ in range(500):
         stats = llm.stats()
-        if not stats["running"] and not stats["waiting"]:
+        if not (stats["running"] or stats["waiting"] or stats["cache"]["bytes_used"]):
             break
         await asyncio.sleep(0.01)
     assert llm.stats()["cache"]["bytes_used"] == 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire.attention.rows import RowSlice
-from quire.engine import offloading
+from quire.engine import far_cache, offloading
 from quire.offload.attended import divided
 from quire.offload.costs import Policy
 from quire.offload.units import Share
@@ -59,10 +59,9 @@ def beside_a_device(attended: float | None = None) -> Iterator[None]:
     one.
     """
     policy = None if attended is None else Policy(2, 2, *percents_of(attended))
-    changes: dict[str, Any] = {"home_of_cache": lambda model, config: torch.device("cpu")}
-    if policy is not None:
-        changes["policy_of"] = lambda config: policy
-    with patched(offloading, **changes):
+    told: dict[str, Any] = {} if policy is None else {"policy_of": lambda config: policy}
+    home = {"home_of_cache": lambda model, config: torch.device("cpu")}
+    with patched(offloading, **told), patched(far_cache, **told, **home):
         yield
 
 

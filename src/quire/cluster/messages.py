@@ -1,0 +1,188 @@
+"""What router, sources and receivers tell each other, and what else happens to them: see `cluster.protocol`.
+
+Dataclasses, not named tuples: these are equal if their fields are, whatever their types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Attempt(NamedTuple):
+    """A try of a request. Numbers of one request increase."""
+
+    request: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Router to source: compute the prompt and one token. start: tokens that the client has already."""
+
+    attempt: Attempt
+    start: int
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Router to receiver: pull the cache from the source, and decode."""
+
+    attempt: Attempt
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Receiver to source: what is there?"""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Source to receiver: the parts of the cache."""
+
+    attempt: Attempt
+    parts: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Receiver to source: send these parts once they are computed, and the rest."""
+
+    attempt: Attempt
+    parts: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Source to receiver: a part. is_sound: whether its MAC holds."""
+
+    attempt: Attempt
+    part: int
+    is_sound: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Source to receiver: what decoding goes on from beside the parts. num_tokens: of the answer so far."""
+
+    attempt: Attempt
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Source to receiver: it has nothing of the attempt any more. is_over: the answer has ended, and nothing is left to
+    decode.
+    """
+
+    attempt: Attempt
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Receiver to source: all of it is here."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Receiver to router: the source is not needed any more."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """To the router, and from there to the client: the token at a position of the answer.
+
+    is_last  the answer ends with it: one message tells both, so that none is left if the other one is lost
+    """
+
+    attempt: Attempt
+    position: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """To the router: the attempt cannot go on."""
+
+    attempt: Attempt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """To an instance: the attempt is over."""
+
+    attempt: Attempt
+
+
+Message = Compute | Receive | Ask | Manifest | Want | Part | Rest | Gone | Ack | Taken | Token | Failed | Cancel
+
+
+class Sent(NamedTuple):
+    """A message and who gets it."""
+
+    to: str
+    message: Message
+
+
+ROUTER, CLIENT = "router", "client"
+
+
+# ---- events beside messages ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """At the router: an attempt may begin on these instances."""
+
+    source: str
+    receiver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """At the router: an instance has failed, and has lost everything."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """At the router: the client is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """At an instance: there is room. parts: at a source, those that the cache will have; at a receiver, those that it
+    has already.
+    """
+
+    parts: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """At a source: a part is computed."""
+
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """At a source or receiver: the next token. is_last: the answer ends with it."""
+
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The state's deadline is over."""

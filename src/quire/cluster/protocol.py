@@ -1,0 +1,374 @@
+"""The hand-over of a request from the instance that computes its prompt to the one that decodes it, as pure functions:
+(state, event) -> (state, messages). Knows no socket, clock or thread. Whoever drives it gives it events, sends the
+messages, and keeps the deadlines.
+
+    router    names the two instances, and passes each token on once
+    source    computes the prompt, and holds its pages until the receiver has them or a lease ends
+    receiver  pulls what it lacks once it has room, and decodes once all of it is there
+
+    router --Compute--> source       router --Receive--> receiver
+                        source <--Ask, Want------------- receiver
+                        source ---Manifest, Part, Rest-> receiver     while the prompt is still computed
+                        source <--Ack------------------- receiver
+    router <--Token---- source       router <--Taken, Token---------- receiver
+
+A try of a request is an attempt. Whatever fails ends the attempt, and the router begins another one with the tokens so
+far as its prompt, as long as there are tries. Every message names its attempt, so nobody mixes two of them.
+
+Messages may be lost, repeated and overtaken. An instance that fails loses its states, and may come back without them.
+States that hold something have a deadline (`has_deadline`). What has ended is remembered for a while, so that late
+messages begin nothing again.
+
+Source: DistServe, OSDI 2024, section 4.3 (decoding instances pull; prefill memory is the queue). Ours differs: what
+the receiver has already is not sent, transfers begin before the prompt is computed, and failures are handled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from quire.cluster.messages import (
+    CLIENT,
+    ROUTER,
+    Abort,
+    Ack,
+    Admitted,
+    Ask,
+    Attempt,
+    Begin,
+    Cancel,
+    Compute,
+    Computed,
+    Down,
+    Expired,
+    Failed,
+    Gone,
+    Manifest,
+    Message,
+    Part,
+    Receive,
+    Rest,
+    Sampled,
+    Sent,
+    Taken,
+    Token,
+    Want,
+)
+
+PULL_TRIES = 3
+"""How often a receiver asks a source that does not answer."""
+
+
+# ---- router ----------------------------------------------------------------------------------------------------------
+
+
+class Route(Enum):
+    """What a router knows of a request."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A request at the router.
+
+    request    its number
+    tries      attempts that may still begin
+    phase      QUEUED: the next attempt waits for Begin
+    number     of the last attempt
+    source     of that attempt
+    receiver   of that attempt
+    is_taken   whether the receiver needs the source no more
+    delivered  tokens that the client has
+    early      later tokens that arrived first: position and whether the answer ends there
+    """
+
+    request: int
+    tries: int
+    phase: Route = Route.QUEUED
+    number: int = 0
+    source: str = ""
+    receiver: str = ""
+    is_taken: bool = False
+    delivered: int = 0
+    early: frozenset[tuple[int, bool]] = frozenset()
+
+    @property
+    def attempt(self) -> Attempt:
+        """The last attempt."""
+        return Attempt(self.request, self.number)
+
+
+def route(state: Routed, event: Begin | Down | Abort | Expired | Message) -> tuple[Routed, list[Sent]]:
+    """The router's part. The client gets each position once, until the last one or Failed."""
+    if isinstance(event, Begin):
+        if state.phase is not Route.QUEUED:
+            return state, []
+        begun = replace(state, 
+            phase=Route.RUNNING, tries=state.tries - 1, number=state.number + 1, source=event.source,
+            receiver=event.receiver, is_taken=False, early=frozenset(),
+        )  # fmt: skip
+        return begun, [
+            Sent(event.source, Compute(begun.attempt, begun.delivered, event.receiver)),
+            Sent(event.receiver, Receive(begun.attempt, event.source)),
+        ]
+    if isinstance(event, Abort):
+        if state.phase in (Route.ENDED, Route.FAILED):
+            return state, []
+        return replace(state, phase=Route.FAILED), [*_cancels(state), Sent(CLIENT, Failed(state.attempt, "aborted"))]
+    if state.phase is not Route.RUNNING:
+        return state, []
+    if isinstance(event, Down):
+        needs = {state.receiver} if state.is_taken else {state.receiver, state.source}
+        return _retried(state, f"{event.instance} is down") if event.instance in needs else (state, [])
+    if isinstance(event, Expired):
+        return _retried(state, "no answer in time")
+    if event.attempt != state.attempt:
+        return state, []
+    match event:
+        case Failed(_, reason):
+            return _retried(state, reason)
+        case Taken():
+            return replace(state, is_taken=True), []
+        case Token(_, position, is_last) if position >= state.delivered:
+            return _passed_on(replace(state, early=state.early | {(position, is_last)}))
+    return state, []
+
+
+def _passed_on(state: Routed) -> tuple[Routed, list[Sent]]:
+    sent, delivered, early = [], state.delivered, dict(state.early)
+    while delivered in early:
+        is_last = early.pop(delivered)
+        sent.append(Sent(CLIENT, Token(state.attempt, delivered, is_last)))
+        delivered += 1
+        if is_last:
+            # If the source has ended the answer, the receiver still waits.
+            ended = replace(state, phase=Route.ENDED, delivered=delivered, early=frozenset())
+            return ended, [*sent, *_cancels(state)]
+    return replace(state, delivered=delivered, early=frozenset(early.items())), sent
+
+
+def _retried(state: Routed, reason: str) -> tuple[Routed, list[Sent]]:
+    sent = _cancels(state)
+    if state.tries:
+        return replace(state, phase=Route.QUEUED, early=frozenset()), sent
+    return replace(state, phase=Route.FAILED), [*sent, Sent(CLIENT, Failed(state.attempt, reason))]
+
+
+def _cancels(state: Routed) -> list[Sent]:
+    if state.phase is not Route.RUNNING:
+        return []
+    return [Sent(instance, Cancel(state.attempt)) for instance in (state.source, state.receiver)]
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+
+
+class Supply(Enum):
+    """What a source does for an attempt.
+
+    EXPECTED  the receiver has asked; Compute has not arrived yet
+    QUEUED    waits for room
+    RUNNING   computes
+    HELD      holds the pages until the receiver has them
+    ENDED     holds nothing
+    """
+
+    EXPECTED = "expected"
+    QUEUED = "queued"
+    RUNNING = "running"
+    HELD = "held"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An attempt at its source.
+
+    receiver  who may pull
+    start     tokens that the client had when the attempt began
+    parts     parts of the cache
+    ready     parts that are computed
+    wanted    parts to be sent once they are computed
+    is_asked  whether the receiver waits for the manifest
+    has_wish  whether the receiver has said what it wants
+    is_over   whether the answer has ended here
+    """
+
+    attempt: Attempt
+    phase: Supply
+    receiver: str = ""
+    start: int = 0
+    parts: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
+    wanted: frozenset[int] = frozenset()
+    is_asked: bool = False
+    has_wish: bool = False
+    is_over: bool = False
+
+
+def supply(
+    state: Source | None, sender: str, event: Admitted | Computed | Sampled | Expired | Message
+) -> tuple[Source | None, list[Sent]]:
+    """The source's part. state: None if the attempt is not known. sender: of a message."""
+    if state is None:
+        match event:
+            case Compute(attempt, start, receiver):
+                return Source(attempt, Supply.QUEUED, receiver, start), []
+            case Ask(attempt):
+                return Source(attempt, Supply.EXPECTED, sender, is_asked=True), []
+            case Want(attempt):
+                return None, [Sent(sender, Gone(attempt))]
+            case Cancel(attempt):
+                return Source(attempt, Supply.ENDED), []
+        return None, []
+    attempt, phase = state.attempt, state.phase
+    if phase is Supply.ENDED:
+        return state, [Sent(sender, Gone(attempt, state.is_over))] if isinstance(event, Ask | Want) else []
+    match event:
+        case Cancel() | Ack():
+            return _let_go(state), []
+        case Compute(_, start, receiver) if phase is Supply.EXPECTED:
+            return replace(state, phase=Supply.QUEUED, receiver=receiver, start=start), []
+        case Admitted(parts) if phase is Supply.QUEUED:
+            told = [Sent(state.receiver, Manifest(attempt, parts))] if state.is_asked else []
+            return replace(state, phase=Supply.RUNNING, parts=parts), told
+        case Ask() if phase in (Supply.RUNNING, Supply.HELD):
+            return state, [Sent(sender, Manifest(attempt, state.parts))]
+        case Ask():
+            return replace(state, is_asked=True), []
+        case Want(_, parts) if phase in (Supply.RUNNING, Supply.HELD):
+            sent = [Sent(sender, Part(attempt, part)) for part in sorted(parts & state.ready)]
+            rest = [Sent(sender, Rest(attempt, state.start + 1))] if phase is Supply.HELD else []
+            return replace(state, wanted=state.wanted | (parts - state.ready), has_wish=True), [*sent, *rest]
+        case Computed(part) if phase is Supply.RUNNING:
+            sent = [Sent(state.receiver, Part(attempt, part))] if part in state.wanted else []
+            return replace(state, ready=state.ready | {part}, wanted=state.wanted - {part}), sent
+        case Sampled(is_last) if phase is Supply.RUNNING:
+            token = Sent(ROUTER, Token(attempt, state.start, is_last))
+            if is_last:
+                # A receiver that asks must not report a failure: it may be heard before the token.
+                told = [Sent(state.receiver, Gone(attempt, is_over=True))] if state.is_asked or state.has_wish else []
+                return replace(_let_go(state), is_over=True), [token, *told]
+            rest = [Sent(state.receiver, Rest(attempt, state.start + 1))] if state.has_wish else []
+            return replace(state, phase=Supply.HELD), [token, *rest]
+        case Expired() if phase is Supply.EXPECTED:
+            return _let_go(state), [Sent(state.receiver, Gone(attempt))]
+        case Expired() if phase in (Supply.QUEUED, Supply.HELD):
+            reason = "no room" if phase is Supply.QUEUED else "nobody came for the cache"
+            return _let_go(state), [Sent(ROUTER, Failed(attempt, reason))]
+    return state, []
+
+
+def _let_go(state: Source) -> Source:
+    return Source(state.attempt, Supply.ENDED)
+
+
+# ---- receiver --------------------------------------------------------------------------------------------------------
+
+
+class Intake(Enum):
+    """What a receiver does for an attempt.
+
+    ASKED    waits for the manifest
+    QUEUED   the source has begun; waits for room. Room that waited for a source that waits for room elsewhere could
+             wait for ever
+    PULLING  waits for parts
+    RUNNING  decodes
+    ENDED    holds nothing
+    """
+
+    ASKED = "asked"
+    QUEUED = "queued"
+    PULLING = "pulling"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An attempt at its receiver.
+
+    source   who has the cache
+    tries    how often it may still ask
+    parts    parts of the cache
+    missing  parts that have not arrived
+    num_tokens  of the answer so far; None: the rest has not arrived
+    """
+
+    attempt: Attempt
+    phase: Intake
+    source: str = ""
+    tries: int = PULL_TRIES
+    parts: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
+    num_tokens: int | None = None
+
+
+def take(state: Receiver | None, event: Admitted | Sampled | Expired | Message) -> tuple[Receiver | None, list[Sent]]:
+    """The receiver's part. state: None if the attempt is not known."""
+    if state is None:
+        match event:
+            case Receive(attempt, source):
+                return Receiver(attempt, Intake.ASKED, source, PULL_TRIES - 1), [Sent(source, Ask(attempt))]
+            case Cancel(attempt):
+                return Receiver(attempt, Intake.ENDED), []
+        return None, []
+    attempt, phase = state.attempt, state.phase
+    if phase is Intake.ENDED:
+        return state, []
+    match event:
+        case Cancel():
+            return _dropped(state), []
+        case Manifest(_, parts) if phase is Intake.ASKED:
+            return replace(state, phase=Intake.QUEUED, parts=parts, tries=PULL_TRIES), []
+        case Admitted(has) if phase is Intake.QUEUED:
+            missing = state.parts - has
+            pulling = replace(state, phase=Intake.PULLING, missing=missing, tries=PULL_TRIES - 1)
+            return pulling, [Sent(state.source, Want(attempt, missing))]
+        case Part(_, part, True) if phase is Intake.PULLING:
+            return _complete(replace(state, missing=state.missing - {part}))
+        case Rest(_, num_tokens) if phase is Intake.PULLING:
+            return _complete(replace(state, num_tokens=num_tokens))
+        case Gone(_, True) if phase is not Intake.RUNNING:
+            return _dropped(state), []
+        case Gone() if phase in (Intake.ASKED, Intake.QUEUED, Intake.PULLING):
+            return _dropped(state), [Sent(ROUTER, Failed(attempt, "the source has lost the cache"))]
+        case Sampled(is_last) if phase is Intake.RUNNING:
+            assert state.num_tokens is not None
+            token = Sent(ROUTER, Token(attempt, state.num_tokens, is_last))
+            return _dropped(state) if is_last else replace(state, num_tokens=state.num_tokens + 1), [token]
+        case Expired() if phase in (Intake.ASKED, Intake.QUEUED, Intake.PULLING):
+            if not state.tries:
+                reason = "no room" if phase is Intake.QUEUED else "the source does not answer"
+                failed = Sent(ROUTER, Failed(attempt, reason))
+                return _dropped(state), [failed, Sent(state.source, Cancel(attempt))]
+            # While it waits for room, asking renews the source's lease.
+            again = Want(attempt, state.missing) if phase is Intake.PULLING else Ask(attempt)
+            return replace(state, tries=state.tries - 1), [Sent(state.source, again)]
+    return state, []
+
+
+def _complete(state: Receiver) -> tuple[Receiver, list[Sent]]:
+    if state.missing or state.num_tokens is None:
+        return state, []
+    attempt = state.attempt
+    # The source's own message with this token may be lost.
+    told = [Sent(ROUTER, Taken(attempt)), Sent(ROUTER, Token(attempt, state.num_tokens - 1))]
+    return replace(state, phase=Intake.RUNNING), [Sent(state.source, Ack(attempt)), *told]
+
+
+def _dropped(state: Receiver) -> Receiver:
+    return Receiver(state.attempt, Intake.ENDED)
+
+
+def has_deadline(state: Routed | Source | Receiver) -> bool:
+    """Whether a state ends by itself after a time. The others hold nothing, or compute."""
+    waiting = {
+        Route.RUNNING, Supply.EXPECTED, Supply.QUEUED, Supply.HELD, Intake.QUEUED, Intake.ASKED, Intake.PULLING,
+    }  # fmt: skip
+    return state.phase in waiting

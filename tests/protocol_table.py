@@ -1,0 +1,127 @@
+"""What every message does in every state, as the tables of docs/disaggregation.md: computed, not written.
+
+python -m tests.protocol_table    prints them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from quire.cluster import protocol
+from quire.cluster.messages import (
+    Abort,
+    Ack,
+    Admitted,
+    Ask,
+    Attempt,
+    Begin,
+    Cancel,
+    Compute,
+    Computed,
+    Down,
+    Expired,
+    Failed,
+    Gone,
+    Manifest,
+    Part,
+    Receive,
+    Rest,
+    Sampled,
+    Taken,
+    Token,
+    Want,
+)
+from quire.cluster.protocol import Intake, Receiver, Route, Routed, Source, Supply
+
+AT, PARTS = Attempt(0, 1), frozenset({0, 1})
+UNKNOWN = "unknown"
+
+ROUTE_EVENTS = (
+    Begin("p", "d"), Token(AT, 0), Token(AT, 0, is_last=True), Taken(AT), Failed(AT, "reason"), Down("p"), Down("d"),
+    Expired(), Abort(),
+)  # fmt: skip
+SOURCE_EVENTS = (
+    Compute(AT, 0, "d"), Admitted(PARTS), Ask(AT), Want(AT, PARTS), Computed(1), Sampled(False), Sampled(True), Ack(AT),
+    Cancel(AT), Expired(),
+)  # fmt: skip
+RECEIVER_EVENTS = (
+    Receive(AT, "p"), Manifest(AT, PARTS), Admitted(frozenset({0})), Part(AT, 1), Part(AT, 1, is_sound=False),
+    Rest(AT, 1), Gone(AT), Gone(AT, is_over=True), Sampled(False), Sampled(True), Cancel(AT), Expired(),
+)  # fmt: skip
+
+
+def route_states() -> dict[Any, Any]:
+    """A router's states by phase."""
+    return {phase: Routed(0, 1, phase, 1, "p", "d") for phase in Route}
+
+
+def source_states() -> dict[Any, Any]:
+    """A source's states by phase. While it computes, one of two parts is ready and both are wanted."""
+    found: dict[Any, Any] = {UNKNOWN: None} | {phase: Source(AT, phase, "d") for phase in Supply}
+    ready = frozenset({0})
+    found[Supply.RUNNING] = Source(AT, Supply.RUNNING, "d", 0, PARTS, ready, PARTS - ready, has_wish=True)
+    found[Supply.HELD] = Source(AT, Supply.HELD, "d", 0, PARTS, PARTS, has_wish=True)
+    return found
+
+
+def receiver_states() -> dict[Any, Any]:
+    """A receiver's states by phase. While it pulls, one part is missing."""
+    found: dict[Any, Any] = {UNKNOWN: None} | {phase: Receiver(AT, phase, "p") for phase in Intake}
+    found[Intake.QUEUED] = Receiver(AT, Intake.QUEUED, "p", parts=PARTS)
+    found[Intake.PULLING] = Receiver(AT, Intake.PULLING, "p", 2, PARTS, frozenset({1}))
+    found[Intake.RUNNING] = Receiver(AT, Intake.RUNNING, "p", num_tokens=1)
+    return found
+
+
+def tables() -> str:
+    """All three, in Markdown."""
+    return "\n".join(
+        [
+            *_table("router", ROUTE_EVENTS, route_states(), protocol.route),
+            "",
+            *_table("source", SOURCE_EVENTS, source_states(), lambda state, event: protocol.supply(state, "d", event)),
+            "",
+            *_table("receiver", RECEIVER_EVENTS, receiver_states(), protocol.take),
+        ]
+    )
+
+
+def _table(name: str, events: Sequence[Any], states: dict[Any, Any], step: Callable[[Any, Any], Any]) -> list[str]:
+    phases = [_name(phase) for phase in states]
+    lines = [f"| {name} | {' | '.join(phases)} |", "|---" * (len(phases) + 1) + "|"]
+    for event in events:
+        cells = []
+        for state in states.values():
+            after, sent = step(state, event)
+            told = [f"{type(each.message).__name__} to {_who(each.to)}" for each in sent]
+            is_same = after == state and not sent
+            phase = "" if after is None or (state is None and after is None) else _name(after.phase)
+            moved = [f"*{phase}*"] if phase and (state is None or after.phase is not state.phase) else []
+            noted = ["noted"] if after != state and not moved and not told else []
+            cells.append("" if is_same else ", ".join([*moved, *noted, *dict.fromkeys(told)]))
+        lines.append(f"| {_event(event)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _name(phase: Enum | str) -> str:
+    return phase if isinstance(phase, str) else str(phase.value)
+
+
+def _who(to: str) -> str:
+    return {"p": "source", "d": "receiver"}.get(to, to)
+
+
+def _event(event: Any) -> str:
+    kind = type(event).__name__
+    flags = [name for name in ("is_last", "is_over") if getattr(event, name, False)]
+    if isinstance(event, Part) and not event.is_sound:
+        flags.append("damaged")
+    if isinstance(event, Down):
+        flags.append(_who(event.instance))
+    return f"{kind} ({', '.join(flags)})" if flags else kind
+
+
+if __name__ == "__main__":
+    print(tables())

@@ -1,0 +1,315 @@
+"""The protocol of a hand-over: small worlds as a whole, planted defects, and the table of docs/disaggregation.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster import protocol
+from quire.cluster.messages import (
+    ROUTER,
+    Abort,
+    Ack,
+    Admitted,
+    Ask,
+    Attempt,
+    Begin,
+    Cancel,
+    Computed,
+    Down,
+    Expired,
+    Failed,
+    Gone,
+    Manifest,
+    Part,
+    Receive,
+    Rest,
+    Sampled,
+    Sent,
+    Taken,
+    Token,
+    Want,
+)
+from quire.cluster.protocol import Intake, Receiver, Route, Routed, Source, Supply
+from tests.effort import full_only
+from tests.protocol_table import tables
+from tests.worlds import Budget, Explorer, Violation, changed
+
+ROOT = Path(__file__).parents[2]
+FIRST = Attempt(0, 1)
+
+
+def explore(budget: Budget, **more: Any) -> Explorer:
+    explorer = Explorer(budget=budget, **more)
+    assert explorer.explore(), "there are more worlds than that"
+    return explorer
+
+
+# Whole worlds.
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_without_faults_every_request_is_answered_once(tokens: int) -> None:
+    """An answer of one token is never handed over."""
+    assert explore(Budget(0, 0, 0, 0, 0), tokens=tokens, parts=2).num_ends > 0
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [Budget(1, 0, 0, 0, 0), Budget(0, 1, 1, 0, 0), Budget(0, 0, 0, 1, 0), Budget(0, 1, 0, 0, 1)],
+    ids=["a crash", "a loss and a repeat", "an early deadline", "a loss and a client that leaves"],
+)
+def test_one_request_survives(budget: Budget) -> None:
+    explore(budget, requests=1, parts=2, tries=2)
+
+
+@pytest.mark.parametrize("budget", [Budget(0, 0, 0, 0, 0), Budget(0, 0, 1, 0, 0)], ids=["nothing", "a repeat"])
+def test_two_requests_share_the_room_of_their_instances(budget: Budget) -> None:
+    explore(budget, requests=2, has=1)
+
+
+@full_only("80,000 to 2 million worlds take minutes")
+@pytest.mark.parametrize(
+    ("requests", "budget"),
+    [(1, Budget(1, 1, 1, 0, 0)), (1, Budget(1, 1, 0, 1, 0)), (2, Budget(0, 1, 0, 0, 0)), (2, Budget(1, 0, 0, 0, 0))],
+)
+def test_larger_worlds(requests: int, budget: Budget) -> None:
+    explore(budget, requests=requests)
+
+
+# Planted defects: each must be found in a small world.
+
+
+def source_frees_when_all_is_sent(state: Any, sender: str, event: Any) -> Any:
+    """Before it knows that anything has arrived."""
+    after, sent = protocol.supply(state, sender, event)
+    if any(isinstance(each.message, Rest) for each in sent):
+        return Source(after.attempt, Supply.ENDED), sent
+    return after, sent
+
+
+def source_serves_what_it_has_freed(state: Any, sender: str, event: Any) -> Any:
+    if state is not None and state.phase is Supply.ENDED and isinstance(event, Want):
+        parts = [Sent(sender, Part(event.attempt, part)) for part in sorted(event.parts)]
+        return state, [*parts, Sent(sender, Rest(event.attempt, 1))]
+    if state is not None and state.phase is Supply.HELD and isinstance(event, Want):
+        after, sent = protocol.supply(state, sender, event)
+        return Source(after.attempt, Supply.ENDED), sent
+    return protocol.supply(state, sender, event)
+
+
+def source_has_no_lease(state: Any, sender: str, event: Any) -> Any:
+    if isinstance(event, Expired) and state.phase is Supply.HELD:
+        return state, []
+    return protocol.supply(state, sender, event)
+
+
+def source_sends_what_is_not_computed(state: Any, sender: str, event: Any) -> Any:
+    after, sent = protocol.supply(state, sender, event)
+    if isinstance(event, Want) and after is not None and after.wanted:
+        early = [Sent(sender, Part(event.attempt, part)) for part in sorted(after.wanted)]
+        return replace(after, wanted=frozenset()), [*sent, *early]
+    return after, sent
+
+
+def source_ignores_a_second_wish(state: Any, sender: str, event: Any) -> Any:
+    if isinstance(event, Want) and state is not None and state.has_wish:
+        return state, []
+    return protocol.supply(state, sender, event)
+
+
+def receiver_starts_without_the_rest(state: Any, event: Any) -> Any:
+    after, sent = protocol.take(state, event)
+    if after is not None and after.phase is Intake.PULLING and not after.missing and after.num_tokens is None:
+        told = [Sent(after.source, Ack(after.attempt)), Sent(ROUTER, Taken(after.attempt))]
+        return replace(after, phase=Intake.RUNNING, num_tokens=1), [*sent, *told]
+    return after, sent
+
+
+def receiver_starts_without_a_part(state: Any, event: Any) -> Any:
+    after, sent = protocol.take(state, event)
+    if isinstance(event, Rest) and after is not None and after.phase is Intake.PULLING:
+        return protocol.take(replace(after, missing=frozenset()), event)
+    return after, sent
+
+
+def receiver_takes_room_before_the_source_has_begun(state: Any, event: Any) -> Any:
+    """The order that the first draft had: two requests wait for each other's room until a deadline."""
+    if state is None and isinstance(event, Receive):
+        return Receiver(event.attempt, Intake.QUEUED, event.source), []
+    if isinstance(event, Admitted) and state.phase is Intake.QUEUED and not state.parts:
+        asked = replace(state, phase=Intake.PULLING, missing=frozenset({-1}))
+        return asked, [Sent(state.source, Ask(state.attempt))]
+    if isinstance(event, Manifest) and state is not None and state.missing == frozenset({-1}):
+        return replace(state, parts=event.parts, missing=event.parts), [
+            Sent(state.source, Want(state.attempt, event.parts))
+        ]
+    return protocol.take(state, event)
+
+
+def receiver_never_asks_again(state: Any, event: Any) -> Any:
+    if isinstance(event, Expired):
+        return state, []
+    return protocol.take(state, event)
+
+
+def receiver_keeps_what_was_cancelled(state: Any, event: Any) -> Any:
+    if isinstance(event, Cancel) and state is not None and state.phase in (Intake.QUEUED, Intake.PULLING):
+        return replace(state, tries=0), []
+    if isinstance(event, Expired) and not state.tries:
+        return state, []
+    return protocol.take(state, event)
+
+
+def router_passes_on_what_comes(state: Any, event: Any) -> Any:
+    after, sent = protocol.route(state, event)
+    if isinstance(event, Token) and not sent and state.phase is Route.RUNNING:
+        return after, [Sent("client", event)]
+    return after, sent
+
+
+def router_does_not_hear_of_crashes(state: Any, event: Any) -> Any:
+    if isinstance(event, Down | Expired):
+        return state, []
+    return protocol.route(state, event)
+
+
+def router_gives_up_at_once(state: Any, event: Any) -> Any:
+    after, sent = protocol.route(state, event)
+    if after.phase is Route.QUEUED and state.phase is Route.RUNNING:
+        return replace(after, phase=Route.FAILED), [*sent, Sent("client", Failed(state.attempt, "gave up"))]
+    return after, sent
+
+
+def router_begins_again_from_the_start(state: Any, event: Any) -> Any:
+    return protocol.route(replace(state, delivered=0) if isinstance(event, Begin) else state, event)
+
+
+LOSS, CRASH, BOTH = Budget(0, 1, 0, 0, 0), Budget(1, 0, 0, 0, 0), Budget(1, 1, 0, 0, 0)
+
+DEFECTS: list[tuple[dict[str, Any], Budget, int, str]] = [
+    ({"supply": source_serves_what_it_has_freed}, LOSS, 1, "decodes without"),
+    ({"supply": source_has_no_lease}, BOTH, 1, "never given back"),
+    ({"supply": source_sends_what_is_not_computed}, Budget(0, 0, 0, 0, 0), 1, "decodes without"),
+    ({"take": receiver_starts_without_the_rest}, LOSS, 1, "decodes without"),
+    ({"take": receiver_starts_without_a_part}, LOSS, 1, "decodes without"),
+    ({"take": receiver_takes_room_before_the_source_has_begun}, Budget(0, 0, 0, 0, 0), 2, "nothing went wrong"),
+    ({"take": receiver_never_asks_again}, BOTH, 1, "never given back"),
+    ({"take": receiver_keeps_what_was_cancelled}, Budget(0, 0, 0, 0, 1), 1, "never given back|waits for ever"),
+    ({"route": router_passes_on_what_comes}, Budget(0, 0, 0, 0, 0), 1, "a client has|after its end"),
+    ({"route": router_does_not_hear_of_crashes}, CRASH, 1, "waits for ever"),
+    ({"route": router_gives_up_at_once}, LOSS, 1, "although there are tries"),
+    ({"route": router_begins_again_from_the_start}, LOSS, 1, "a client has"),
+]
+
+
+@pytest.mark.parametrize(("parts", "budget", "requests", "message"), DEFECTS, ids=lambda value: _name_of(value))
+def test_a_planted_defect_is_found(parts: dict[str, Any], budget: Budget, requests: int, message: str) -> None:
+    with pytest.raises(Violation, match=message):
+        Explorer(budget=budget, requests=requests, parts=2, code=changed(**parts)).explore()
+
+
+def _name_of(value: Any) -> str:
+    return next(iter(value.values())).__name__ if isinstance(value, dict) else ""
+
+
+def test_a_loss_alone_costs_no_attempt_while_the_cache_is_pulled() -> None:
+    """What the receiver and the source tell each other is asked for again."""
+
+    class Pulling(Explorer):
+        def events(self, world: Any) -> Any:
+            """A receiver asks again before a lease ends, and that ends before the router begins again."""
+            found = super().events(world)
+            roles = [event.what[0] for event in found if event.kind == "expire"]
+            first = next((role for role in ("receiver", "source", "route") if role in roles), "")
+            return [event for event in found if event.kind != "expire" or event.what[0] == first]
+
+        def after(self, world: Any, event: Any) -> Any:
+            if event.kind == "lose" and event.what[0] not in (4, 5):
+                return world
+            return super().after(world, event)
+
+        def _route(self, world: Any, request: int, event: Any) -> Any:
+            if isinstance(event, Begin) and self.items[world.routes[request]].number:
+                raise Violation("an attempt was lost")
+            return super()._route(world, request, event)
+
+    assert Pulling(budget=LOSS, requests=1, parts=2).explore()
+    with pytest.raises(Violation, match="an attempt was lost"):
+        code = changed(supply=source_frees_when_all_is_sent)
+        Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
+    with pytest.raises(Violation, match="an attempt was lost"):
+        code = changed(supply=source_ignores_a_second_wish)
+        Pulling(budget=LOSS, requests=1, parts=2, code=code).explore()
+
+
+# Single steps.
+
+
+def test_a_part_whose_mac_does_not_hold_is_asked_for_again() -> None:
+    state = Receiver(FIRST, Intake.PULLING, "p", 2, frozenset({0, 1}), frozenset({0, 1}), 1)
+    assert protocol.take(state, Part(FIRST, 0, is_sound=False)) == (state, [])
+    after, _ = protocol.take(state, Part(FIRST, 1))
+    assert after is not None and after.missing == {0}
+    again, sent = protocol.take(after, Expired())
+    assert sent == [Sent("p", Want(FIRST, frozenset({0})))] and again is not None and again.tries == 1
+
+
+def test_only_what_the_receiver_lacks_is_sent() -> None:
+    parts = frozenset(range(4))
+    state = Receiver(FIRST, Intake.QUEUED, "p", parts=parts)
+    after, sent = protocol.take(state, Admitted(frozenset({0, 1, 2})))
+    assert sent == [Sent("p", Want(FIRST, frozenset({3})))] and after is not None and after.missing == {3}
+
+
+def test_parts_are_sent_while_the_prompt_is_computed() -> None:
+    state = Source(FIRST, Supply.RUNNING, "d", 0, frozenset({0, 1}), frozenset({0}))
+    state, sent = protocol.supply(state, "d", Want(FIRST, frozenset({0, 1})))  # type: ignore[assignment]
+    assert sent == [Sent("d", Part(FIRST, 0))]
+    state, sent = protocol.supply(state, "", Computed(1))  # type: ignore[assignment]
+    assert sent == [Sent("d", Part(FIRST, 1))]
+    state, sent = protocol.supply(state, "", Sampled(False))  # type: ignore[assignment]
+    assert sent == [Sent(ROUTER, Token(FIRST, 0)), Sent("d", Rest(FIRST, 1))] and state.phase is Supply.HELD
+
+
+def test_what_has_ended_holds_nothing_and_begins_nothing() -> None:
+    for event in (Cancel(FIRST), Ack(FIRST), Expired(), Computed(0), Sampled(True), Admitted(frozenset())):
+        source, receiver = Source(FIRST, Supply.ENDED), Receiver(FIRST, Intake.ENDED)
+        assert protocol.supply(source, "d", event) == (source, [])
+        if not isinstance(event, Computed | Ack):
+            assert protocol.take(receiver, event) == (receiver, [])
+    assert protocol.supply(Source(FIRST, Supply.ENDED), "d", Want(FIRST, frozenset()))[1] == [Sent("d", Gone(FIRST))]
+
+
+def test_a_crash_of_the_source_costs_nothing_once_the_receiver_has_the_cache() -> None:
+    state = Routed(0, 1, Route.RUNNING, 1, "p", "d")
+    taken, _ = protocol.route(state, Taken(FIRST))
+    assert protocol.route(taken, Down("p")) == (taken, [])
+    again, sent = protocol.route(taken, Down("d"))
+    assert again.phase is Route.QUEUED and {each.to for each in sent} == {"p", "d"}
+    assert protocol.route(state, Down("p"))[0].phase is Route.QUEUED
+
+
+def test_a_client_that_leaves_ends_everything() -> None:
+    state = Routed(0, 1, Route.RUNNING, 1, "p", "d")
+    after, sent = protocol.route(state, Abort())
+    assert after.phase is Route.FAILED
+    assert [each for each in sent if isinstance(each.message, Cancel)] == [
+        Sent("p", Cancel(FIRST)), Sent("d", Cancel(FIRST)),
+    ]  # fmt: skip
+
+
+def test_every_state_that_waits_has_a_deadline() -> None:
+    states: list[Any] = [Source(FIRST, phase) for phase in Supply] + [Receiver(FIRST, phase) for phase in Intake]
+    waits = {state.phase for state in states if protocol.has_deadline(state)}
+    assert waits == {*Supply, *Intake} - {Supply.RUNNING, Supply.ENDED, Intake.RUNNING, Intake.ENDED}
+    assert {phase for phase in Route if protocol.has_deadline(Routed(0, 1, phase))} == {Route.RUNNING}
+
+
+def test_the_tables_of_the_docs_are_those_of_the_code() -> None:
+    """Print them with python -m tests.protocol_table."""
+    text = (ROOT / "docs" / "disaggregation.md").read_text()
+    assert tables() in text
