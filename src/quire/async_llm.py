@@ -21,7 +21,7 @@ from quire.engine.engine import Engine
 from quire.engine.outputs import RequestOutput
 from quire.engine.params import SamplingParams
 from quire.engine.pins import PIN_PARAMS, check_room, log_pins, pin_errors, read_pins
-from quire.errors import QueueFullError, QuireError, RequestError
+from quire.errors import EngineStoppedError, QueueFullError, QuireError, RequestError
 from quire.llm import Prompt, ReadPrompt, read_prompt
 from quire.load import Loaded, load_engine
 
@@ -139,7 +139,7 @@ class AsyncLLM(AsyncPrefixes):
     def _admit(self, prompt: Prompt, params: SamplingParams, *, is_pin: bool = False) -> ReadPrompt:
         """Checks that a request can run now, and returns its prompt. is_pin: whether it is a request of `pin`."""
         if self._failure is not None or self._closing:
-            raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+            raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         parts = self._parts
         if not (self._accepts or is_pin):
             raise QuireError("the engine is not ready: it first pins the prefixes of cache.pin; try again later")
@@ -235,7 +235,7 @@ class AsyncLLM(AsyncPrefixes):
         self._submit(ask)
         while not (await asyncio.wait({found}, timeout=0.1))[0]:
             if not self._runs:
-                raise QuireError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
+                raise EngineStoppedError(f"the engine has stopped{f': {self._failure}' if self._failure else ''}")
         return found.result()
 
     async def pin(self, salts: Iterable[str] = ("",)) -> None:
@@ -332,7 +332,7 @@ class AsyncLLM(AsyncPrefixes):
         """On the loop: sends the failure to every stream. `prepare` refuses later requests."""
         for stream in self._streams.values():
             if stream is not None:
-                stream.put_nowait(QuireError(f"the engine stopped: {self._failure}"))
+                stream.put_nowait(EngineStoppedError(f"the engine stopped: {self._failure}"))
 
     def _post(self, items: Iterable[tuple[str, RequestOutput | BaseException]]) -> None:
         news = list(items)

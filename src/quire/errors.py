@@ -41,6 +41,10 @@ class UnwantedError(QuireError):
     """Loading was cancelled because nobody waits for it any more."""
 
 
+class EngineStoppedError(QuireError):
+    """The engine has failed, and all its requests with it. What they had streamed before is whole."""
+
+
 class ExtentError(QuireError):
     """Bytes that are no extent of the run they were taken for."""
 

@@ -224,6 +224,7 @@ def retaining(name: str, codec: str) -> dict[str, Any]:
 
 
 @combine(
+    strength=1,
     retain=[*RETAIN],
     codec=whole(["dense", "g4 sinks", "nuq3", "g4", "nuq2", "nuq3 no sinks"], 4),
     share=[True, False],
@@ -251,7 +252,7 @@ def test_tokens_are_those_of_retention_in_memory(
 
 
 def test_moves_that_take_any_time_change_nothing(model: Path, seed: int) -> None:
-    for number in range(tries(3)):
+    for number in range(tries(2)):
         generator = random.Random(f"{seed} {number}")
         options = retaining(generator.choice([*RETAIN]), generator.choice(("dense", "g4 sinks"))) | ON_DISK
         wanted = expected(model, options, LONG[:4], [greedy(40)] * 4)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from quire.arguments import Arguments
 from quire.cli import shared
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, EngineStoppedError
 
 if TYPE_CHECKING:
     from quire.cli.batch import Batch
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             if batch.num_tokens:
                 print(batch.summary(), file=sys.stderr)
             raise
-        except QuireError as error:
+        except EngineStoppedError as error:
             if not batch.num_done:
                 raise
             print(batch.summary(), file=sys.stderr)
